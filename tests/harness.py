@@ -1,6 +1,6 @@
-"""Runs a function on N ranks, each a process forked from one warm server that has imported what is slow to.
+"""Runs a function on N ranks forked from a warm server that has imported the slow modules.
 
-Every job gets fresh processes: no state, seed or group is left over from an earlier test. No pytest code here.
+Every call gets fresh processes, so no state, seed or group is left over from an earlier test. No pytest code here.
 """
 
 import faulthandler
@@ -36,7 +36,8 @@ from tools.ports import free_port
 SEED = 1234
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
-# What rank functions import and is slow to; none of it starts a thread or touches a GPU, which no fork would survive.
+# Modules that are slow to import and that rank functions need. None starts a thread or calls CUDA: neither survives a
+# fork.
 PRELOAD = ["numpy", "pytest", "rich.progress", "tokenizers", "yaml"]
 PRELOAD += ["torch._dynamo", "torch.distributed.checkpoint", "torch.testing", "torch.utils.tensorboard"]
 PRELOAD += ["pretrain_gpt", "tests.warm_server"]
@@ -44,7 +45,7 @@ PRELOAD += ["pretrain_gpt", "tests.warm_server"]
 
 @dataclass
 class RankOutcome:
-    """What became of one rank: its value, or the error that ended it; what it wrote in either case."""
+    """The result of one rank: its value, or the error that ended it, and its output in either case."""
 
     rank: int
     value: Any = None
@@ -104,7 +105,7 @@ def launch_on_ranks(
     grace: float = GRACE_SECONDS,
     env: Mapping[str, str] | None = None,
 ) -> list[RankOutcome]:
-    """As run_on_ranks, but a failing rank is an outcome like any other, with all that it wrote."""
+    """Runs as run_on_ranks does, but returns the outcome of every rank, failed ones included, and raises nothing."""
     call = pickle.dumps((fn, args))
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -227,7 +228,7 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if recorder is not None:
-        recorder.switch("")  # before the outcome is sent: the parent kills ranks as soon as it has them all
+        recorder.finish()  # before the outcome is sent: the parent kills ranks as soon as it has all outcomes
     sender.send_bytes(_pickle(outcome))
     if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
@@ -236,7 +237,7 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
 
 
 def _recorder() -> Any:
-    """The recorder of tests/recording, where a run of the tests is recorded; its package is needed only then."""
+    """Starts the recorder of tests/recording if this run of the tests is recorded; `coverage` is needed only then."""
     if "RECORD_TESTS" not in os.environ:
         return None
     return importlib.import_module("tests.recording.recorder").record_this_process("rank")

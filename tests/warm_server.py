@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from does when it imports this, last of all. No test here."""
+"""The last import of the server that ranks are forked from: fills a cache and freezes its objects. Holds no tests."""
 
 import gc
 

@@ -1,9 +1,9 @@
-"""Records which lines of the product a process runs for which test, and where its seconds go. No pytest code here.
+"""Records the lines of the product and the CPU seconds of a process, by test. No pytest code here.
 
-A process that belongs to a test appends one JSON line for each test to its own file in the folder RECORD_TESTS:
+A process of a test appends one JSON line per test to its own file in the folder RECORD_TESTS:
 {"test": id, "kind": "test" | "rank" | "program", "cpu": s, "children": s, "seconds": {mechanism: s},
-"lines": {file: [line, ...]}}. All seconds are of the processor. children: of programs that ended, browsers among
-them. Ranks and programs learn the id from RECORD_TEST. One that is killed leaves nothing.
+"lines": {file: [line, ...]}}. All seconds are CPU seconds. children: those of programs that have ended, browsers
+included. Ranks and programs read the test's id from RECORD_TEST. A process that is killed leaves no line.
 """
 
 import importlib
@@ -19,12 +19,12 @@ from typing import Any
 
 import coverage
 
+from tests.structure.measure import PRODUCT, ROOT
+
 FOLDER = "RECORD_TESTS"
 TEST = "RECORD_TEST"
-ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("megatron", "tools", "pretrain_gpt.py")
 
-# (module, attribute, mechanism that its time is charged to), patched once the module is there.
+# (module, attribute, mechanism that its time is charged to), patched once the module has been imported.
 CHARGED = (
     ("torch.autograd", "backward", "backward"),
     ("torch.autograd", "grad", "backward"),
@@ -79,7 +79,7 @@ class Stopwatch:
 
 
 class Recorder:
-    """Records one process; `switch` ends the line of one test and begins the next."""
+    """Records one process; `switch` ends the record of one test and begins the next, `finish` ends the last."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +103,21 @@ class Recorder:
         self._cpu, self._children = time.process_time(), _children_cpu()
 
     def switch(self, test: str) -> None:
-        """Writes what belongs to the test so far, and goes on for `test`."""
+        """Writes the record of the current test, and begins that of `test`."""
         if os.getpid() != self._pid:
-            return  # a fork of this process is not its own recorder
+            return  # a fork of this process does not own the recorder
+        self.finish()
+        self._test = test
+        self._coverage.erase()
+        self.patch()
+        self._coverage.start()
+        self._watch.take()
+        self._cpu, self._children = time.process_time(), _children_cpu()
+
+    def finish(self) -> None:
+        """Writes the record of the current test, and stops recording."""
+        if os.getpid() != self._pid:
+            return
         self._coverage.stop()
         data = self._coverage.get_data()
         lines = {str(Path(name).relative_to(ROOT)): sorted(data.lines(name) or ()) for name in data.measured_files()}
@@ -123,15 +135,9 @@ class Recorder:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        self._test = test
-        self._coverage.erase()
-        self.patch()
-        self._coverage.start()
-        self._watch.take()
-        self._cpu, self._children = time.process_time(), _children_cpu()
 
     def patch(self) -> None:
-        """Charges the functions of CHARGED whose modules have been imported meanwhile."""
+        """Charges the functions of CHARGED in modules that have been imported since the last call."""
         for module, attribute, mechanism in CHARGED:
             if module not in sys.modules or (module, attribute) in self._patched:
                 continue
@@ -154,7 +160,7 @@ def _children_cpu() -> float:
 
 
 def record_this_process(kind: str) -> Recorder | None:
-    """A recorder for the test that the environment names; None where nothing is to be recorded."""
+    """Returns a recorder for the test that the environment names; None if the run is not recorded."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return None

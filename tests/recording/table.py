@@ -1,10 +1,12 @@
-"""Tables of a recorded run of the tests (recorder.py): what it cost, what it covers, what it no longer covers.
+"""Tables of a recorded run of the tests (recorder.py): costs, covered lines, lines that lost coverage, tests of a line.
 
     python -m tests.recording.table costs FOLDER [--by test] [--write tests/recording/costs.txt]
     python -m tests.recording.table coverage FOLDER [--write tests/recording/coverage.json]
     python -m tests.recording.table lost BASE_FOLDER FOLDER --base COMMIT [--of megatron/core/optimizer ...]
+    python -m tests.recording.table tests FOLDER megatron/core/timers.py:40
 
-`lost` compares with a record of the files of COMMIT: lines covered there and not here, where the line still stands.
+`lost` compares with a record made at COMMIT: it prints lines that exist in both versions and were covered only there.
+`tests` prints the tests that run a line.
 """
 
 import argparse
@@ -21,14 +23,14 @@ from coverage.python import PythonParser
 from rich.console import Console
 from rich.table import Table
 
-from tests.recording.recorder import PRODUCT, ROOT
+from tests.structure.measure import PRODUCT, ROOT
 
 PROGRAMS = "programs"  # Python programs that tests start, torchrun's ranks among them
-BROWSERS = "browsers and killed programs"  # what ended without a record of its own
+BROWSERS = "browsers and killed programs"  # processes that ended without a record
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 where lines were lost."""
+    """Returns the exit status: 1 if lines lost their coverage."""
     options = _parse(argv)
     if options.command == "costs":
         rows = costs(_read(options.folder), by_test=options.by == "test")
@@ -42,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{summary['covered']} of {summary['statements']} statements, {summary['tests']} tests")
         if options.write:
             options.write.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        return 0
+    if options.command == "tests":
+        name, line = options.line
+        print("\n".join(sorted(tests_of_lines(_read(options.folder), name).get(line, ()))))
         return 0
     before, now = covered_lines(_read(options.base_folder)), covered_lines(_read(options.folder))
     lost = lost_lines(before, now, base=options.base, prefixes=options.of)
@@ -66,7 +72,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     lost.add_argument("folder", type=Path)
     lost.add_argument("--base", required=True, metavar="COMMIT")
     lost.add_argument("--of", nargs="*", default=[""], metavar="PREFIX")
+    tests_of = commands.add_parser("tests")
+    tests_of.add_argument("folder", type=Path)
+    tests_of.add_argument("line", type=_file_and_line, metavar="FILE:LINE")
     return parser.parse_args(argv)
+
+
+def _file_and_line(text: str) -> tuple[str, int]:
+    name, _, line = text.rpartition(":")
+    return name, int(line)
 
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
@@ -76,7 +90,7 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def covered_lines(records: Iterable[dict[str, Any]]) -> dict[str, set[int]]:
-    """File of the product -> lines that some test runs."""
+    """Maps each file of the product to the lines that some test runs."""
     covered: dict[str, set[int]] = defaultdict(set)
     for record in records:
         for name, lines in record["lines"].items():
@@ -85,7 +99,7 @@ def covered_lines(records: Iterable[dict[str, Any]]) -> dict[str, set[int]]:
 
 
 def tests_of_lines(records: Iterable[dict[str, Any]], name: str) -> dict[int, set[str]]:
-    """Line of a file -> ids of the tests that run it."""
+    """Maps each line of a file to the ids of the tests that run it."""
     tests: dict[int, set[str]] = defaultdict(set)
     for record in records:
         for line in record["lines"].get(name, ()):
@@ -94,9 +108,9 @@ def tests_of_lines(records: Iterable[dict[str, Any]], name: str) -> dict[int, se
 
 
 def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]]:
-    """Rows of processor seconds: a head, the sum, and a row for each file or test, the most expensive first.
+    """Returns rows of CPU seconds: a head, the sum, and one row per file or test, the most expensive first.
 
-    tests: cases of a file, whose repetition is a cost of its own. ranks: processes forked for them.
+    Columns: tests, the cases of a file; ranks, the processes forked for them; seconds in all, and by mechanism.
     """
     seconds: dict[str, Counter[str]] = defaultdict(Counter)
     tests: dict[str, set[str]] = defaultdict(set)
@@ -129,7 +143,7 @@ def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]
 
 
 def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, and for each file the statements that no test runs."""
+    """Returns counts, and for each file the statements that no test runs."""
     paths = [path for place in PRODUCT for path in _python_files(ROOT / place)]
     statements = {str(path.relative_to(ROOT)): _statements(path) for path in paths}
     missing = {name: sorted(lines - covered.get(name, set())) for name, lines in statements.items()}
@@ -144,7 +158,7 @@ def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -
 def lost_lines(
     before: dict[str, set[int]], now: dict[str, set[int]], *, base: str, prefixes: list[str]
 ) -> list[tuple[str, int, str]]:
-    """(file, line, text) as they are now, of lines that stand in both versions and are covered only in the base."""
+    """Returns (file, line, text), as they are now, of lines that both versions have and that only the base covers."""
     lost = []
     for name in sorted(before):
         path = ROOT / name

@@ -1,6 +1,6 @@
-"""`python -m tests.structure`: prints every place that breaks a rule, and how the code measures beside other code.
+"""`python -m tests.structure` prints every place that breaks a rule, and measures of the code next to other code bases.
 
-`--rules` prints what the rules are. Exit status 1 if any is broken.
+`--rules` prints the rules. Exit status 1 if any is broken.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.structure.rules import ANY_CODE_RULES, PRODUCT_RULES, findings
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.structure", description=__doc__)
-    parser.add_argument("--rules", action="store_true", help="print what the rules are")
+    parser.add_argument("--rules", action="store_true", help="print the rules")
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     if parser.parse_args(argv).rules:
         for name, rule in {**PRODUCT_RULES, **ANY_CODE_RULES}.items():

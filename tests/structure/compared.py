@@ -1,6 +1,6 @@
-"""Measures of the product's code beside those of code bases worth reading. Nothing here is a limit.
+"""Measures of the product's code next to those of other code bases. Nothing here is a limit.
 
-A measure is a reason to read, not to cut or to glue code: shared HOUSE_STYLE says what each is for.
+A measure is a reason to read code, not to split or join it: see docs/testing.md#structure-rules.
 """
 
 import ast
@@ -11,7 +11,8 @@ from rich.table import Table
 
 from tests.structure.measure import PRODUCT, Source, imported_modules, percentile, read_sources, words
 
-# Where each of the four walks begins, the packages it is followed in, and the goal of shared HOUSE_STYLE.
+# Each walk: its name, the module where it begins, the packages in which imports are followed, and the goal
+# (docs/testing.md#structure-rules).
 WALKS = (
     ("a batch", "pretrain_gpt", ("megatron",), "-"),
     (
@@ -36,17 +37,17 @@ WALKS = (
 
 
 def table() -> Table:
-    """A line for each measure: its name, ours, and the anchor."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    """Returns a table with one line per measure: its name, this project's value, and a value to compare with."""
+    printed = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for title in ("measure", "here", "to compare with"):
-        table.add_column(title, overflow="fold")
+        printed.add_column(title, overflow="fold")
     for row in rows(read_sources(*PRODUCT)):
-        table.add_row(*row)
-    return table
+        printed.add_row(*row)
+    return printed
 
 
 def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
-    """(measure, here, anchor) of these files."""
+    """Returns (measure, value here, value to compare with) for these files."""
     sources = [source for source in sources if source.tree.body]
     lengths = [len(source.lines) for source in sources]
     functions = [function for source in sources for function in source.functions]
@@ -76,7 +77,10 @@ def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
 
 
 def _walks(sources: list[Source]) -> Iterable[tuple[str, str, str]]:
-    """Files behind each walk: those that its first one imports, directly or not. An upper bound of what is entered."""
+    """Yields the measures of each walk: the files that its first module imports, directly or not.
+
+    This is an upper bound of the files that a reader enters.
+    """
     known = frozenset(source.module for source in sources)
     by_module = {source.module: source for source in sources}
     for name, start, packages, goal in WALKS:
@@ -104,7 +108,7 @@ def _importers(sources: list[Source]) -> dict[str, set[str]]:
 
 
 def _with_one_subclass(sources: list[Source]) -> tuple[int, int]:
-    """(base classes, Protocols) of the project that one class alone names as its base."""
+    """Counts the (base classes, Protocols) of the project that have exactly one subclass."""
     nodes = [node for source in sources for node in source.classes]
     protocols = {node.name for node in nodes if any("Protocol" in words(base) for base in node.bases)}
     own = {node.name for node in nodes}

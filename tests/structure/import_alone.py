@@ -1,6 +1,6 @@
-"""`python -m tests.structure.import_alone MODULE...`: prints those whose import fails where no other was imported.
+"""`python -m tests.structure.import_alone MODULE...` prints the modules that cannot be the first one imported.
 
-A module's import begins with its packages', so it is tried in a fork of a process that has imported just these.
+Importing a module first imports its packages, so each is tried in a fork of a process that has imported only those.
 """
 
 import gc
@@ -9,12 +9,12 @@ import os
 import sys
 import traceback
 
-# What the project's modules import and is slow to.
+# Slow imports of the project's modules, done once before the forks.
 OTHERS = ["numpy", "tokenizers", "torch", "torch._dynamo", "torch.distributed.checkpoint", "yaml"]
 
 
 def _try_below(package: str, modules: list[str]) -> None:
-    """Tries the package's modules and packages, in a process that has imported the package."""
+    """Imports each module and subpackage of `package` in a fork of this process, which has imported the package."""
     # A collection in a fork would copy every page that it shares with this process.
     gc.freeze()
     depth = package.count(".") + 1 if package else 0

@@ -1,4 +1,4 @@
-"""The import order of the packages, lowest first, and the check that nothing imports upwards. No other limit here."""
+"""The import order of the packages, lowest first, and the checks for imports against it and for cycles."""
 
 import re
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from tests.structure.measure import Source, imported_modules
 
 @dataclass(frozen=True)
 class Layer:
-    """Modules whose names match `pattern`, on `line` of the order. A module may import from earlier lines; on its own
-    line only from its own package, and there only from the same or a lower `step`. never: packages of earlier lines
-    that it must not know all the same.
+    """The place in the order of modules whose names match `pattern`.
+
+    A module may import from earlier lines. On its own line it may import only from its own package, and there only from
+    the same or a lower step. never: packages of earlier lines that it still must not import.
     """
 
     line: int
@@ -40,7 +41,7 @@ LAYERS = (
         "config",
         r"megatron\.core\.(parallel_state|pipeline_split|rank_generator|num_microbatches_calculator|group_collectives)",
     ),
-    # What a module says of its own parameters: layers of line 3 do, and nothing of these two is about files.
+    # Names and boxes of a module's own parameters, which layers of line 3 define. Neither file reads or writes files.
     Layer(2, "logical", r"megatron\.core\.dist_checkpointing\.(boxes|logical)"),
     Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
@@ -67,19 +68,19 @@ LAYERS = (
 
 
 def layer_of(module: str) -> Layer | None:
-    """The layer of a module of this project; None where the table lacks it."""
+    """Returns the layer of a module of this project; None if the table lacks it."""
     return next((layer for layer in LAYERS if re.fullmatch(layer.pattern, module)), None)
 
 
 def may_import(importer: Layer, imported: Layer) -> bool:
-    """Whether the order lets a module of one layer import one of the other."""
+    """Whether a module of one layer may import a module of the other."""
     if importer.package == imported.package:
         return imported.step <= importer.step
     return imported.line < importer.line and imported.package not in importer.never
 
 
 def upward_imports(sources: list[Source]) -> list[tuple[Source, int, str]]:
-    """(file, line, imported module) of each import against the order; modules missing in the table come with line 1."""
+    """Returns (file, line, imported module) of each import against the order; line 1 for modules not in the table."""
     known = frozenset(source.module for source in sources)
     found = []
     for source in sources:
@@ -95,7 +96,7 @@ def upward_imports(sources: list[Source]) -> list[tuple[Source, int, str]]:
 
 
 def import_cycles(sources: list[Source]) -> list[list[str]]:
-    """Groups of modules that import each other in a circle (strongly connected components of two or more)."""
+    """Returns groups of modules that import each other in a circle: strongly connected components of two or more."""
     known = frozenset(source.module for source in sources)
     graph = {source.module: {name for name, _ in imported_modules(source, known)} & known for source in sources}
     reach = {module: _reachable(graph, module) for module in graph}
@@ -104,7 +105,7 @@ def import_cycles(sources: list[Source]) -> list[list[str]]:
 
 
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Modules that a chain of imports leads to from `start`; `start` itself only through a circle."""
+    """Returns the modules that `start` imports, directly or not; `start` itself only if it is part of a circle."""
     seen: set[str] = set()
     todo = list(graph[start])
     while todo:

@@ -1,4 +1,4 @@
-"""Reads the project's Python files and measures them: functions, complexity, lines. No rule is named here."""
+"""Reads the project's Python files and measures their functions, complexity and lines. Defines no rules."""
 
 import ast
 import io
@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("megatron", "tools", "pretrain_gpt.py")  # what the statistics are taken over
+PRODUCT = ("megatron", "tools", "pretrain_gpt.py")  # measured here, and recorded by tests/recording
 AROUND = ("benchmarks", "examples")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,16 +42,11 @@ class Function:
         return 1 + sum(_decisions(node) for node in _own_nodes(self.node))
 
     @property
-    def positional(self) -> list[ast.arg]:
-        """Parameters that can be given by position, without self, cls or ctx."""
-        arguments = [*self.node.args.posonlyargs, *self.node.args.args]
-        bound = self.in_class is not None and arguments and arguments[0].arg in ("self", "cls", "ctx", "mcs")
-        return arguments[1:] if bound else arguments
-
-    @property
     def parameters(self) -> list[ast.arg]:
         """All named parameters, without self, cls or ctx."""
-        return [*self.positional, *self.node.args.kwonlyargs]
+        arguments = [*self.node.args.posonlyargs, *self.node.args.args]
+        bound = self.in_class is not None and arguments and arguments[0].arg in ("self", "cls", "ctx", "mcs")
+        return [*(arguments[1:] if bound else arguments), *self.node.args.kwonlyargs]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What is enforced of the house style: each rule is a function that yields the places that break it.
+"""The structure rules (docs/testing.md#structure-rules): each is a function that yields the places that break it.
 
-Lengths, counts and complexity are not limited here: compared.py prints them beside those of other code bases.
+Lengths, counts and complexity have no limits; compared.py prints them next to those of other code bases.
 """
 
 import ast
@@ -73,7 +73,7 @@ def any_code_rule(check: Rule) -> Rule:
 
 @product_rule
 def import_direction(sources: list[Source]) -> Iterator[Broken]:
-    """Modules import only from the layers below them; megatron/core/README.md has the order."""
+    """Modules import only from the layers below them; tests/structure/layers.py has the order."""
     for source, line, module in upward_imports(sources):
         yield source.name, line, f"{source.module} imports {module}, which is not below it"
 

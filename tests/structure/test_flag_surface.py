@@ -1,4 +1,4 @@
-"""The command line changes by decision only: the frozen surface, the docs page, and what finished issues promised."""
+"""The command-line surface is frozen: flags, docs page, cases, defaults and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The project keeps every rule of its house style that is enforced."""
+"""The project breaks no structure rule."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""A recorded run of tests names, for each test, the lines that its own process, its ranks and its programs ran."""
+"""A recorded run of tests has, for each test, the lines that its own process, its ranks and its programs ran."""
 
 import json
 import os
@@ -38,6 +38,13 @@ def test_costs_are_summed_over_ranks_and_count_programs_once() -> None:
 def test_tests_of_a_line_are_all_that_ran_it() -> None:
     records = [record("a", megatron__b=[1, 2]), record("c", "rank", megatron__b=[2])]
     assert table.tests_of_lines(records, "megatron/b.py") == {1: {"a"}, 2: {"a", "c"}}
+
+
+def test_the_tests_of_a_line_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [record("c", "rank", megatron__b=[2]), record("a", megatron__b=[1, 2]), record("d", megatron__c=[2])]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert table.main(["tests", str(tmp_path), "megatron/b.py:2"]) == 0
+    assert capsys.readouterr().out == "a\nc\n"
 
 
 def test_lost_lines_are_those_that_stand_and_ran_before() -> None:

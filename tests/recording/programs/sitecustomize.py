@@ -1,4 +1,4 @@
-"""Python imports this at its start where the plugin has put the folder into PYTHONPATH: records the program."""
+"""Records a program that a test starts: Python imports this file at startup, since plugin.py puts it in PYTHONPATH."""
 
 import atexit
 import os
@@ -13,4 +13,4 @@ if os.environ.get("RECORD_TESTS") and not any("multiprocessing" in word for word
     sys.path.pop(0)
     recorder = record_this_process("program")
     if recorder is not None:
-        atexit.register(recorder.switch, "")
+        atexit.register(recorder.finish)
