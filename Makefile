@@ -10,7 +10,7 @@ BASE ?=
 OUT ?=
 ORDER ?=
 TEST_OPTIONS ?=
-# Three processes, a file of tests at a time each: tests wait for ranks or files so often that two leave a core idle.
+# Three workers, each with one test file at a time: tests wait for ranks and files so often that two leave a core idle.
 PYTEST = $(IN_VENV) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ lock:  ## rewrite requirements/cpu.txt from what .venv holds
 train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file.txt or file.jsonl: on yours; MINUTES=2)
 	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(MINUTES),--minutes $(MINUTES))
 
-test: env  ## run every test (ORDER=7: in the random order of that seed)
+test: env  ## run every test except soak-only ones (ORDER=7: in the random order of that seed)
 	$(PYTEST)
 
 test-fast: env  ## run the tests that are not slow
@@ -55,17 +55,17 @@ check-structure:
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m pytest --quiet tests/structure
 
-structure:  ## print what the structure rules refuse, and the measures of the code beside those of others
+structure: env  ## print what breaks a structure rule, and measures of the code next to those of other code bases
 	@$(IN_VENV) -m tests.structure
 
-soak: env  ## run every test with its long counts, and those that only repeat another's property (hours)
+soak: env  ## run every test, with long counts (hours)
 	SOAK=1 $(PYTEST)
 
-same-losses: env  ## train small runs with BASE=commit and with these files: every logged number must be the same
+same-losses: env  ## train small runs with BASE=commit and with the working tree: every logged number must be the same
 	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }
 	$(IN_VENV) tools/same_losses.py $(BASE)
 
-same-losses-faults: env  ## put faults into copies of these files: same-losses must notice each (half an hour)
+same-losses-faults: env  ## put faults into copies of the committed HEAD; same-losses must notice each (half an hour)
 	$(IN_VENV) tools/seeded_faults.py
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.

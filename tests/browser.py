@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over its DevTools pipe; what pages should do is the tests' matter."""
+"""A headless Chromium for tests, driven over its DevTools pipe. Holds no tests."""
 
 import fcntl
 import json

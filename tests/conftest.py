@@ -1,4 +1,4 @@
-"""Settings of every test run: which tests are skipped, in which order they run, how property tests draw examples."""
+"""Settings of every test run: deselected and skipped tests, order of files, hypothesis, report of compiled kernels."""
 
 import gc
 import os
@@ -62,7 +62,7 @@ def _skip_gpu(items: list[pytest.Item]) -> None:
 
 
 def _order_files(items: list[pytest.Item], *, seed: int | None) -> None:
-    """Puts files with the most slow tests first, so that no process is left alone with one; or shuffles with `seed`."""
+    """Puts files with the most slow tests first, so that workers end at about the same time; or shuffles by `seed`."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
@@ -80,7 +80,7 @@ def _order_files(items: list[pytest.Item], *, seed: int | None) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hands what a worker of pytest-xdist compiled to the process that prints the end of the run."""
+    """Sends the kernels that a pytest-xdist worker compiled to the process that prints the summary."""
     output = vars(session.config).get("workeroutput")
     if output is not None:
         output["compiled"] = session.config.stash.get(COMPILED, {})
@@ -88,7 +88,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Collects what a worker compiled; a worker that crashed has no output."""
+    """Collects the kernels that a worker compiled; a worker that crashed has no output."""
     compiled = vars(node).get("workeroutput", {}).get("compiled", {})
     node.config.stash.setdefault(COMPILED, {}).update(compiled)
 

@@ -1,4 +1,4 @@
-"""How often a test repeats, and which of its cases run only in `make test` or only in `make soak`. No test here."""
+"""Repeat counts that grow under `make soak`, and parameter marks for slow and soak-only cases."""
 
 import os
 from typing import Any
@@ -8,15 +8,15 @@ from _pytest.mark import ParameterSet
 
 
 def long_count(usual: int, *, soak: int) -> int:
-    """`usual` repetitions in an ordinary run, `soak` under `make soak`."""
+    """Returns `usual`, or `soak` under `make soak`."""
     return soak if os.environ.get("SOAK") else usual
 
 
 def slow(*values: Any) -> ParameterSet:
-    """A case of pytest.mark.parametrize that `make test-fast` leaves out, where another shows the same in less time."""
+    """Marks a parameter as slow. Takes more than about a second; `make test-fast` leaves it out."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def soak_only(*values: Any) -> ParameterSet:
-    """A case of pytest.mark.parametrize that runs under `make soak` alone."""
+    """Marks a parameter that runs only under `make soak`."""
     return pytest.param(*values, marks=pytest.mark.soak)

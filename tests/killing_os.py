@@ -1,4 +1,4 @@
-"""KillingOs: ends the process in the middle of what it writes. No test here."""
+"""KillingOs: ends the process in the middle of what it writes. Holds no tests."""
 
 import os
 import signal

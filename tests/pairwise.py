@@ -1,4 +1,4 @@
-"""Chooses few cases out of a large product of options. No test here."""
+"""Chooses few cases out of a large product of options. Holds no tests."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, product

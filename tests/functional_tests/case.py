@@ -1,13 +1,12 @@
-"""A functional case: what a YAML file may say, and clear errors for what it may not. Runs nothing.
+"""Reads functional cases from YAML files, with clear errors for unknown keys and wrong types. Runs nothing.
 
 - name: dense_resumes
   base: dense                  # flags of bases.yaml, or a list of bases; later ones win
   flags: {bf16: true, lr: 0.1, split: null}   # true: bare flag; null: drop the base's; list: several words
   processes: 2
-  env: {NAME: value}
-  corpora: {a: {}}             # token files {tmp}/a.bin and .idx: corpora.py
+  corpora: {a: {}}             # writes token files {tmp}/a.bin and {tmp}/a.idx first; options: corpora.py
   slow: true                   # left out by `make test-fast`
-  soak: true                   # runs under `make soak` alone; the file says which case holds the property
+  soak: true                   # runs only under `make soak`; a comment names the case that tests the property
   expect: {resume_at: 3}       # names and values are those of expectations.py
 """
 
@@ -34,14 +33,13 @@ class Case:
     base: list[str] = field(default_factory=list)
     flags: Flags = field(default_factory=dict)
     processes: int = 1
-    env: dict[str, str] = field(default_factory=dict)
     corpora: dict[str, dict[str, Any]] = field(default_factory=dict)
     slow: bool = False
     soak: bool = False
 
 
 def read_cases(path: Path, bases: dict[str, Flags], expectations: set[str]) -> list[Case]:
-    """The cases of a file. Raises CaseError naming file, case and key."""
+    """Reads the cases of a file. Raises CaseError, which names the file, the case and the key."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(entries, list):
         raise CaseError(f"{path.name}: must be a list of cases, is {type(entries).__name__}")
@@ -83,15 +81,13 @@ def _case(entry: Any, where: str, bases: dict[str, Flags], expectations: set[str
     flags: Flags = {}
     for one in (*(bases[name] for name in names), entry.get("flags", {})):
         flags |= one
-    env = {name: str(value) for name, value in entry.get("env", {}).items()}
-    return Case(**{**entry, "base": names, "flags": flags, "env": env})
+    return Case(**{**entry, "base": names, "flags": flags})
 
 
 def _check_types(entry: dict[str, Any], where: str) -> None:
     expected: dict[str, type | tuple[type, ...]] = {
         "expect": dict,
         "flags": dict,
-        "env": dict,
         "corpora": dict,
         "processes": int,
         "slow": bool,

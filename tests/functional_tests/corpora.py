@@ -1,7 +1,7 @@
-"""Corpora that a case asks for: documents that count upwards, each ended by token 126, the eod of bases.yaml.
+"""Writes the corpora of a case: documents that count upwards, each ended by token 126, the eod of bases.yaml.
 
 corpora:
-  a: {}                                         # {tmp}/a.bin and {tmp}/a.idx, by default as below
+  a: {}                                         # {tmp}/a.bin and {tmp}/a.idx; defaults: 60, 20, uint16, no masks
   b: {documents: 60, longest: 20, dtype: int32, learned: half}
 learned: no loss masks (none), masks that learn all tokens (all) or none of them (nothing), or every other document.
 """
@@ -38,7 +38,7 @@ def _write_corpus(
 
 
 def _write_pair(prefix: str, documents: list[np.ndarray], dtype: str) -> None:
-    """By the published layout, byte by byte: what others wrote must open, whatever our own writer does."""
+    """Writes the published layout byte by byte, independently of the project's own writer."""
     values = np.concatenate(documents).astype(np.dtype(dtype).newbyteorder("<"))
     ends = np.cumsum([len(document) for document in documents])
     starts = [0, *ends[:-1].tolist()]

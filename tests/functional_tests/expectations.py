@@ -1,4 +1,4 @@
-"""What a case may expect, by name: each function runs what it needs and asserts. How a case is written: case.py."""
+"""The expectations of functional cases, by name: each function makes the runs it needs and asserts. Format: case.py."""
 
 import re
 from collections.abc import Callable
@@ -25,19 +25,13 @@ class Runner:
     program: str = PROGRAM
 
     def run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
-        """A run with the case's flags and `flags` over them, logging to the folder `name`."""
+        """Runs the case's flags, with `flags` over them, and logs to the folder `name`."""
         words = command_line({**self.case.flags, **(flags or {})})
         words = [word.replace("{tmp}", str(self.folder)).replace("{tests}", str(FOLDER)) for word in words]
-        return run_program(
-            words,
-            processes or self.case.processes,
-            folder=self.folder / name,
-            program=self.program,
-            env=self.case.env,
-        )
+        return run_program(words, processes or self.case.processes, folder=self.folder / name, program=self.program)
 
     def finished_run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
-        """As `run`; fails unless every rank ended well after at least one step."""
+        """Runs as `run` does; asserts that every rank ended with status 0 and that a step was logged."""
         run = self.run(name, flags, processes=processes)
         assert run.exit_codes == [0] * len(run.outcomes), run.written()
         assert run.log, f"nothing in steps.jsonl\n{run.written()}"
@@ -45,7 +39,7 @@ class Runner:
 
     @cached_property
     def plain(self) -> Run:
-        """The case's own run, made once for all that the case expects; it saves if others are to go on from there."""
+        """The case's own run, made once for all its expectations; saves checkpoints if the case has resume_at."""
         if "resume_at" not in self.case.expect:
             return self.finished_run("plain")
         interval = self.case.flags.get("save-interval", self.resume_steps[0])
@@ -53,7 +47,7 @@ class Runner:
 
     @property
     def resume_steps(self) -> list[int]:
-        """The steps of resume_at, in turn."""
+        """The steps of resume_at, in ascending order."""
         steps = self.case.expect["resume_at"]
         return sorted(steps) if isinstance(steps, list) else [steps]
 
@@ -65,31 +59,47 @@ class Runner:
 
 
 def _failure(runner: Runner, wanted: dict[str, Any]) -> None:
-    """{exit_code: 1, error: regex}: every rank ends with this code, and says this on stderr in one line."""
+    """{exit_code: 1, error: regex}: every rank ends with this code, and one line of its stderr matches."""
     _assert_failure(runner.run("failing"), wanted)
 
 
-def _refused_load(runner: Runner, wanted: dict[str, Any]) -> None:
-    """{saved_with: {flags}, exit_code: 1, error: regex}: the case cannot load what a run with these flags saved.
+# Flags that the saving run of _refused_load and _loads drops, and flags that it adds.
+_LOADING = {
+    "load",
+    "use-checkpoint-args",
+    "ckpt-step",
+    "finetune",
+    "exit-on-missing-checkpoint",
+    "no-load-optim",
+    "no-load-rng",
+}
+_SAVING: Flags = {"save": "{tmp}/saved", "train-iters": 3}
 
-    The case finds it in {tmp}/saved, and leaves that folder as it is.
+
+def _save_with(runner: Runner, flags: Flags) -> None:
+    """Trains three steps with the case's flags, without those that load, and with `flags`; saves to {tmp}/saved."""
+    dropped = dict.fromkeys(runner.case.flags.keys() & _LOADING)
+    runner.finished_run("saving", {**dropped, **_SAVING, **flags})
+
+
+def _refused_load(runner: Runner, wanted: dict[str, Any]) -> None:
+    """{saved_with: {flags}, exit_code: 1, error: regex}: the case fails to load a checkpoint saved with these flags.
+
+    The checkpoint is in {tmp}/saved, and does not change.
     """
     saved = runner.folder / "saved"
-    runner.finished_run(
-        "saving", {**dict.fromkeys(runner.case.flags.keys() & _LOADING), **_SAVING, **wanted["saved_with"]}
-    )
+    _save_with(runner, wanted["saved_with"])
     before = contents(saved)
     _assert_failure(runner.run("failing"), wanted)
     assert contents(saved) == before
 
 
 def _loads(runner: Runner, wanted: dict[str, Any]) -> None:
-    """{saved_with: {flags}, steps: [4, 5, 6]}: the case loads what a run of three steps with these flags saved.
+    """{saved_with: {flags}, steps: [4, 5, 6]}: the case loads a checkpoint of three steps saved with these flags.
 
-    It then logs these steps and ends well. The checkpoint is in {tmp}/saved.
+    It then logs these steps and ends with status 0. The checkpoint is in {tmp}/saved.
     """
-    loading = dict.fromkeys(runner.case.flags.keys() & _LOADING)
-    runner.finished_run("saving", {**loading, **_SAVING, **wanted["saved_with"]})
+    _save_with(runner, wanted["saved_with"])
     run = runner.run("loading")
     assert run.exit_codes == [0] * len(run.outcomes), run.written()
     assert sorted(run.steps) == wanted["steps"], run.written()
@@ -100,14 +110,14 @@ def _assert_failure(run: Run, wanted: dict[str, Any]) -> None:
     assert run.exit_codes == [wanted["exit_code"]] * len(run.outcomes), run.written()
     for outcome in run.outcomes:
         lines = [line for line in outcome.stderr.splitlines() if re.search(wanted["error"], line)]
-        assert len(lines) == 1, f"no line matches {wanted['error']!r}\n{run.written()}"
+        assert len(lines) == 1, f"{len(lines)} lines match {wanted['error']!r}, expected 1\n{run.written()}"
         assert "Traceback" not in outcome.stderr, run.written()
 
 
 def _resume_at(runner: Runner, _: int | list[int]) -> None:
-    """Going on from what the run saved after the first of these steps gives what it gave itself, bit for bit.
+    """A run resumed from the checkpoint of the first step equals the uninterrupted run, bit for bit.
 
-    At each later one of these steps the run that goes on stops, saves, and goes on once more.
+    At each later step the resumed run stops, saves, and is resumed from its own checkpoint.
     """
     whole, (first, *stops) = runner.plain, runner.resume_steps
     saved = "{tmp}/resumed/saved"
@@ -131,7 +141,7 @@ def _same_as(runner: Runner, variant: dict[str, Any]) -> None:
 
 
 def _close_to(runner: Runner, variant: dict[str, Any]) -> None:
-    """As same_as within `rtol`, for losses and gradient norms."""
+    """{flags: {...}, processes: N, rtol: X}: losses and gradient norms of such a run agree within rtol."""
     other, rtol = _variant(runner, variant), variant["rtol"]
     assert other.steps.keys() == runner.plain.steps.keys()
     for iteration, step in runner.plain.steps.items():
@@ -140,13 +150,13 @@ def _close_to(runner: Runner, variant: dict[str, Any]) -> None:
 
 
 def _differs_from(runner: Runner, variant: dict[str, Any]) -> None:
-    """As same_as, but the last step's loss is another one: a flag that changes nothing would pass all else."""
+    """{flags: {...}, processes: N}: a run with these differences ends with another loss: its flags have an effect."""
     other, last = _variant(runner, variant), max(runner.plain.steps)
     assert other.steps[last]["lm_loss"] != runner.plain.steps[last]["lm_loss"]
 
 
 def _loss_below(runner: Runner, bound: float) -> None:
-    """The mean loss of the last three steps."""
+    """The mean loss of the last three steps is below the bound."""
     losses = [step["lm_loss"] for _, step in sorted(runner.plain.steps.items())][-3:]
     assert sum(losses) / len(losses) < bound, f"last losses {losses}"
 
@@ -157,13 +167,13 @@ def _validation_loss_below(runner: Runner, bound: float) -> None:
 
 
 def _steps(runner: Runner, count: int) -> None:
-    """The run made this many steps, each logged once."""
+    """The run logs steps 1 to `count`, each once."""
     logged = sorted(runner.plain.steps)
     assert logged == list(range(1, count + 1)), f"steps logged: {logged}"
 
 
 def _quiet(runner: Runner, _: bool) -> None:
-    """The run, and one that goes on from its checkpoint, print log lines and nothing else."""
+    """A run that stops after step 3, and the run that resumes it, print only lines of the log (_LOG_LINES)."""
     saved = {"save": "{tmp}/quiet/saved", "load": "{tmp}/quiet/saved", "save-interval": 3}
     for flags in ({"exit-interval": 3}, {}):
         run = runner.finished_run("quiet", {**saved, **flags})
@@ -185,23 +195,12 @@ def _output(runner: Runner, pattern: str) -> None:
 
 
 def _prints(runner: Runner, pattern: str) -> None:
-    """The program ends well without a step, and has printed something that matches."""
+    """The program ends with status 0 without a step, and prints something that matches."""
     run = runner.run("printing")
     assert run.exit_codes == [0] * len(run.outcomes) and not run.log, run.written()
     assert re.search(pattern, run.outcomes[0].stdout), run.written()
 
 
-# What _refused_load and _loads leave out of and add to the flags of the run that saves.
-_LOADING = {
-    "load",
-    "use-checkpoint-args",
-    "ckpt-step",
-    "finetune",
-    "exit-on-missing-checkpoint",
-    "no-load-optim",
-    "no-load-rng",
-}
-_SAVING: Flags = {"save": "{tmp}/saved", "train-iters": 3}
 _LOG_LINES = (
     r" \[[-0-9]+ [:0-9]+\] iteration +\d+/ +\d+ \| consumed samples: .* \| lm loss: ",
     r"[ -]*validation loss at iteration \d+ ",
@@ -216,7 +215,7 @@ _LOG_LINES = (
 
 
 def _checkpoints(runner: Runner, iterations: list[int]) -> None:
-    """After the case's own run its --save folder {tmp}/saved holds complete checkpoints of these, and nothing half."""
+    """After the case's run, its --save folder {tmp}/saved holds complete checkpoints of these steps and no others."""
     assert runner.plain.steps
     names = sorted(entry.name for entry in (runner.folder / "saved").iterdir() if entry.is_dir())
     assert names == [f"iter_{iteration:07d}" for iteration in iterations]
@@ -243,13 +242,13 @@ EXPECTATIONS: dict[str, Callable[[Runner, Any], None]] = {
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Relative path to content, of every file in the folder."""
+    """Maps the relative path of every file in the folder to its content."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def assert_same_steps(run: Run, reference: Run, *, after: int = 0) -> None:
-    """Every number of every step is equal, except times. after: `run` has only the steps after this one."""
+    """Asserts that steps are equal but for UNCOMPARED_FIELDS. after: `run` has only the steps after this one."""
     expected = {iteration: step for iteration, step in reference.steps.items() if iteration > after}
     assert run.steps.keys() == expected.keys()
     for iteration in sorted(expected):
@@ -257,7 +256,7 @@ def assert_same_steps(run: Run, reference: Run, *, after: int = 0) -> None:
 
 
 def assert_same_checkpoint(folder: Path, reference: Path) -> None:
-    """Two checkpoint folders hold the same tensors, bit for bit."""
+    """Asserts that two checkpoint folders hold the same tensors, bit for bit."""
     tensors, expected = _load_all(folder), _load_all(reference)
     assert tensors.keys() == expected.keys()
     different = [key for key in expected if not torch.equal(_bytes(tensors[key]), _bytes(expected[key]))]
@@ -273,7 +272,7 @@ def _load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes compare as equal where NaN, which stands for absent numbers, does not."""
+    """Views a tensor as bytes, in which equal NaNs, the values of absent numbers, compare as equal."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

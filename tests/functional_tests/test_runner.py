@@ -59,7 +59,7 @@ def test_cases_that_do_not_hold_say_why(text: str, message: str, tmp_path: Path)
         ("- [1]", "case 1: must be a mapping with a name"),
         ("- {name: a}", r"case 1 \(a\): needs expect"),
         ("- {name: a, expect: {}}", "needs expect"),
-        ("- {name: a, expects: {steps: 1}}", "'expects' is not one of base, corpora, env, expect"),
+        ("- {name: a, expects: {steps: 1}}", "'expects' is not one of base, corpora, expect"),
         ("- {name: a, expect: {stepz: 1}}", "expect: 'stepz' is not one of .*close_to, differs_from"),
         ("- {name: a, base: [small, big], expect: {steps: 1}}", "base: 'big' is not one of fast, small"),
         ("- {name: a, processes: 2.5, expect: {steps: 1}}", "processes is 2.5, of type float"),

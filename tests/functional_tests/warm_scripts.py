@@ -1,4 +1,4 @@
-"""Runs shell scripts whose $PYTHON is a client of this process: what they start runs on warm ranks. No test here.
+"""Runs shell scripts whose $PYTHON is a client of this process: what they start runs on warm ranks. Holds no tests.
 
 A script costs then what its programs compute, not what they import; it is the script that users run, word for word.
 """

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py on the CPU with tapes in the place of CUDA graphs; ends with an error if nothing was captured."""
+"""pretrain_gpt.py on the CPU with tapes instead of CUDA graphs; ends with an error if nothing was captured."""
 
 import importlib
 import sys

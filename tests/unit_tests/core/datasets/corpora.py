@@ -1,4 +1,4 @@
-"""Small corpora for the tests of this folder. No test here."""
+"""Small corpora for the tests of this folder. Holds no tests."""
 
 from pathlib import Path
 
