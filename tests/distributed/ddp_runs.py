@@ -26,7 +26,7 @@ ZERO = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
 BOTH = {**ZERO, "overlap_param_gather": True}
 # For each microbatch of a step, the layers that its forward uses.
 Plans = list[list[int]]
-# Draws the plans of one step and rank from a generator that has the same seed on all ranks.
+# Returns the plans of a step and rank, drawn from a generator that has the same seed on all ranks.
 Case = Callable[[random.Random, int, int], Plans]
 
 

@@ -47,7 +47,7 @@ def wrap(module: nn.Module, mode: dict[str, Any], **config: Any) -> DistributedD
 
 def earlier(model: DistributedDataParallel) -> Callable[[], AbstractContextManager[None]]:
     """Returns the context manager for all microbatches but the last: no_sync for sharded gradients, else accumulate."""
-    # With sharded gradients, accumulate() reduces every microbatch, which rounds other than the unsharded wrapper.
+    # With sharded gradients, accumulate() reduces every microbatch, so sums round differently than without shards.
     return model.no_sync if model.ddp_config.shard_gradients else model.accumulate
 
 

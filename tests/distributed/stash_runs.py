@@ -29,7 +29,7 @@ FLAGS: Flags = {
     "moe-expert-rank-capacity-factor": 8,
     "log-num-zeros-in-grad": True,
 }
-# Every router option that adds fields to a step's record.
+# Router options with records of their own: jitter, two balancing losses, expert biases, logs of each layer.
 ROUTER: Flags = {
     "moe-input-jitter-eps": 0.1,
     "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],

@@ -32,7 +32,7 @@ from tests.functional_tests.case import Flags
 from tests.functional_tests.launch import UNCOMPARED_FIELDS
 
 Batch = dict[str, Tensor]
-# A context manager that is active during a run.
+# Returns a context manager that is active while a run trains.
 Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
 # Optimizer states are sharded; parameters are gathered and gradients reduced in small buckets during the passes.
 OVERLAPPED_SMALL_BUCKETS: Flags = {
