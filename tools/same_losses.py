@@ -22,7 +22,15 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from tools.gate.cases import RESULT, Case, cases_named  # noqa: E402
-from tools.gate.jobs import Tree, export, main_folder, resumed_folder, run_trees, write_corpora  # noqa: E402
+from tools.gate.jobs import (  # noqa: E402
+    Tree,
+    ends_on_signals,
+    export,
+    main_folder,
+    resumed_folder,
+    run_trees,
+    write_corpora,
+)
 from tools.gate.verdict import Verdict, judge, judge_new  # noqa: E402
 
 BASE, HEAD = "base", "head"
@@ -34,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = list(dict.fromkeys(case for text in options.only or [""] for case in cases_named(text)))
     started_at = time.monotonic()
     with ExitStack() as stack:
+        stack.enter_context(ends_on_signals())
         folder = options.keep
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="same_losses_")))
@@ -62,7 +71,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("base", metavar="BASE_COMMIT", help="version whose numbers count as right")
     parser.add_argument("--head", metavar="COMMIT", help="version to check; default: the files of this working tree")
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="only cases with this in their name; repeatable"
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="only the case of this name, else those with it in theirs; repeatable",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder to run in, which is kept")
     options = parser.parse_args(argv)
@@ -73,7 +85,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         options.keep = options.keep.resolve()
         if options.keep.exists():
             parser.error(f"--keep is {options.keep}: it exists already")
-        options.keep.mkdir(parents=True)
     return options
 
 

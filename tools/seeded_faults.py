@@ -22,8 +22,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from tools.gate.cases import CASES, Case  # noqa: E402
-from tools.gate.jobs import Tree, export, run_trees, write_corpora  # noqa: E402
-from tools.gate.verdict import Verdict  # noqa: E402
+from tools.gate.jobs import Tree, ends_on_signals, export, main_folder, run_trees, write_corpora  # noqa: E402
+from tools.gate.verdict import Verdict, failure_of  # noqa: E402
 from tools.same_losses import verdict_on  # noqa: E402
 
 FAULTS = ROOT / "tools" / "gate" / "faults.yaml"
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     options = parse_options(argv)
     faults = [fault for fault in read_faults() if fault.is_named(options.only)]
-    with tempfile.TemporaryDirectory(prefix="seeded_faults_") as place:
+    with ends_on_signals(), tempfile.TemporaryDirectory(prefix="seeded_faults_") as place:
         folder = Path(place)
         try:
             sound = export(options.head, folder / "trees" / SOUND)
@@ -90,9 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         at_once = os.cpu_count() or 1
         for first in range(0, len(trees), at_once):
             run_trees(trees[first : first + at_once], folder=folder, base=SOUND)
+        broken = [text for case in cases if (text := failure_of(main_folder(case, SOUND, folder=folder)))]
+        if broken:
+            print(f"error: a case fails without a fault: {broken[0]}", file=sys.stderr)
+            return 2
         found = [noticed(tree, folder) for tree in trees]
     print_table(faults, found)
-    num_noticed = sum(not verdict.is_same for _, verdict in found)
+    num_noticed = sum(is_difference(verdict) for _, verdict in found)
     print(f"{num_noticed} of {len(faults)} faults were noticed")
     return int(num_noticed < len(faults))
 
@@ -124,8 +128,13 @@ def faulty_tree(fault: Fault, sound: Path, *, name: str) -> Tree:
 def noticed(tree: Tree, folder: Path) -> tuple[str, Verdict]:
     """Returns the first case that differs from the sound tree, with its verdict; if none does, all their names."""
     verdicts = [(case.name, verdict_on(case, folder, base=SOUND, head=tree.name)) for case in tree.cases]
-    different = [(name, verdict) for name, verdict in verdicts if not verdict.is_same]
+    different = [(name, verdict) for name, verdict in verdicts if is_difference(verdict)]
     return different[0] if different else (", ".join(name for name, _ in verdicts), verdicts[0][1])
+
+
+def is_difference(verdict: Verdict) -> bool:
+    """Whether both runs ended well and differ: a run that fails would be noticed without the gate."""
+    return not verdict.is_same and not verdict.is_failure
 
 
 def print_table(faults: Sequence[Fault], found: Sequence[tuple[str, Verdict]]) -> None:
@@ -134,7 +143,7 @@ def print_table(faults: Sequence[Fault], found: Sequence[tuple[str, Verdict]]) -
     for title in ("fault", "kind", "case", "result"):
         table.add_column(title, overflow="fold")
     for fault, (case, verdict) in zip(faults, found, strict=True):
-        text = f"NOT NOTICED: {verdict.text}" if verdict.is_same else verdict.text
+        text = verdict.text if is_difference(verdict) else f"NOT NOTICED: {verdict.text}"
         table.add_row(fault.name, fault.kind, case, text)
     Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False).print(table)
 

@@ -321,7 +321,7 @@ PARTS_OF_MODELS = (
     ),
     Case(
         "documents: loss per token",
-        f"{BRIEF} {LLAMA_LAYERS} {CORPUS} {PACKED} --calculate-per-token-loss {FP16}",
+        f"{BRIEF} {LLAMA_LAYERS} {CORPUS} {PACKED} --calculate-per-token-loss --global-batch-size 8",
         ranks=2,
     ),
     Case("attention: windows and sinks", f"{LLAMA} {WINDOW} --qk-layernorm --add-qkv-bias"),
@@ -355,7 +355,13 @@ UPDATE = "--optimizer-cuda-graph"
 
 GRAPHS = (
     Case("step graph: dropout, bf16", f"{DENSE} {DROPOUT} --bf16 {STEP}", program=TAPES),
-    Case("step graph: ZeRO-1 with the update", f"{DENSE} {ZERO1} {OVERLAP} {STEP} {UPDATE}", ranks=2, program=TAPES),
+    Case(
+        "step graph: ZeRO-1 with the update",
+        f"{DENSE} {ZERO1} {OVERLAP} {STEP} {UPDATE} --train-iters 6",
+        ranks=2,
+        resume_at=2,
+        program=TAPES,
+    ),
     Case("step graph: scaled update", f"{LLAMA} {FP16} {STEP} {UPDATE}", program=TAPES),
     Case("step graph: tp pp vpp", f"{LLAMA} {VPP} {TP} {STEP} {EACH_LAYER}", ranks=4, program=TAPES),
     Case("step graph: pages, ep", f"{SMALL_PAGES} {EP} {DEVICE} 1.5 {ROUTER} {STEP}", ranks=2, program=TAPES),
@@ -368,7 +374,13 @@ GRAPHS = (
         program=TAPES,
     ),
     Case("layer graphs: dropout, bf16", f"{DENSE} {DROPOUT} --bf16 {LAYERS} attn mlp", program=TAPES),
-    Case("layer graphs: ZeRO-1", f"{DENSE} {ZERO1} {OVERLAP} {LAYERS} attn mlp", ranks=2, program=TAPES),
+    Case(
+        "layer graphs: ZeRO-1",
+        f"{DENSE} {ZERO1} {OVERLAP} {LAYERS} attn mlp --train-iters 6",
+        ranks=2,
+        resume_at=2,
+        program=TAPES,
+    ),
     Case("layer graphs: pp vpp", f"{DENSE} {VPP} {LAYERS} attn mlp", ranks=2, program=TAPES),
     Case(
         "layer graphs: router and experts",
@@ -419,5 +431,6 @@ CASES: tuple[Case, ...] = tuple(case for group in GROUPS for case in group)
 
 
 def cases_named(text: str) -> Iterator[Case]:
-    """The cases whose name contains `text`, in their order."""
-    return (case for case in CASES if text in case.name)
+    """Returns the case of that name; if there is none, the cases whose name contains `text`, in their order."""
+    exact = [case for case in CASES if case.name == text]
+    return iter(exact or [case for case in CASES if text in case.name])

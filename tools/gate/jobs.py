@@ -10,18 +10,20 @@ import random
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tools.gate.cases import CHECKPOINTS, PRETRAIN, RESULT, Case
 from tools.ports import free_port
 
@@ -82,15 +84,21 @@ def export(commit: str, folder: Path) -> Path:
 
 
 def write_corpora(folder: Path) -> None:
-    """Writes two small .bin/.idx pairs of random documents, the same in every call."""
+    """Writes two small .bin/.idx pairs of random documents, the same in every call.
+
+    Without this project's writer: a fault in the head's would reach both trees.
+    """
     folder.mkdir()
     for seed, name in enumerate(("a", "b")):
         draw = random.Random(seed)
-        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.uint16)
-        for _ in range(200):
-            tokens = [draw.randrange(126) for _ in range(draw.randrange(5, 90))]
-            builder.add_document(np.array([*tokens, 126]), [len(tokens) + 1])
-        builder.finalize(str(folder / f"{name}.idx"))
+        documents = [[*(draw.randrange(126) for _ in range(draw.randrange(5, 90))), 126] for _ in range(200)]
+        lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
+        ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        np.array(sum(documents, []), dtype=np.uint16).tofile(folder / f"{name}.bin")
+        # Megatron's index: magic, version 1, 8 for uint16, numbers of sequences and of document borders.
+        head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(documents), len(documents) + 1)
+        parts = lengths, ends[:-1] * 2, np.arange(len(documents) + 1, dtype=np.int64)
+        (folder / f"{name}.idx").write_bytes(head + b"".join(part.tobytes() for part in parts))
 
 
 def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
@@ -104,7 +112,7 @@ def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
     try:
         for tree in trees:
             plan = folder / f"{tree.name}.plan.json"
-            content = {"at_once": at_once, "jobs": [job.entry(tree.folder) for job in _jobs(tree, folder, base=base)]}
+            content = {"at_once": at_once, "jobs": [job.entry(tree.folder) for job in jobs_of(tree, folder, base=base)]}
             plan.write_text(json.dumps(content), encoding="utf-8")
             workers[tree.name] = _start_worker(tree.folder, plan)
         while any(worker.poll() is None for worker in workers.values()):
@@ -116,7 +124,7 @@ def run_trees(trees: Sequence[Tree], *, folder: Path, base: str) -> None:
             _kill(worker)
 
 
-def _jobs(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
+def jobs_of(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
     """Yields the jobs of a tree. Jobs that resume come last, because they need the base's checkpoints."""
     resumed = []
     for case in tree.cases:
@@ -124,7 +132,7 @@ def _jobs(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
             continue
         place = main_folder(case, tree.name, folder=folder)
         yield Job(case, place, [_words(line, folder, place=place) for line in case.command_lines()])
-        if case.resume_at is not None:
+        if case.resume_at is not None and not case.is_new:
             source = main_folder(case, base, folder=folder)
             place = resumed_folder(case, tree.name, folder=folder)
             line = case.resumed_command_line(source / CHECKPOINTS)
@@ -154,7 +162,22 @@ def _raise_if_one_failed(workers: "dict[str, subprocess.Popen[bytes]]", folder: 
 
 
 def _kill(worker: "subprocess.Popen[bytes]") -> None:
-    """Ends a worker and its ranks, if any is left."""
-    if worker.poll() is None:
+    """Ends a worker and its ranks, if any is left: they may outlive it."""
+    with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
+
+
+@contextmanager
+def ends_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise SystemExit, so that workers and temporary folders do not outlive the tool."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

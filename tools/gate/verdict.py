@@ -48,10 +48,11 @@ Log = dict[str, Series]  # by field
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison, and the text that the table shows for it."""
+    """The result of a comparison, and the text that the table shows for it. is_failure: a run ended with an error."""
 
     is_same: bool
     text: str
+    is_failure: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def judge_new(head: Path) -> Verdict:
     """Judges a case that only the head can run."""
     error = failure_of(head)
     if error is not None:
-        return Verdict(False, f"new in head, and fails: {error}")
+        return Verdict(False, f"new in head, and fails: {error}", is_failure=True)
     return Verdict(True, f"new in head, runs: {read_left(head).num_steps} steps, not compared")
 
 
@@ -80,7 +81,7 @@ def judge(base: Path, head: Path) -> Verdict:
     failures = {name: failure_of(folder) for name, folder in (("base", base), ("head", head))}
     texts = [f"fails in {name}: {_with_hint(name, error)}" for name, error in failures.items() if error is not None]
     if texts:
-        return Verdict(False, "; ".join(texts))
+        return Verdict(False, "; ".join(texts), is_failure=True)
     return compare(read_left(base), read_left(head))
 
 
@@ -120,6 +121,8 @@ def compare(base: Left, head: Left) -> Verdict:
     if not base.num_steps or not head.num_steps:
         return Verdict(False, f"logs no step: {base.num_steps} in base, {head.num_steps} in head")
     before = _renamed(base.log, RENAMES)
+    if {value for _, value in before.get("skipped", [])} == {"true"}:
+        return Verdict(False, "skips every step in base: no update is compared")
     if base.num_steps != head.num_steps:
         return Verdict(False, f"other steps: {base.num_steps} in base, {head.num_steps} in head")
     text = _missing(set(before), set(head.log), verb="logged") or _first_difference(before, head.log)
@@ -168,7 +171,14 @@ def _some(names: list[str]) -> str:
 
 
 def _renamed(named: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
-    return {_new_name(name, renames): value for name, value in named.items()}
+    """Raises ValueError where the base has something under the new name, too: one of them would be lost."""
+    renamed: dict[str, Any] = {}
+    for name, value in named.items():
+        new = _new_name(name, renames)
+        if new in renamed or (new != name and new in named):
+            raise ValueError(f"the base has both {name} and {new}, to which the rename map renames it")
+        renamed[new] = value
+    return renamed
 
 
 def _new_name(name: str, renames: Renames) -> str:
@@ -228,11 +238,13 @@ def digests_of(checkpoint: Path) -> dict[str, str]:
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+    objects: dict[str, Any] = dict.fromkeys(entries.keys() - tensors.keys())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that this is a single process
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+        dcp.load(objects, storage_reader=reader, no_dist=True)
     digests = {key: _digest(tensor) for key, tensor in tensors.items()}
-    digests |= {key: "an object" for key in entries if key not in tensors}
+    digests |= {key: f"object {value!r}" for key, value in objects.items()}
     common = checkpoint / "common.json"
     if common.exists():
         for name, value in _flat(json.loads(common.read_text(encoding="utf-8")), "common/"):

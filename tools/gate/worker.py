@@ -112,9 +112,11 @@ def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: 
         wait(alive, timeout=1.0)
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + GRACE)
-    for process in processes:
+    for rank, process in enumerate(processes):
         if process.is_alive():
             process.kill()
+            with (folder / f"rank{rank}.txt").open("a", encoding="utf-8") as output:
+                output.write(f"\nTimeoutError: killed {TIMEOUT:g} s after its start, or {GRACE:g} s after a failure\n")
         process.join()
     return [int(process.exitcode or 0) for process in processes]
 

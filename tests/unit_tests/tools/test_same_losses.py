@@ -1,18 +1,24 @@
 """The gate: verdicts on two runs, command lines of cases, jobs that fail, and two cases end to end."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tools import same_losses
+from tools.gate import cases as gate_cases
+from tools.gate import jobs, worker
 from tools.gate import verdict as judging
-from tools.gate import worker
-from tools.gate.cases import CASES, Case
-from tools.gate.verdict import Left, Verdict, compare, judge, judge_new, read_log
+from tools.gate.cases import CASES, Case, cases_named
+from tools.gate.verdict import Left, Verdict, compare, digests_of, judge, judge_new, read_log
 
 Change = Callable[[list[dict[str, Any]]], None]
 
@@ -104,7 +110,9 @@ def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     base, head = _write(tmp_path / "base", _lines()), _write(tmp_path / "head", _lines(), codes=[[0, 0], [1, 1]])
     (head / "rank0.txt").write_text("step 1\nRemoteRankError: rank 1 failed\n")
     (head / "rank1.txt").write_text('  File "x.py", line 3, in error\nValueError: rows is 3: must be even\n  step 2\n')
-    assert judge(base, head) == Verdict(False, "fails in head: rank 1: ValueError: rows is 3: must be even")
+    assert judge(base, head) == Verdict(
+        False, "fails in head: rank 1: ValueError: rows is 3: must be even", is_failure=True
+    )
     assert judge(head, base).text.startswith("fails in base: ")
     assert judge_new(head).text.startswith("new in head, and fails: rank 1")
     assert judge_new(base) == Verdict(True, "new in head, runs: 4 steps, not compared")
@@ -145,6 +153,56 @@ def test_every_excluded_field_has_a_reason_and_is_not_read(tmp_path: Path) -> No
         "expert_load/2",
         "validation_loss",
     }
+
+
+def test_a_run_that_skips_every_step_compares_nothing(tmp_path: Path) -> None:
+    lines = [{**line, "skipped": True} if "skipped" in line else line for line in _lines()]
+    verdict = judge(_write(tmp_path / "base", lines), _write(tmp_path / "head", lines))
+    assert verdict == Verdict(False, "skips every step in base: no update is compared")
+
+
+def test_objects_of_checkpoints_are_compared_by_value(tmp_path: Path) -> None:
+    for name, rate in (("one", 0.1), ("same", 0.1), ("other", 0.2)):
+        dcp.save({"weight": torch.ones(2), "groups": [{"lr": rate}]}, checkpoint_id=tmp_path / name, no_dist=True)
+    one, same, other = (digests_of(tmp_path / name) for name in ("one", "same", "other"))
+    assert one == same and {key for key in one if one[key] != other[key]} == {"groups.0.lr"}
+
+
+def test_two_names_of_the_base_are_not_renamed_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "RENAMES", (("grad_norm", "lm_loss"),))
+    with pytest.raises(ValueError, match="the base has both grad_norm and lm_loss"):
+        _verdict_after(tmp_path, _drop("grad_norm"))
+
+
+def test_a_new_case_is_not_resumed_from_a_base_that_cannot_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.resume_at is not None)
+    tree = jobs.Tree("head", tmp_path, [case])
+    assert [job.needs is None for job in jobs.jobs_of(tree, tmp_path, base="base")] == [True, False]
+    monkeypatch.setattr(gate_cases, "NEW_CASES", frozenset({case.name}))
+    assert [job.needs is None for job in jobs.jobs_of(tree, tmp_path, base="base")] == [True]
+
+
+def test_corpora_are_written_as_this_projects_reader_reads_them(tmp_path: Path) -> None:
+    jobs.write_corpora(tmp_path / "data")
+    for name in ("a", "b"):
+        corpus = IndexedDataset(str(tmp_path / "data" / name))
+        assert len(corpus) == 200 and len(corpus.document_indices) == 201
+        assert all(len(tokens) >= 6 and tokens[-1] == 126 and max(tokens[:-1]) < 126 for tokens in corpus)
+
+
+def test_an_exact_name_chooses_that_case_alone() -> None:
+    assert [case.name for case in cases_named("layout: tp sp")] == ["layout: tp sp"]
+    assert len(list(cases_named("layout: tp"))) == 1 < len(list(cases_named("layout:")))
+
+
+def test_a_signal_ends_the_tool_through_its_cleanup() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        before = signal.getsignal(number)
+        with pytest.raises(SystemExit) as caught, jobs.ends_on_signals():
+            os.kill(os.getpid(), number)
+        assert caught.value.code == 128 + number and signal.getsignal(number) is before
 
 
 def test_cases_have_names_of_their_own() -> None:
