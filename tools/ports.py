@@ -1,7 +1,6 @@
 """TCP ports for runs on this machine alone, where the ranks meet."""
 
-import itertools
-import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -9,9 +8,6 @@ _LOWEST = 5000
 # The system hands these out to connections and to listeners that name no port, such as gloo's; Linux's usual range.
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_LOWEST_EPHEMERAL = 32768
-# Processes that look for ports at the same time begin far apart, also where their numbers follow each other.
-_STRIDE = 131
-_turns = itertools.count()
 
 
 def free_port() -> int:
@@ -21,8 +17,10 @@ def free_port() -> int:
     become that of another run's connection, and then ranks of the two runs talk to each other.
     """
     span = _lowest_ephemeral() - _LOWEST
-    for _ in range(span):
-        port = _LOWEST + (os.getpid() * _STRIDE + next(_turns)) % span
+    # Processes that look for ports at the same time begin at different ones; tests may have seeded `random`.
+    begin = secrets.randbelow(span)
+    for turn in range(span):
+        port = _LOWEST + (begin + turn) % span
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -108,13 +108,27 @@ def _importers(sources: list[Source]) -> dict[str, set[str]]:
 
 
 def _with_one_subclass(sources: list[Source]) -> tuple[int, int]:
-    """Counts the (base classes, Protocols) of the project that have exactly one subclass."""
+    """Counts the base classes of the project that have exactly one subclass, and Protocols with one implementer.
+
+    A class implements a Protocol if it is named as its subclass, or has all of its methods.
+    """
     nodes = [node for source in sources for node in source.classes]
-    protocols = {node.name for node in nodes if any("Protocol" in words(base) for base in node.bases)}
+    protocols = {node.name: node for node in nodes if any("Protocol" in words(base) for base in node.bases)}
     own = {node.name for node in nodes}
     children = Counter(name for node in nodes for base in node.bases for name in words(base) & own)
     single = {name for name, count in children.items() if count == 1}
-    return len(single - protocols), len(single & protocols)
+    others = [(node, _methods(node)) for node in nodes if node.name not in protocols]
+    implementers = Counter(
+        name
+        for name, protocol in protocols.items()
+        for node, methods in others
+        if any(name in words(base) for base in node.bases) or (_methods(protocol) and _methods(protocol) <= methods)
+    )
+    return len(single - protocols.keys()), sum(implementers[name] == 1 for name in protocols)
+
+
+def _methods(node: ast.ClassDef) -> set[str]:
+    return {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
 
 
 def _config_fields(sources: list[Source]) -> Iterable[tuple[str, int]]:

@@ -29,6 +29,8 @@ def breaks(rule: str, *texts: str) -> bool:
         ("docstring_start", '"""That of y = x W^T."""', "# Of a comment nobody asks this"),
         ("module_state", "def f():\n    global a", "def f():\n    nonlocal_ = 1"),
         ("module_state", "CACHE: dict = {}", "TABLE = {1: 2}"),
+        ("module_state", "TURNS = itertools.count()", "def f():\n    turns = itertools.count()"),
+        ("module_state", "A = [2, 1]\ndef f(): A.sort()", "A = [2, 1]\ndef f(): return sorted(A)"),
         ("module_state", "QUEUE = collections.deque()", "def f():\n    queue = deque()"),
         ("module_state", "SEEN = {1}\ndef f(a): SEEN.add(a)", "SEEN = {1}\ndef f(a): return a in SEEN"),
         ("module_state", "T = {1: 2}\ndef f(a): T[a] = 1", "T = {1: 2}\ndef f(T): T[1] = 1"),
@@ -52,6 +54,9 @@ def test_a_rule_tells_bad_from_good(rule: str, bad: str, good: str) -> None:
         ("megatron/core/transformer/moe/router.py", "def _wait_sync_all(a): return a.item()", False),
         ("megatron/core/optimizer/clip_grads.py", "def f_sync(t): return [g.tolist() for g in t]", False),
         ("megatron/training/rng_state.py", "a = b.tolist()", False),
+        ("megatron/training/step_update.py", "a = b.item()", True),
+        ("megatron/core/fusions/gated_sigmoid.py", "a = b.numpy()", True),
+        ("pretrain_gpt.py", "a = b.item()", True),
         ("megatron/core/datasets/gpt_dataset.py", "a = b.tolist()", False),
     ],
 )
