@@ -1,6 +1,7 @@
 """Layers and mappings split over three ranks agree with one process in fp64: values, gradients, pieces, refusals."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core import tensor_parallel as tp
 from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.process_groups_config import ALONE, ProcessGroupCollection
 from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.mappings import part_of
-from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.param_attributes import gradient_of, param_facts
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_batch, small_config, small_model
 
@@ -109,6 +111,46 @@ def _compare_linears(group: Any, *, sequence_parallel: bool) -> None:
             if param_facts(param).sequence_parallel:
                 dist.all_reduce(grad, group=group)
             torch.testing.assert_close(grad, _own_piece(layer, name, whole.get_parameter(name).grad))
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_layers_under_autocast_agree_with_torchs_linear_under_it(ranks: int) -> None:
+    run_on_ranks(_compare_under_autocast, ranks)
+
+
+def _compare_under_autocast() -> None:
+    """fp32 weights, with and without an owner of their gradients; bf16 products, of which the ranks round sums."""
+    tolerance = {"rtol": 0.0, "atol": 0.0} if dist.get_world_size() == 1 else {"rtol": 0.05, "atol": 0.05}
+    for sequence_parallel, is_wrapped in product((False, True), repeat=2):
+        config = small_config(perform_initialization=False, gradient_accumulation_fusion=True)
+        config.sequence_parallel = sequence_parallel and dist.get_world_size() > 1
+        own = _sequence_part if config.sequence_parallel else _whole
+        torch.manual_seed(1)
+        wholes = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
+        shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": dist.group.WORLD}
+        layers = nn.ModuleList([tp.ColumnParallelLinear(IN, OUT, **shared), tp.RowParallelLinear(OUT, IN, **shared)])
+        _copy_pieces(list(layers), list(wholes))
+        if is_wrapped:
+            groups = ProcessGroupCollection(tp=dist.group.WORLD, dp=ALONE, dp_cp=ALONE)
+            wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), layers, pg_collection=groups)
+            wrapped.zero_grad_buffer()
+        x = torch.randn(SEQ, BATCH, IN)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = wholes(x)
+            output = layers[1](layers[0](own(x))[0])[0]
+        assert output.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(output, own(expected), **tolerance)
+        expected.float().square().sum().backward()
+        output.float().square().sum().backward()
+        for layer, whole in zip(layers, wholes):
+            for name, param in layer.named_parameters():
+                grad = gradient_of(param)
+                assert grad is not None and grad.dtype == torch.float32
+                if param_facts(param).sequence_parallel:
+                    dist.all_reduce(grad)
+                expected_grad = _own_piece(layer, name, whole.get_parameter(name).grad)
+                scaled = {**tolerance, "atol": tolerance["atol"] * float(expected_grad.abs().max())}
+                torch.testing.assert_close(grad, expected_grad, **scaled)
 
 
 class _recorded_order:

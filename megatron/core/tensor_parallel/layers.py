@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piec
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.linear import autocast_input, linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region_,
@@ -232,7 +232,7 @@ class RowParallelLinear(nn.Module):
             return self._multiply(input_, bias), skipped
         output = self.reduce(self._multiply(input_, None), self.tp_group)
         # After the sum: once, not once a rank.
-        return output if bias is None else output + bias, skipped
+        return output if bias is None else output + autocast_input(bias), skipped
 
     def _multiply(self, input_: Tensor, bias: Tensor | None) -> Tensor:
         return linear_with_grad_accumulation_and_async_allreduce(

@@ -1,6 +1,6 @@
 """Matrix products whose input gradients are summed over ranks while the weight's gradient is computed."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,11 @@ def linear_with_grad_accumulation_and_async_allreduce(
     anyway and leaves each rank its part. Backward gathers the sequence once more instead of keeping it.
     tp_group: None is parallel_state's, see group_or_existing.
     gradient_accumulation_fusion: a weight's owner, if it has one, adds up its gradients itself (weight_grads.py).
+    Under torch.autocast all are cast to its dtype first, as F.linear does; weights then have no owner.
     """
     tp_group = group_or_existing(tp_group)
+    # Casts of autograd's own: the functions below then save, and multiply in backward, tensors of one dtype.
+    input, weight, bias = (autocast_input(tensor) for tensor in (input, weight, bias))
     fuses = gradient_accumulation_fusion and has_grad_owner(weight)
     output: Tensor
     if group_size(tp_group) > 1 and (allreduce_dgrad or sequence_parallel):
@@ -42,6 +45,18 @@ def linear_with_grad_accumulation_and_async_allreduce(
     else:
         output = F.linear(input, weight, bias)
     return output
+
+
+_Given = TypeVar("_Given", Tensor, Tensor | None)
+
+
+def autocast_input(tensor: _Given) -> _Given:
+    """Casts an input of a matrix product, any shape and float dtype, as torch.autocast does where it is on: to its
+    dtype, but for fp64.
+    """
+    if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 class _OwnLinear(torch.autograd.Function):
