@@ -377,7 +377,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that share the pool
-        self._scratch = torch.zeros(1, device=device)
+        self._scratch = torch.zeros(1, dtype=torch.float32, device=device)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ class ExitConditions:
         """
         if not self.config.exit_signal_handler or group_size(dist.group.WORLD) == 1:
             return self._signalled
-        flag = torch.tensor(int(self._signalled), device=message_device([dist.group.WORLD]))
+        flag = torch.tensor(int(self._signalled), dtype=torch.int64, device=message_device([dist.group.WORLD]))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 

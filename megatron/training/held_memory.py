@@ -111,9 +111,9 @@ class HeldMemoryMeter:
         NOTE: reads the device, once a log line. Collective.
         """
         rows = torch.zeros(1 + self._num_stages, len(own), dtype=torch.int64)
-        rows[1 + self._stage] = torch.tensor(own)
+        rows[1 + self._stage] = torch.tensor(own, dtype=torch.int64)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            rows[0] = torch.tensor(own)
+            rows[0] = torch.tensor(own, dtype=torch.int64)
         if dist.is_initialized() and dist.get_world_size() > 1:
             rows = rows.to(self._device)
             dist.all_reduce(rows, op=dist.ReduceOp.MAX)

@@ -23,9 +23,11 @@ STEP_PATH = re.compile(
     r"|pretrain_gpt\.py"
 )
 # Methods of a tensor, or functions of torch, that wait for the device.
-DEVICE_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "synchronize"}
-CONTAINERS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "count", "cycle"}
-CONTAINERS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
+DEVICE_READS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
+FACTORIES = {
+    f"torch.{name}" for name in ("empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
+}
+CONTAINERS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter"}
 MUTATORS = {"append", "add", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove", "setdefault", "update"}
 MUTATORS |= {"appendleft", "difference_update", "discard", "extendleft", "intersection_update", "reverse", "sort"}
 
@@ -124,6 +126,16 @@ def host_sync(sources: list[Source]) -> Iterator[Broken]:
         for node in source.nodes:
             if _reads_device(node) and node not in allowed:
                 yield source.name, node.lineno, f"`{ast.unparse(node)}` waits for the device outside *_sync_*"
+
+
+@product_rule
+def stated_dtype(sources: list[Source]) -> Iterator[Broken]:
+    """The library names the dtype of new tensors: floats otherwise have the one of torch.set_default_dtype."""
+    for source in sources:
+        for node in source.nodes if source.name.startswith("megatron/") else ():
+            if isinstance(node, ast.Call) and dotted(node.func) in FACTORIES:
+                if not any(keyword.arg in ("dtype", None) for keyword in node.keywords):
+                    yield source.name, node.lineno, f"`{dotted(node.func)}` without dtype="
 
 
 # Words.

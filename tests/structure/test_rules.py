@@ -34,6 +34,7 @@ def breaks(rule: str, *texts: str) -> bool:
         ("module_state", "QUEUE = collections.deque()", "def f():\n    queue = deque()"),
         ("module_state", "SEEN = {1}\ndef f(a): SEEN.add(a)", "SEEN = {1}\ndef f(a): return a in SEEN"),
         ("module_state", "T = {1: 2}\ndef f(a): T[a] = 1", "T = {1: 2}\ndef f(T): T[1] = 1"),
+        ("stated_dtype", "a = torch.zeros(3, device=device)", "a = torch.zeros(3, dtype=dtype); b = torch.arange(3)"),
         ("bare_except", "try: f()\nexcept (OSError, Exception): pass", "try: f()\nexcept OSError: pass"),
         ("bare_except", "try: f()\nexcept: pass", "try: f()\nexcept BaseException as error: log(error)"),
     ],

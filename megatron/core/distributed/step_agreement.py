@@ -67,7 +67,7 @@ class StepAgreement:
     @record_function("StepAgreement.highest_sync")
     def highest_sync(self, number: int) -> int:
         """The highest of all ranks of all stages. Collective."""
-        highest = torch.tensor(number, device=self._message_device)
+        highest = torch.tensor(number, dtype=torch.int64, device=self._message_device)
         for group in (self._stage_messages, self._pp_messages):
             if group_size(group) > 1:
                 dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -77,7 +77,7 @@ class StepAgreement:
     @record_function("StepAgreement.first_ranks_order_sync")
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
         """The order of bucket groups, by number, that the stage's first rank gives. Collective."""
-        numbers = torch.tensor(order, device=self._message_device)
+        numbers = torch.tensor(order, dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.broadcast(numbers, group=self._stage_messages, group_src=0)
         # NOTE: reads what was sent, in the few steps that change the order.

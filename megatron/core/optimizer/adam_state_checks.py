@@ -138,7 +138,7 @@ def _checked_group_sync(number: int, new: Mapping[str, Any], *, adam_w_mode: boo
 def _entry_of_a_start(param: nn.Parameter) -> Entry:
     # One number, seen as all of them.
     zeros = torch.zeros((), dtype=param.dtype).expand(param.shape)
-    return {STEP: torch.zeros(()), EXP_AVG: zeros, EXP_AVG_SQ: zeros}
+    return {STEP: torch.zeros((), dtype=torch.float32), EXP_AVG: zeros, EXP_AVG_SQ: zeros}
 
 
 def _checked_entry(entry: Mapping[str, Any], kinds: set[str], *, param: nn.Parameter, name: str) -> Entry:
@@ -146,7 +146,7 @@ def _checked_entry(entry: Mapping[str, Any], kinds: set[str], *, param: nn.Param
         raise ValueError(f"state of {name} has {sorted(entry)}: must have {sorted(kinds)}")
     # Torch's optimizers once counted in plain numbers.
     step = entry[STEP]
-    values = {**entry, STEP: torch.tensor(float(step)) if isinstance(step, numbers.Real) else step}
+    values = {**entry, STEP: torch.tensor(float(step), dtype=torch.float32) if isinstance(step, numbers.Real) else step}
     for kind, value in values.items():
         # Of other kinds of tensors, as of DTensor, no box could be copied.
         if type(value) not in (torch.Tensor, nn.Parameter, SpreadTensor):

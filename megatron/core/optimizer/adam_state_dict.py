@@ -145,7 +145,7 @@ def _spread_state(param: nn.Parameter, parts: Sequence[OwnedRange]) -> dict[str,
     if param.numel() == 0:
         # Nobody owns any of it, and a checkpoint has its key all the same.
         nothing = {kind: torch.zeros(param.shape, dtype=dtype) for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS)}
-        return {STEP: torch.zeros(()), **nothing}
+        return {STEP: torch.zeros((), dtype=torch.float32), **nothing}
     state: dict[str, torch.Tensor] = {}
     state[STEP] = SpreadTensor((), [HeldBox(whole(()), partial(_step_of, p)) for p in parts[:1]], dtype=torch.float32)
     for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS):
@@ -210,7 +210,7 @@ class _Loaded:
     @property
     def step(self) -> torch.Tensor:
         """[], fp32, on the host."""
-        count = torch.zeros(())
+        count = torch.zeros((), dtype=torch.float32)
         self.sources[STEP].fill(count, whole(()))
         return count
 

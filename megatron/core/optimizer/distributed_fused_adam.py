@@ -307,7 +307,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """
         if (inv_scale is None) == (grad_scaler is None):
             raise ValueError("unscale_grads: inv_scale and grad_scaler are both given, or neither: must be one of them")
-        found_inf = torch.zeros((), device=self._device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._device)
         if grad_scaler is not None:
             self.grad_sync()
             found_inf = self._grads.any_not_finite()

@@ -96,7 +96,7 @@ class OwnedElements:
     def __init__(self, groups: ProcessGroupCollection, shards: ShardGroups, *, device: torch.device) -> None:
         self._groups = groups
         # A rank that owns nothing joins the sums on the device that the others' are on.
-        self._nothing = torch.empty(0, device=device)
+        self._nothing = torch.empty(0, dtype=torch.float32, device=device)
         # Then there is one list, in the parameters' order, and one collective. Not by the shards' groups: the ranks of
         # another stage must come to the same answer, and may have none.
         self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1

@@ -67,7 +67,7 @@ class ShardScaling:
         """
         # The ends of a range are not finite if anything in it is not; no tensor of flags is made.
         ends = [end for grad in grads if grad.numel() for end in torch.aminmax(grad)]
-        found = torch.zeros((), device=self._divisor.device)
+        found = torch.zeros((), dtype=torch.float32, device=self._divisor.device)
         if ends:
             found = torch.stack([end.double() for end in ends]).isfinite().all().logical_not().float()
         if group_size(self._shards) > 1:

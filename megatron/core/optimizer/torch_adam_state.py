@@ -55,7 +55,7 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
         of_param = sorted(senders.get(index, {}).values(), key=lambda pair: pair[1].start)
         moments = {kind: transfer.whole(param, kind, senders=of_param) for kind in (EXP_AVG, EXP_AVG_SQ)}
         step = of_param[0][1].step if of_param else 0.0
-        state[index] = {STEP: torch.tensor(step), **moments}
+        state[index] = {STEP: torch.tensor(step, dtype=torch.float32), **moments}
     return {"state": state, "param_groups": groups} if transfer.rank == 0 else None
 
 

@@ -36,7 +36,7 @@ class GradScale:
         if isinstance(self.divisor, torch.Tensor):
             return self.divisor
         # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
-        return None if self.divisor == 1.0 else torch.full((), self.divisor, device=device)
+        return None if self.divisor == 1.0 else torch.full((), self.divisor, dtype=torch.float32, device=device)
 
 
 class UpdateRule(Protocol):

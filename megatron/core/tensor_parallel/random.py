@@ -282,7 +282,7 @@ class _Kept:
     """Arguments of a function, tensors among them as autograd keeps them: hooks on saved tensors may move them."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
-        anchor = torch.empty(0, requires_grad=True)
+        anchor = torch.empty(0, dtype=torch.float32, requires_grad=True)
         tensors = [value for value in args if isinstance(value, Tensor)]
         # Its node holds the tensors; nothing ever runs its backward. In torch 2.11 the node alone loses them.
         self._output = _SaveTensors.apply(anchor, *tensors)
@@ -302,7 +302,7 @@ class _SaveTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:

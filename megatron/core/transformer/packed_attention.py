@@ -115,7 +115,7 @@ class _VarlenWithSink(torch.autograd.Function):
             log_sum,
             # Not read, as nothing is dropped.
             rng_state=torch.zeros(2, dtype=torch.uint64, device=query.device),
-            unused=torch.empty(0, device=query.device),
+            unused=torch.empty(0, dtype=torch.float32, device=query.device),
             **segments.options(),
         )
         grad_sink = None

@@ -375,4 +375,4 @@ def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
     """A microbatch as datasets give it: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, no memory."""
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
-    return {**batch, "loss_mask": torch.zeros(shape)}
+    return {**batch, "loss_mask": torch.zeros(shape, dtype=torch.float32)}

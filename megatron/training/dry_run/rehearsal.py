@@ -342,4 +342,4 @@ def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tens
     """Returns the same rows, distributed evenly over experts; inputs: as SequentialMLP.forward takes them."""
     rows, counts, probs = inputs
     of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
-    return rows, torch.tensor(of_expert, device="cpu"), probs
+    return rows, torch.tensor(of_expert, dtype=torch.int64, device="cpu"), probs

@@ -111,7 +111,9 @@ class WorkRecorder(TorchDispatchMode):
         elif func._overloadpacket in flop_registry:
             unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
         if moved or flops:
-            self.note(unit, torch.empty(0) if example is None else example, flops=flops, num_bytes=moved)
+            self.note(
+                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
+            )
 
     def _follow(self, func: Any, args: Sequence[Any]) -> None:
         if "enter" not in func._schema.name:

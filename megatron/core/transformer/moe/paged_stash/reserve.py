@@ -47,7 +47,7 @@ class Reserve:
         self._is_written = False  # whether _rows holds all of the table
         # Memory that stays in place, as a CUDA graph may read it.
         self._rows = torch.zeros(0, len(Priority), dtype=torch.int64, device=device)
-        self._inputs_alone = torch.tensor([0, _NEVER_FREE, _NEVER_FREE], device=device)
+        self._inputs_alone = torch.tensor([0, _NEVER_FREE, _NEVER_FREE], dtype=torch.int64, device=device)
 
     def begin_step(self, events: tuple[StashEvent, ...]) -> None:
         """Call before a step of these events, () if unknown. Allocates only if the number of forwards changed."""
@@ -61,7 +61,7 @@ class Reserve:
             return
         self._is_written = bool(self._droppable) and self._all_known()
         if self._is_written and self._starts:
-            self._rows.copy_(torch.tensor(self._up_to_date_table(), device="cpu"))
+            self._rows.copy_(torch.tensor(self._up_to_date_table(), dtype=torch.int64, device="cpu"))
 
     def learn(self, group: Group, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
         """Records what a group stashes. Empty specs change nothing for a group that stashed something before."""
