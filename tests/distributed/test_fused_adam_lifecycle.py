@@ -3,7 +3,9 @@
 All against torch's fused Adam, bit for bit.
 """
 
+import copy
 import itertools
+import pickle
 from functools import partial
 
 import pytest
@@ -437,6 +439,29 @@ def views_of_buffers():
 
 def test_buffers_show_gradients_in_the_memory_order_of_parameters():
     run_on_ranks(views_of_buffers, 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda grad, module: grad.data_ptr(),
+        lambda grad, module: grad.untyped_storage(),
+        lambda grad, module: grad.numpy(),
+        lambda grad, module: grad.tolist(),
+        lambda grad, module: grad.detach(),
+        lambda grad, module: torch.utils.dlpack.to_dlpack(grad),
+        lambda grad, module: copy.deepcopy(grad),
+        lambda grad, module: pickle.dumps(grad),
+        lambda grad, module: module.share_memory(),
+    ],
+)
+def test_a_reduced_gradient_has_no_memory_to_read_or_move(use):
+    module = nn.Linear(5, 2)
+    optimizer = DistributedFusedAdam(module.parameters(), lr=0.1)
+    module(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="which DistributedFusedAdam has reduced to the shards of ranks"):
+        use(module.weight.grad, module)
 
 
 class AddsItself(torch.autograd.Function):

@@ -18,6 +18,18 @@ UNSEEN = (
 )
 # In place, and with create_graph.
 _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+# Methods that read or move a tensor's memory without an operator: torch would answer them for memory at address 0.
+_OF_MEMORY = {
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__reduce_ex__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.numpy,
+    torch.Tensor.share_memory_,
+    torch.Tensor.storage,
+    torch.Tensor.tolist,
+    torch.Tensor.untyped_storage,
+}
 
 
 class ReducedGrads(Protocol):
@@ -67,6 +79,14 @@ class GradStandIn(torch.Tensor):
         return "GradStandIn(gradients are reduced to shards of a DistributedFusedAdam)"
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_MEMORY:
+            raise RuntimeError(_refusal(f"Tensor.{func.__name__}"))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch's own subclasses have it
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -78,11 +98,7 @@ class GradStandIn(torch.Tensor):
             new = args[0]._owner().replace_stand_in(args[1])
             return args[0] if func is _ADDS[0] else new
         if func is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            raise RuntimeError(
-                f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
-                "Use its clip_grad_norm, grad_norm, unscale_grads, or zero_grad; no_sync for gradients of this rank; "
-                "and leave out torch's DistributedDataParallel, and other optimizers of the same parameters"
-            )
+            raise RuntimeError(_refusal(func))
         grads, found_inf, inv_scale = args
         for grad in grads:
             if isinstance(grad, cls):
@@ -98,6 +114,14 @@ class GradStandIn(torch.Tensor):
         if grads is None:
             raise RuntimeError("the DistributedFusedAdam that reduced this gradient is gone: set .grad to None")
         return grads
+
+
+def _refusal(func: object) -> str:
+    return (
+        f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
+        "Use its clip_grad_norm, grad_norm, unscale_grads, or zero_grad; no_sync for gradients of this rank; "
+        "and leave out torch's DistributedDataParallel, and other optimizers of the same parameters"
+    )
 
 
 class KeptGrad(torch.Tensor):
