@@ -449,7 +449,7 @@ def test_buffers_show_gradients_in_the_memory_order_of_parameters():
         lambda grad, module: grad.numpy(),
         lambda grad, module: grad.tolist(),
         lambda grad, module: grad.detach(),
-        lambda grad, module: torch.utils.dlpack.to_dlpack(grad),
+        lambda grad, module: torch.from_dlpack(grad),
         lambda grad, module: copy.deepcopy(grad),
         lambda grad, module: pickle.dumps(grad),
         lambda grad, module: module.share_memory(),

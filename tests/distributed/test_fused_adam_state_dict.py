@@ -7,6 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
 from megatron.core.optimizer import DistributedFusedAdam
 from tests.counts import slow, soak_only
@@ -341,3 +342,76 @@ def load_what_others_hold(folder):
 def test_no_rank_holds_the_states_of_all_while_it_saves_or_loads(tmp_path):
     for saving, loading in run_on_ranks(load_what_others_hold, 4, tmp_path):
         assert saving < 0.15 and 0.2 < loading < 0.4
+
+
+def _trained():
+    torch.manual_seed(5)
+    module = nn.Linear(5, 2)
+    optimizer = DistributedFusedAdam(module.parameters(), lr=0.01)
+    module(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def _odd_on_one_rank():
+    """Each way in which the last rank's state dict may be unlike the others'."""
+    _, trained = _trained()
+    good = trained.state_dict()
+    odd = {
+        "nothing": None,
+        "a list": [],
+        "no order": {key: value for key, value in good.items() if key != "order"},
+        "another order": {**good, "order": [[1], [0]]},
+        "words for an order": {**good, "order": "01"},
+        "no state": {key: value for key, value in good.items() if key != "state"},
+        "no groups": {key: value for key, value in good.items() if key != "param_groups"},
+        "groups of another kind": {**good, "param_groups": None},
+        "entries of another kind": {**good, "state": {**good["state"], 0: None}},
+        "a missing entry": {**good, "state": {0: good["state"][0]}},
+        "a step that is text": {**good, "state": {**good["state"], 0: {**good["state"][0], "step": "1"}}},
+    }
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for name, given in odd.items():
+        torch.manual_seed(6)
+        module = nn.Linear(5, 2)
+        before = [param.detach().clone() for param in module.parameters()]
+        optimizer = DistributedFusedAdam(module.parameters(), lr=0.02)
+        with pytest.raises((ValueError, TypeError) if last else (ValueError, RemoteRankError)):
+            optimizer.load_state_dict(given if last else good)
+        dist.barrier()  # nobody waits in a collective
+        assert all(torch.equal(param, value) for param, value in zip(module.parameters(), before)), name
+        assert optimizer.param_groups[0]["lr"] == 0.02, name
+        optimizer.load_state_dict(good)
+        assert optimizer.param_groups[0]["lr"] == 0.01, name
+
+
+def test_a_state_dict_that_one_rank_lacks_is_an_error_of_all_and_changes_nothing():
+    run_on_ranks(_odd_on_one_rank, 2)
+
+
+def test_hooks_of_state_dicts_are_called_as_torchs_optimizers_call_them():
+    _, optimizer = _trained()
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append("saves"))
+    optimizer.register_state_dict_post_hook(lambda own, state: {**state, "extra": 7})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda own, state: calls.append("loads") or {key: value for key, value in state.items() if key != "extra"}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda own: calls.append("loaded"))
+    saved = optimizer.state_dict()
+    assert saved["extra"] == 7 and optimizer.state_dict(state_dict_format="torch")["extra"] == 7
+    optimizer.load_state_dict(saved)
+    assert calls == ["saves", "saves", "loads", "loaded"]
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_hooks_of_steps_are_called_once_with_a_scaler_too(is_scaled):
+    module, optimizer = _trained()
+    calls = []
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: calls.append(("before", len(args), kwargs)))
+    optimizer.register_step_post_hook(lambda own, args, kwargs: calls.append(("after", len(args), kwargs)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer.zero_grad()
+    scaler.scale(module(torch.ones(1, 5)).sum()).backward()
+    optimizer.step(grad_scaler=scaler) if is_scaled else scaler.step(optimizer)
+    assert calls == [("before", 1, {}), ("after", 1, {})]

@@ -61,7 +61,11 @@ def checked_groups_sync(groups: Groups, state_dict: Any, *, adam_w_mode: bool) -
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(f"state_dict is {has}: must have 'state' and 'param_groups', on every rank")
-    saved = state_dict["param_groups"]
+    saved, state = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(saved, (list, tuple)):
+        raise ValueError(f"param_groups of the state dict is a {type(saved).__name__}: must be a list of dicts")
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise ValueError("state of the state dict must be a dict with a dict for each parameter")
     for number, group in enumerate(saved):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(f"param group {number} of the state dict is {group}: must be a dict with 'params'")

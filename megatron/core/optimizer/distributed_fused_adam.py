@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.agreement import all_ranks_agree
 from megatron.core.distributed.dense_memory import check_dense
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.order_words import OrderWords
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
+from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
 from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, load_adam_state_dict
 from megatron.core.optimizer.flat_adam import AdamRates, GradUse, adam_step
@@ -298,9 +300,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_grads(
-        self, inv_scale: torch.Tensor | None = None, grad_scaler: "torch.amp.GradScaler | None" = None
+        self, inv_scale: torch.Tensor | float | None = None, grad_scaler: "torch.amp.GradScaler | None" = None
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiplies the gradients by inv_scale, [], any float dtype, or lets a scaler unscale them. Collective.
+        """Multiplies the gradients by inv_scale, a number or [], any float dtype, or lets a scaler unscale them.
+        Collective.
 
         Returns whether a gradient of any rank is not finite: [], fp32, 1 or 0, by device. A scaler takes
         note of it, and skips the step.
@@ -313,13 +316,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             found_inf = self._grads.any_not_finite()
             grad_scaler.unscale_(self)
         elif inv_scale is not None:
+            if not isinstance(inv_scale, torch.Tensor):
+                inv_scale = torch.full((), inv_scale, dtype=torch.float32, device=self._device)
             self._grads.unscale(found_inf, inv_scale)
         return {self._device: found_inf}
 
     # The step.
 
-    @record_function("DistributedFusedAdam.step")
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
         """Updates the parameters from gradients that it reduces first; returns what closure does. Collective.
 
@@ -330,13 +333,26 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         scaler = scaling.pop("grad_scaler", None)
         if scaling:
             raise TypeError(f"step() got {', '.join(scaling)}: takes closure and grad_scaler")
+        if scaler is None:
+            return self._step() if closure is None else self._step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if scaler is not None:
-            scaler.step(self)
-            return loss
+        scaler.step(self)
+        return loss
+
+    # torch wraps a `step` without this mark in its hooks, which would run around the scaler's call and inside it.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @torch.optim.Optimizer.profile_hook_step
+    @record_function("DistributedFusedAdam.step")
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if not self._step_supports_amp_scaling:
             self._grads.check_none_left()
         self.grad_sync()
@@ -385,22 +401,30 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """
         if state_dict_format not in (None, 2, "torch"):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._shards.take_over_rest()
         shard = self._adam_shard()
-        if state_dict_format == "torch":
-            return gather_torch_state_sync(shard)
-        return {**adam_state_dict(shard), "order": self._shards.order}
+        given: Any = gather_torch_state_sync(shard) if state_dict_format == "torch" else None
+        if state_dict_format != "torch":
+            given = {**adam_state_dict(shard), "order": self._shards.order}
+        for after in self._optimizer_state_dict_post_hooks.values() if given is not None else ():
+            given = after(self, given) or given
+        return given
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, filled by torch.distributed.checkpoint.load, or a state of torch.optim.AdamW.
 
         The parameters become what the masters are, where it has any. Collective. Raises ValueError or RemoteRankError,
-        with nothing changed, where it does not fit.
+        with nothing changed, where it does not fit on some rank or ranks give different orders of parameters.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        order = self._agreed_order(state_dict)
         if not self._shards.groups_of:
             # A share that one rank has stored fits its own places alone, which the first backward may have chosen.
-            for params in self._shards.in_order(state_dict.get("order", [])):
+            for params in self._shards.in_order(order):
                 self.init_params(params)
         self._shards.take_over_rest()
         self._order.finish_param_sync(self._shards.groups)
@@ -411,6 +435,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.start_param_sync(self._shards.groups)
         self._order.finish_param_sync(self._shards.groups)
         self._shards.note_versions()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def release(self) -> None:
         """Takes all hooks off; the parameters have their last values on all ranks then. Collective."""
@@ -433,6 +459,27 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         check_free(name, param)
         if param.device != self._device:
             raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
+
+    def _agreed_order(self, state_dict: Any) -> list[list[int]]:
+        """The order of parameters in a state dict, [] if it has none. Collective: raises on all ranks where one is given
+        no dict, or where ranks are given different orders, by which they would take parameters over.
+        """
+        group = self._ranks
+        with all_ranks_agree(group):
+            if not isinstance(state_dict, Mapping):
+                raise ValueError(f"state_dict is a {type(state_dict).__name__}: must be a dict, on every rank")
+            order = state_dict.get("order", [])
+            if not isinstance(order, (list, tuple)) or not all(_is_numbers(places) for places in order):
+                raise ValueError(f"order of the state dict is {order!r:.80}: must be lists of parameters' numbers")
+        orders = gather_objects([list(places) for places in order], group)
+        with all_ranks_agree(group):
+            others = [rank for rank, theirs in enumerate(orders) if theirs != orders[0]]
+            if others:
+                raise ValueError(
+                    f"order of the state dict differs between rank 0 and ranks {others}: give every rank the state dict "
+                    "of one optimizer"
+                )
+        return orders[0]
 
     def _adam_shard(self) -> AdamShard:
         return AdamShard(
@@ -495,3 +542,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             adam_w_mode=self._adam_w_mode,
             bias_correction=group["bias_correction"],
         )
+
+
+def _is_numbers(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, int) for value in values)
