@@ -294,7 +294,12 @@ class TransientGroup(SyncedGroup):
         return self._flat
 
     def _move(self, param: nn.Parameter, new: torch.Tensor) -> None:
-        fragment = self._fragment_of[param]
+        # A parameter without elements lies in no bucket, but its gradient is counted.
+        if param in self._fragment_of:
+            self._add(param, new, fragment=self._fragment_of[param])
+        self._note(param)
+
+    def _add(self, param: nn.Parameter, new: torch.Tensor, *, fragment: Fragment) -> None:
         # What kernels add has no scale yet: there all get it together.
         scale = 1.0 if self._is_standing else self._buffer.settings.scale
         place = self._place(self._open(), fragment)
@@ -310,7 +315,6 @@ class TransientGroup(SyncedGroup):
         else:
             # mul would round the product to the narrower type first.
             place.copy_(new).mul_(scale)
-        self._note(param)
 
     def _place_of_sum(self, *, is_last: bool) -> torch.Tensor | None:
         """Returns the destination of a new reduction; None for its message, or where it is added to a sum."""
