@@ -55,6 +55,10 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     use_cpu_initialization: bool = config_field(
         False, help="Draw initial weights on the CPU; the same seed gives the same weights on every device."
     )
+    init_model_with_meta_device: bool = config_field(
+        False,
+        help="Build the model without memory; each rank then makes its shards alone (--use-torch-fsdp2).",
+    )
     cross_entropy_loss_fusion: bool = config_field(
         False, help="One pass from logits to losses, which is how losses are computed here with or without it."
     )
@@ -69,6 +73,7 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
         help="Weigh all tokens of a global batch alike, not its micro-batches, which may have unequal numbers of them.",
     )
     params_dtype: torch.dtype = torch.float32
+    perform_initialization: bool = True
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     no_sync_func: NoSync | Sequence[NoSync] | None = None
     grad_sync_func: SyncOfChunk | Sequence[SyncOfChunk] | None = None

@@ -1,5 +1,6 @@
 """Stages in processes of their own compute what one process does, for any number of microbatches."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -138,3 +139,35 @@ def different_shapes() -> None:
 def test_stages_that_would_exchange_different_shapes_all_say_so() -> None:
     with pytest.raises(ValueError, match="stages would exchange different tensors"):
         run_on_ranks(different_shapes, 2)
+
+
+class IgnoresInput(Part):
+    """A last stage whose loss comes of a parameter alone."""
+
+    def forward(self, data: torch.Tensor | None) -> torch.Tensor:
+        return torch.tanh(self.bias).expand(SEQ, BATCH, HIDDEN)
+
+
+def _ignore_input() -> None:
+    stage = dist.get_rank()
+    part = Part(0) if stage == 0 else IgnoresInput(1)
+    arguments: dict[str, Any] = {
+        "forward_step_func": forward_step,
+        "data_iterator": [iter(microbatches(3)) if stage == 0 else None],
+        "model": [part],
+        "num_microbatches": 3,
+        "seq_length": SEQ,
+        "micro_batch_size": BATCH,
+        "pg_collection": ProcessGroupCollection(pp=dist.group.WORLD),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        get_forward_backward_func(2, 1)(**arguments)
+    told = [str(one.message) for one in caught if "does not depend on the hidden states" in str(one.message)]
+    assert len(told) == stage
+    grad = part.weight.grad
+    assert grad is None if stage == 1 else grad is not None and not grad.any()
+
+
+def test_a_stage_that_ignores_its_input_gives_the_earlier_ones_gradients_of_zero() -> None:
+    run_on_ranks(_ignore_input, 2)

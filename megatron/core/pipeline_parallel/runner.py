@@ -3,6 +3,7 @@
 Which steps run in which order is decided in schedule.py and transfers.py.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -176,5 +177,15 @@ class ScheduleRunner:
             torch.autograd.backward([edge], [gradient])
         target = self._pipeline.target(self.communicator.stage, action)
         if target is not None:
-            assert given is not None and given.grad is not None, f"{action}: the model did not use its input"
-            self._outputs[Transfer(Direction.SEND, action, target.stage)] = given.grad
+            assert given is not None, f"{action} has no input to send a gradient of"
+            if given.grad is None:
+                # Python shows it once. The loss does not depend on that input: its gradient is zero.
+                warnings.warn(
+                    f"what stage {self.communicator.stage} computes does not depend on the hidden states it is given: "
+                    "the earlier stages get gradients of zero. forward_step should use what set_input_tensor gave the "
+                    "model",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            gradient_of_input = torch.zeros_like(given) if given.grad is None else given.grad
+            self._outputs[Transfer(Direction.SEND, action, target.stage)] = gradient_of_input

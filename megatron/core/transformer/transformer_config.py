@@ -98,13 +98,8 @@ class TransformerConfig(
     glu_linear_offset: float = config_field(
         0.0, help="In gated feed-forward layers, added to what the gate multiplies, after it is clamped."
     )
-    init_model_with_meta_device: bool = config_field(
-        False,
-        help="Build the model without memory; each rank then makes its shards alone (--use-torch-fsdp2).",
-    )
     init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
-    perform_initialization: bool = True
     init_seed: int | None = None
 
     def __post_init__(self) -> None:

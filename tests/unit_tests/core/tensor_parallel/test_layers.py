@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.unit_tests.core.models.small_models import small_config
 
@@ -41,3 +42,9 @@ def test_layers_built_alone_are_initialized() -> None:
         assert layer.weight.std().item() == pytest.approx(0.2, rel=0.1)
     with pytest.raises(ValueError, match=r"ids from 0 to 64: must be from 0 to num_embeddings - 1 \(63\)"):
         layer(torch.tensor([0, 64]))
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_a_plain_model_parallel_config_suffices_for_a_layer(kind: type) -> None:
+    layer = kind(6, 8, config=ModelParallelConfig(), init_method=nn.init.ones_)
+    assert torch.equal(layer(torch.ones(2, 6))[0], torch.full((2, 8), 6.0))
