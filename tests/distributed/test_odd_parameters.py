@@ -1,6 +1,5 @@
-"""Parameters that few models have, in every mode of the wrappers: without elements, sharing memory, in NHWC."""
+"""Parameters that few models have, in every mode of the wrappers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest

@@ -461,8 +461,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
 
     def _agreed_order(self, state_dict: Any) -> list[list[int]]:
-        """The order of parameters in a state dict, [] if it has none. Collective: raises on all ranks where one is given
-        no dict, or where ranks are given different orders, by which they would take parameters over.
+        """The order of parameters in a state dict, [] if it has none. Collective.
+
+        Raises on all ranks where one is given no dict, or where the orders differ: ranks would take parameters over in
+        different orders.
         """
         group = self._ranks
         with all_ranks_agree(group):
@@ -476,8 +478,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             others = [rank for rank, theirs in enumerate(orders) if theirs != orders[0]]
             if others:
                 raise ValueError(
-                    f"order of the state dict differs between rank 0 and ranks {others}: give every rank the state dict "
-                    "of one optimizer"
+                    f"order of the state dict differs between rank 0 and ranks {others}: "
+                    "give every rank the state dict of one optimizer"
                 )
         return orders[0]
 
