@@ -420,7 +420,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         with nothing changed, where it does not fit on some rank or ranks give different orders of parameters.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+            state_dict = before(self, state_dict) or state_dict  # type: ignore[arg-type]  # a mapping suffices
         order = self._agreed_order(state_dict)
         if not self._shards.groups_of:
             # A share that one rank has stored fits its own places alone, which the first backward may have chosen.

@@ -35,7 +35,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     """
     tp_group = group_or_existing(tp_group)
     # Casts of autograd's own: the functions below then save, and multiply in backward, tensors of one dtype.
-    input, weight, bias = (autocast_input(tensor) for tensor in (input, weight, bias))
+    input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     fuses = gradient_accumulation_fusion and has_grad_owner(weight)
     output: Tensor
     if group_size(tp_group) > 1 and (allreduce_dgrad or sequence_parallel):
