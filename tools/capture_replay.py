@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,9 @@ class _CountedTapes(TapeGraphs):
         self.num_captures = 0
 
     @contextmanager
-    def capturing(self) -> Iterator[Tape]:
+    def capturing(self, pool: Any = None) -> Iterator[Tape]:
         self.num_captures += 1
-        with super().capturing() as tape:
+        with super().capturing(pool) as tape:
             yield tape
 
 

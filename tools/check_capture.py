@@ -115,8 +115,11 @@ class LintedGraphs:
         """Runs its body unchanged."""
         yield
 
+    def new_pool(self) -> None:
+        """Returns nothing: passes run in memory of their own."""
+
     @contextmanager
-    def capturing(self) -> Iterator["LintedGraphs"]:
+    def capturing(self, pool: None = None) -> Iterator["LintedGraphs"]:
         """Runs its body and collects what a graph could not hold, as a new region."""
         earlier = self.regions[-1] if self._are_together else None
         with collect_refusals(get_cuda_rng_tracker().generators(), goes_on_with=earlier) as region:

@@ -361,6 +361,21 @@ class Arrival:
                 self._told.add(current)
 
 
+class _GraphPool:
+    """A memory pool of CUDA graphs, and the graphs in it; see [Note: pools] in graph_capture.py."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+        self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+
+    def handle_for_capture(self) -> Any:
+        """Returns the handle of torch's pool."""
+        if not self.graphs:
+            # A pool whose last graph has gone, while somebody holds a tensor of it, takes no other graph.
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+
 class CudaGraphs:
     """CUDA graphs of a GPU: see GraphDevice. Not run on a GPU yet.
 
@@ -375,9 +390,9 @@ class CudaGraphs:
         # Captures need a stream of their own, as the default one takes part in no capture. One for all of them: memory
         # that one graph has freed goes to the next only on the same stream.
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that share the pool
-        self._scratch = torch.zeros(1, dtype=torch.float32, device=device)
+        self._own_pool = _GraphPool()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those of all pools
+        self._scratch = torch.zeros(1, device=device)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -391,24 +406,29 @@ class CudaGraphs:
             # After an error too: what runs next works on the same memory.
             main.wait_stream(self._stream)
 
+    def new_pool(self) -> _GraphPool:
+        """Returns an empty pool."""
+        return _GraphPool()
+
     @contextmanager
-    def capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
+    def capturing(self, pool: _GraphPool | None = None) -> Iterator[torch.cuda.CUDAGraph]:
         if not self._graphs:
             # What only a cycle of references keeps alive would hold its memory beside that of the graphs.
             gc.collect()
-            # A pool whose last graph has gone, while somebody holds a tensor of it, takes no other graph.
-            self._pool = torch.cuda.graph_pool_handle()
+        pool = self._own_pool if pool is None else pool
+        handle = pool.handle_for_capture()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         graph = self._new_graph()
         # Not by torch.cuda.graph: after a capture that the GPU broke off that leaves its own stream the current one.
         with torch.cuda.stream(self._stream), _no_collections():
             # "thread_local": the threads of NCCL and of data loaders may go on asking the GPU meanwhile.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(handle, capture_error_mode="thread_local")
             try:
                 yield graph
             finally:
-                self._end(graph)
+                self._end(graph, handle)
+        pool.graphs.add(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
         """Does nothing: memory that a capture allocated stays as it is."""
@@ -420,25 +440,25 @@ class CudaGraphs:
             graph.register_generator_state(generator)
         return graph
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
         """Raises RuntimeError if the GPU has broken the capture off, and leaves no trace of it then."""
         try:
             graph.capture_end()
         except RuntimeError:
-            self._forget_broken_capture()
+            self._forget_broken_capture(handle)
             raise
         self._graphs.add(graph)
 
-    def _forget_broken_capture(self) -> None:
+    def _forget_broken_capture(self, handle: Any) -> None:
         """Ends a broken capture's use of the memory pool, which torch does only for intact ones."""
         try:
-            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, handle)
         except RuntimeError:
             # It was done already, in torch versions that do it first.
             return
         else:
             # Else the allocator would keep the memory for a graph that never was, and ask no event again.
-            torch._C._cuda_releasePool(self._stream.device_index, self._pool)
+            torch._C._cuda_releasePool(self._stream.device_index, handle)
         finally:
             # Up to torch 2.11 at least generators stay in the capture, and would raise at the next number drawn. The
             # end of another capture lets them out, which is not empty, as torch warns of that.

@@ -7,6 +7,12 @@ must not happen in it is graph_safety.py's.
 numbers that the host gave them then. Nothing of it runs in Python again. So inputs are copied into memory that stays,
 numbers that change are read from the device, and whoever keeps account on the host of what passes did is told that
 they ran once more.
+
+[Note: pools] The graphs of one memory pool share memory: a capture reuses whatever earlier captures of its pool have
+freed. A replay therefore may overwrite everything that graphs captured later in the same pool made, their outputs and
+saved tensors included. Memory that a capture made and that is still referenced is never given to a later capture. So
+the graphs of a pool must be replayed in the order of their capture, one at a time, and all that the later graphs made
+must be dead when an earlier one is replayed.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,14 +35,21 @@ class Graph(Protocol):
 
 
 class GraphDevice(Protocol):
-    """Captures the work of a device. Its graphs share the memory that they free inside: one runs at a time."""
+    """Captures the work of a device, into memory pools: see [Note: pools]."""
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Runs its body eagerly where captures are made, so that libraries set up what they keep for a stream."""
         ...
 
-    def capturing(self) -> AbstractContextManager[Graph]:
-        """Records its body into the graph instead of running it. Raises RuntimeError for what no graph can hold."""
+    def new_pool(self) -> Any:
+        """Returns an empty memory pool for graphs of this device. Its memory is released after its last graph."""
+        ...
+
+    def capturing(self, pool: Any = None) -> AbstractContextManager[Graph]:
+        """Records its body into the graph instead of running it. Raises RuntimeError for what no graph can hold.
+
+        pool: one of `new_pool`; None: a pool of the device's own.
+        """
         ...
 
     def capturing_together(self) -> AbstractContextManager[None]:

@@ -8,11 +8,16 @@ itself leaves no trace: memory and random numbers are what they were before, and
 garbage (NaN) until the first replay. A replay runs the operators again on the very same memory; nothing of Python runs.
 So a value that Python carried from one pass to the next, a number that the host baked in, or an account that nobody
 keeps shows up as another loss.
+
+A GPU reuses in later captures of a pool the memory that earlier ones freed. Which memory that is depends on the
+allocator, so a tape assumes the worst case of [Note: pools]: before it runs, a replay fills with NaN all memory that
+later captures of its pool made.
 """
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -49,17 +54,34 @@ class _Launch:
     made: list[tuple[int, Tensor]]
 
 
+@dataclass(frozen=True)
+class _Pool:
+    """A memory pool: its tapes in the order of their capture, kept alive by their owners alone."""
+
+    tapes: "list[weakref.ref[Tape]]" = field(default_factory=list)
+
+    def later_than(self, tape: "Tape") -> "list[Tape]":
+        """Returns the tapes that were captured after `tape`."""
+        alive = [found for found in (reference() for reference in self.tapes) if found is not None]
+        return alive[alive.index(tape) + 1 :]
+
+
 class Tape:
     """A captured part of a program; see Graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: "_Pool") -> None:
+        self.made: dict[int, tuple[Tensor, int]] = {}  # storages made by the capture, as bytes, with their sizes
+        self._pool = pool
+        pool.tapes[:] = [*(one for one in pool.tapes if one() is not None), weakref.ref(self)]
         self._launches: list[_Launch] = []
         # Collectives of which nobody has needed the result yet, and the storages that they work on.
         self._under_way: list[tuple[Any, frozenset[int]]] = []
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Runs all operators again, on the same memory."""
+        """Runs all operators again, on the same memory, after it has spoiled that of later captures of the pool."""
+        for later in self._pool.later_than(self):
+            _spoil(later.made.values())
         for launch in self._launches:
             if launch.operator not in _SENDS:
                 self._wait_for(launch.storages)
@@ -91,16 +113,21 @@ class TapeGraphs:
     def __init__(self) -> None:
         # Of captures that belong together, until all are done; None: each by itself.
         self._together: list[_Recorder] | None = None
+        self._own_pool = _Pool()
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Runs its body unchanged: the CPU has no streams."""
         yield
 
+    def new_pool(self) -> _Pool:
+        """Returns an empty pool."""
+        return _Pool()
+
     @contextmanager
-    def capturing(self) -> Iterator[Tape]:
+    def capturing(self, pool: _Pool | None = None) -> Iterator[Tape]:
         """Records the body's operators as a Tape. Raises RuntimeError where the host would have to read a result."""
-        tape, drawn = Tape(), rng_state_bytes(_CPU)
+        tape, drawn = Tape(self._own_pool if pool is None else pool), rng_state_bytes(_CPU)
         recorder = _Recorder(tape)
         with nullcontext() if self._together is not None else self.capturing_together():
             assert self._together is not None, "made by capturing_together"
@@ -131,7 +158,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._tape = tape
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # bytes of older storages that were written to, and a copy
-        self._made: dict[int, tuple[Tensor, int]] = {}  # storages made here, as bytes, and how many these were
+        self._made = tape.made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
@@ -163,16 +190,21 @@ class _Recorder(TorchDispatchMode):
             current.copy_(before)
 
     def spoil(self) -> None:
-        """Fills memory that was made inside with NaN; what was freed for good gets memory again."""
-        for data, num_bytes in self._made.values():
-            if data.untyped_storage().nbytes() < num_bytes:
-                data.untyped_storage().resize_(num_bytes)
-            data.fill_(0xFF)
+        """Fills memory that was made inside with NaN."""
+        _spoil(self._made.values())
 
     def _keep(self, tensor: Tensor) -> None:
         if _key(tensor) not in self._made and _key(tensor) not in self._before:
             data = _bytes(tensor)
             self._before[_key(tensor)] = (data, data.clone())
+
+
+def _spoil(made: Iterable[tuple[Tensor, int]]) -> None:
+    """Fills storages with NaN; what was freed for good gets memory again. made: bytes, [N], uint8, and sizes."""
+    for data, num_bytes in made:
+        if data.untyped_storage().nbytes() < num_bytes:
+            data.untyped_storage().resize_(num_bytes)
+        data.fill_(0xFF)
 
 
 @contextmanager

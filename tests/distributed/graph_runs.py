@@ -27,11 +27,12 @@ class CountedGraphs:
         self.num_captures = 0
         self._device = device
         self.on_capture_stream, self.capturing_together = device.on_capture_stream, device.capturing_together
+        self.new_pool = device.new_pool
 
     @contextmanager
-    def capturing(self) -> Iterator[Graph]:
+    def capturing(self, pool: Any = None) -> Iterator[Graph]:
         self.num_captures += 1
-        with self._device.capturing() as graph:
+        with self._device.capturing(pool) as graph:
             yield graph
 
 

@@ -64,6 +64,20 @@ def test_graphs_share_a_pool_until_the_last_is_gone(graphs: CudaGraphs) -> None:
         Noted.log.clear()
 
 
+def test_each_pool_has_a_handle_of_its_own_until_its_last_graph_is_gone(graphs: CudaGraphs) -> None:
+    pools, kept = [graphs.new_pool(), graphs.new_pool()], {}
+    for place in (0, 1, 0):
+        with graphs.capturing(pools[place]) as graph:
+            pass
+        kept.setdefault(place, []).append(graph)
+    del kept[1], graph
+    for place in (0, 1):
+        with graphs.capturing(pools[place]):
+            pass
+    begun_in = [entry[1] for entry in Noted.log if isinstance(entry, tuple)]
+    assert begun_in[0] == begun_in[2] == begun_in[3] and len({*begun_in}) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lets_go_first", LETS_GO_FIRST)
 def test_a_broken_capture_lets_go_of_pool_and_generators(graphs: CudaGraphs, lets_go_first: bool) -> None:

@@ -43,6 +43,25 @@ def test_what_a_capture_made_is_garbage_until_a_replay() -> None:
     assert torch.equal(result, torch.full((3,), 2.0))
 
 
+def test_a_replay_spoils_what_later_captures_of_its_pool_made_and_no_other_memory() -> None:
+    graphs, x = TapeGraphs(), torch.ones(3)
+    pools = [graphs.new_pool(), graphs.new_pool()]
+    captured = []
+    for pool in (pools[0], pools[0], pools[1]):
+        with graphs.capturing(pool) as tape:
+            captured.append((tape, x * 2))
+    (first, early), (second, late), (other, apart) = captured
+    for tape in (first, second, other):
+        tape.replay()
+    assert [made.isnan().any().item() for made in (early, late, apart)] == [False, False, False]
+    second.replay()
+    assert torch.equal(early, x * 2)
+    first.replay()
+    assert late.isnan().all() and torch.equal(early, x * 2) and torch.equal(apart, x * 2)
+    del captured[1], second, late
+    first.replay()
+
+
 def test_a_number_of_the_host_stays_what_it_was() -> None:
     x, factor = torch.ones(2), 3.0
     tape, result = _on_tape(lambda: x * factor)

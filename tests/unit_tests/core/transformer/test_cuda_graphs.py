@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -171,6 +171,148 @@ def test_a_second_backward_is_refused_and_new_graphs_follow_a_new_fingerprint() 
         steps(twice if value == 1 else lambda: one_by_one(part, steps.graphed))
         counts.append(steps.manager.num_graphs)
     assert counts == [2, 2, 0, 2]
+
+
+class Chain:
+    """Layers in a row, of which each is a part that saves what it makes; through: how a part is run, by its place."""
+
+    def __init__(self, num_parts: int, graphs: TapeGraphs | None = None) -> None:
+        torch.manual_seed(3)
+        self.parts = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(num_parts)]
+        self.manager = CudaGraphManager(lambda **keywords: [keywords["step"]()], device=graphs or TapeGraphs())
+        self.through: list[Call] = [
+            self.manager.graphed(f"mlp of layer {place}", part) for place, part in enumerate(self.parts, 1)
+        ]
+        self.manager(data_iterator=None, step=lambda: None)
+
+    def eager(self) -> "Chain":
+        """Returns the same parts, to be run without graphs."""
+        other = Chain(0)
+        other.parts, other.through = copy.deepcopy(self.parts), [run] * len(self.parts)
+        return other
+
+    def __call__(self, x: Tensor, places: Sequence[int] | None = None) -> Tensor:
+        for place in range(len(self.parts)) if places is None else places:
+            x = self.through[place](self.parts[place], x)
+        return x
+
+    def step(self, passes: Callable[["Chain"], Any]) -> list[Tensor | None]:
+        """Runs passes as a step; returns what they return and the parameters' gradients."""
+        found = self.manager(data_iterator=None, step=lambda: passes(self), forward_step_func=lambda: None)[0]
+        return [*found, *(param.grad for part in self.parts for param in part.parameters())]
+
+
+def inputs(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(4, 6, requires_grad=True)
+
+
+def one_forward_one_backward(chain: Chain) -> list[Tensor | None]:
+    """The first stage of a pipeline with two microbatches in flight."""
+    given = [inputs(seed) for seed in range(5)]
+    losses = [chain(given[0]).sum()]
+    for place in range(1, 5):
+        losses.append(chain(given[place]).square().sum())
+        losses[place - 1].backward()
+    losses[-1].backward()
+    return [x.grad for x in given]
+
+
+def branches(chain: Chain) -> list[Tensor | None]:
+    x = inputs(1)
+    hidden = chain(x, [0])
+    sum(chain(hidden, [place]).exp().sum() for place in (1, 2)).backward()
+    return [x.grad]
+
+
+def a_part_twice(chain: Chain) -> list[Tensor | None]:
+    x = inputs(2)
+    chain(x, [0, 1, 1, 2]).sum().backward()
+    return [x.grad]
+
+
+def another_order(chain: Chain) -> list[Tensor | None]:
+    given = [inputs(seed) for seed in range(3)]
+    for x, places in zip(given, ([0, 1, 2], [2, 0, 1], [1, 2])):
+        chain(x, places).sum().backward()
+    return [x.grad for x in given]
+
+
+# Passes of a step, and how many memory pools they take: as many as microbatches in flight; others have parts in orders
+# that no single pool can hold.
+ORDERS = [(one_forward_one_backward, 2), (branches, 1), (a_part_twice, 2), (another_order, 2)]
+
+
+@pytest.mark.parametrize(("passes", "num_pools"), ORDERS)
+def test_parts_of_one_microbatch_share_a_pool_and_others_do_not(passes: Call, num_pools: int) -> None:
+    chain = Chain(3)
+    eager = chain.eager()
+    for _ in range(3):
+        assert_equal(chain.step(passes), eager.step(passes))
+        assert chain.manager.num_pools == num_pools
+
+
+def test_parts_that_share_a_parameter_get_the_sum_of_its_gradients() -> None:
+    chain = Chain(2)
+    chain.parts[0][0].weight = chain.parts[1][0].weight
+    manager = CudaGraphManager(lambda **keywords: [keywords["step"]()], device=TapeGraphs())
+    chain.through = [manager.graphed(f"mlp of layer {place}", part) for place, part in enumerate(chain.parts, 1)]
+    manager(data_iterator=None, step=lambda: None)
+    eager, chain.manager = chain.eager(), manager
+    for _ in range(3):
+        assert_equal(chain.step(one_forward_one_backward), eager.step(one_forward_one_backward))
+
+
+def test_a_tape_shows_that_microbatches_in_flight_may_not_share_a_pool() -> None:
+    class OnePool(TapeGraphs):
+        def new_pool(self) -> Any:
+            return vars(self)["_own_pool"]
+
+    chain = Chain(3, OnePool())
+    chain.step(one_forward_one_backward)
+    assert any(grad is not None and grad.isnan().any() for grad in chain.step(one_forward_one_backward))
+
+
+def test_a_forward_step_is_a_microbatch_also_where_it_calls_other_parts() -> None:
+    chain = Chain(2)
+    eager = chain.eager()
+
+    def passes(some: Chain) -> list[Tensor | None]:
+        # Through the schedule's own argument, as training does.
+        given = [inputs(seed) for seed in range(2)]
+        losses = [forward_step(some, x, [place]) for place, x in enumerate(given)]
+        for loss in losses:
+            loss.backward()
+        return [x.grad for x in given]
+
+    forward_step: Call = lambda some, x, places: some(x, places).sum()  # noqa: E731
+
+    def in_schedule(some: Chain) -> list[Tensor | None]:
+        def schedule(**keywords: Any) -> list[Any]:
+            nonlocal forward_step
+            forward_step = keywords["forward_step_func"]
+            return [passes(some)]
+
+        vars(some.manager)["_run"] = schedule
+        found = some.manager(data_iterator=None, forward_step_func=lambda one, x, places: one(x, places).sum())
+        return [*found[0], *(param.grad for part in some.parts for param in part.parameters())]
+
+    for _ in range(2):
+        assert_equal(in_schedule(chain), in_schedule(eager))
+    assert chain.manager.num_pools == 2
+
+
+def test_a_backward_in_the_order_of_forward_is_refused() -> None:
+    chain = Chain(2)
+
+    def passes(some: Chain) -> list[Tensor | None]:
+        losses = [some(inputs(1), [place]).sum() for place in (0, 1)]
+        losses[0].backward()
+        with pytest.raises(RuntimeError, match="layer 2 came after that of mlp of layer 1.*reverse order"):
+            losses[1].backward()
+        return []
+
+    chain.step(passes)
 
 
 def test_at_least_one_step_warms_up() -> None:
