@@ -5,7 +5,7 @@ What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a s
 
 import argparse
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,8 @@ class ExpertMemory:
     Attributes: step, what the layers share. last_step: the figures of the last complete training step. epoch: rises
     whenever a step that was captured in a CUDA graph may not be replayed any more, as its shapes, the pool, the stash
     for its number of microbatches or that one's order have changed; ask after begin_step. A reserve that grows does not
-    count. Ranks may differ in it.
+    count. Ranks may differ in it. release_graphs: called when pages or buffers are about to be replaced, to drop the
+    graphs that use them.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ExpertMemory:
         assert config.moe_expert_rank_capacity_factor is not None, "without it experts have as many rows as come"
         self.last_step: StepFigures | None = None
         self.epoch = 0
+        self.release_graphs: Callable[[], None] = lambda: None
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
@@ -269,6 +271,8 @@ class ExpertMemory:
     def _forget_plans(self) -> None:
         self._plans.clear()
         self.epoch += 1
+        # Graphs refer to their stash, and so to its pages, and hold memory of their own: what grows next needs both.
+        self.release_graphs()
 
     def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
         layout = pool_layout(self._config, self.needs, learned=self._learned)

@@ -5,6 +5,7 @@ transformer/cuda_graphs.py's.
 """
 
 import argparse
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,8 +44,35 @@ def build_step_graph(
     """The graph of a run's training steps, or those of its layers' parts; None unless the flags ask for any."""
     if device is None:
         return None
+    graph: FullCudaGraphWrapper | CudaGraphManager
     if args.cuda_graph_impl == "local":
-        return _graphed_parts(args, model, device=device, memory=memory)
+        graph = _graphed_parts(args, model, device=device, memory=memory)
+    else:
+        graph = _graphed_passes(
+            args, model, device=device, finalize=finalize, update=update, timers=timers, memory=memory
+        )
+    if memory is not None:
+        memory.release_graphs = partial(_release, graph)
+    return graph
+
+
+def _release(graph: FullCudaGraphWrapper | CudaGraphManager) -> None:
+    """Drops the graphs, and with them the last references to the stash and pages that they use."""
+    graph.drop_graphs()
+    # Graphs that a cycle of references keeps alive would hold their memory while new pages are allocated.
+    gc.collect()
+
+
+def _graphed_passes(
+    args: argparse.Namespace,
+    model: Sequence[nn.Module],
+    *,
+    device: GraphDevice,
+    finalize: DeferredFinalizer,
+    update: StepUpdate | None,
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> FullCudaGraphWrapper:
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     participants: list[GraphParticipant] = [PassesOfStep(finalize, timers), GraphedReductions(chunks)]
     follow_up = None

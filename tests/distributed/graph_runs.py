@@ -3,17 +3,28 @@
 Holds no tests.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from megatron.core.device import default_device
 from megatron.core.graph_capture import Graph, GraphDevice
-from megatron.core.graph_tape import TapeGraphs
-from megatron.training.callbacks import Callback, StepReport
+from megatron.core.graph_tape import Tape, TapeGraphs
+from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
+from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.expert_memory import ExpertMemory
 from megatron.training.graphed_step import graph_device
-from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
+from megatron.training.run import TrainingRun
+from megatron.training.stash_pool import open_pool
+from megatron.training.training import train
+from tests.distributed.tiny_runs import comparable, started_run, state_of
 from tests.functional_tests.case import Flags
 
 FULL: Flags = {"cuda-graph-impl": "full_iteration", "cuda-graph-warmup-steps": 2}
@@ -50,9 +61,69 @@ class Trained(TrainedRun):
     failure: str | None = None
 
     def on_step_end(self, report: StepReport) -> None:
-        super().on_step_end(report)
-        # A run that stops early to be resumed has another last step.
-        self.steps[-1]["is_last"] = None
+        # What a stash held follows from what it has seen, of which a resumed run has seen less.
+        self.steps.append({**comparable(report), "is_last": None, "stash": None})
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        self.evaluations.append(report)
+
+    def assert_same(self, eager: "Trained", name: str) -> None:
+        """Every number of every step and evaluation, and the state in the end."""
+        for step, (own, expected) in enumerate(zip(self.steps, eager.steps, strict=True), 1):
+            assert own == expected, f"{name}, step {step}"
+        assert self.evaluations == eager.evaluations, name
+        different = [key for key, digest in eager.state.items() if self.state[key] != digest]
+        assert not different, f"{name}: {different}"
+
+
+class WatchedPages:
+    """Tapes of a run, its page pools, and what is alive of both whenever pages are allocated."""
+
+    def __init__(self) -> None:
+        self.num_alive: list[tuple[int, int]] = []  # tapes and memories of pages at each allocation
+        self.num_dropped: list[int] = []  # tapes until then
+        self._tapes: list[weakref.ref[Tape]] = []
+        self._pages: list[StorageWeakRef] = []
+
+    def graphs(self) -> GraphDevice:
+        """Returns tapes that are watched."""
+        noted = self._tapes
+
+        class NotedTapes(TapeGraphs):
+            @contextmanager
+            def capturing(self, pool: Any = None) -> Iterator[Tape]:
+                with super().capturing(pool) as tape:
+                    noted.append(weakref.ref(tape))
+                    yield tape
+
+        return NotedTapes()
+
+    @contextmanager
+    def setup(self, run: TrainingRun) -> Iterator[None]:
+        """Watches the pools that a run opens inside, and the one that it has."""
+        memory = run.steps.memory
+        assert isinstance(memory, ExpertMemory) and memory.stash is not None
+        self._note(memory.stash.pool)
+
+        def noted_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
+            if layout is not None:
+                self.num_alive.append(
+                    (sum(one() is not None for one in self._tapes), sum(not one.expired() for one in self._pages))
+                )
+                self.num_dropped.append(len(self._tapes))
+            pool = open_pool(device, layout, config=config)
+            if pool is not None:
+                self._note(pool)
+            return pool
+
+        with patch("megatron.training.expert_memory.open_pool", noted_pool):
+            yield
+
+    def _note(self, pool: PagePool) -> None:
+        self._pages.append(StorageWeakRef(pool.device_pages.untyped_storage()))
+
+
+Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
 
 
 def train_here(

@@ -17,7 +17,7 @@ from megatron.core.graph_tape import TapeGraphs
 from megatron.core.models.gpt import GPTModel
 from megatron.training.run import TrainingRun
 from tests.counts import slow, soak_only
-from tests.distributed.graph_runs import FULL, Trained, train_here
+from tests.distributed.graph_runs import FULL, LOCAL, Trained, WatchedPages, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, Batch
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -173,6 +173,26 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
         assert captured.failure is None
         assert (captured.num_captures, captured.num_graphs) == (case.captures, case.graphs)
         captured.assert_same(eager, name)
+
+
+def _growth(flags: Flags) -> tuple[list[tuple[int, int]], list[int]]:
+    watched = WatchedPages()
+    train_here(_argv(CASES["void pages"], flags), graphs=watched.graphs, setup=watched.setup)
+    return watched.num_alive, watched.num_dropped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [FULL, {**LOCAL, "cuda-graph-modules": ["moe"], "moe-paged-stash-prefetch-layers": 0}],
+    ids=["full", "local"],
+)
+def test_graphs_and_old_pages_are_gone_when_new_pages_are_allocated(flags: Flags) -> None:
+    both = run_on_ranks(_growth, 2, {**flags, "cuda-graph-warmup-steps": 1})
+    for num_alive, num_dropped in both:
+        assert num_alive and set(num_alive) == {(0, 0)}
+        # At least one growth ended graphs that were there.
+        assert max(num_dropped) > 0
 
 
 def _resumed(folder: str) -> tuple[Trained, Trained]:
