@@ -3,6 +3,8 @@ compares them bit for bit; for `check_capture.py --replay`. What a tape is, is g
 
 It shows what no look at a single step can: a number, list or flag of the host that changes from step to step, and that
 a graph would go on using as it was. Both run with --deterministic-mode.
+Compared are the reports of the steps, and in the end parameters, buffers and the optimizer's state. What is kept on the
+host alone, or in tensors that are neither, is not.
 """
 
 import hashlib
@@ -13,8 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.graph_tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
@@ -33,12 +38,12 @@ _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})
 
 @dataclass(frozen=True)
 class _Trained:
-    """A rank's part of a run. steps: what their reports say, as text, in which NaN equals NaN. weights: digests of
-    parameters, by name. failures: why there are no graphs.
+    """A rank's part of a run. steps: what their reports say, as text, in which NaN equals NaN. state: digests of
+    parameters, buffers and the optimizer's tensors, and its numbers, by name. failures: why there are no graphs.
     """
 
     steps: list[dict[str, str]]
-    weights: dict[str, str]
+    state: dict[str, str]
     failures: list[str]
 
 
@@ -74,7 +79,7 @@ def _first_difference(own: _Trained, expected: _Trained) -> list[str]:
         for name, value in step.items():
             if value != eager[name]:
                 return [f"step {number}: {name} is {value} from graphs, and {eager[name]} without"]
-    names = [name for name, digest in own.weights.items() if digest != expected.weights[name]]
+    names = [name for name, digest in own.state.items() if digest != expected.state.get(name)]
     return [f"after step {len(own.steps)}: {name} is another one from graphs than without" for name in names[:1]]
 
 
@@ -96,7 +101,7 @@ def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) 
         failures = [] if run.steps.graph is None else failures_of(run.steps.graph)
         if tapes is not None and not failures and tapes.num_captures == 0:
             failures.append("nothing was captured")
-        trained = _Trained(steps, _weights(run), failures)
+        trained = _Trained(steps, state_of(run), failures)
         if run.steps.graph is not None:
             run.steps.graph.drop_graphs()
         return gather_objects(trained, dist.group.WORLD)
@@ -106,13 +111,23 @@ def _comparable(report: StepReport) -> dict[str, str]:
     return {name: repr(value) for name, value in vars(report).items() if name not in _OF_THE_MACHINE}
 
 
-def _weights(run: TrainingRun) -> dict[str, str]:
-    named = {}
+def state_of(run: TrainingRun) -> dict[str, str]:
+    """Returns digests of parameters, buffers and the optimizer's tensors, and its numbers as text. Collective."""
+    named: dict[str, Tensor] = {}
     for index, chunk in enumerate(run.model):
         if isinstance(chunk, DistributedDataParallel):
             # Parameters may still be on their way from the ranks that updated them.
             chunk.start_param_sync(force_sync=True)
-        for name, parameter in chunk.named_parameters():
-            data = parameter.detach().contiguous().view(-1).view(torch.uint8).numpy()
-            named[f"{index} {name}"] = hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
-    return named
+        named |= {f"{index} {name}": tensor for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())}
+    assert run.optimizer is not None, "a run that trains"
+    pieces = {name: piece for chunk in run.model for name, piece in model_logical_pieces(chunk).items()}
+    boxes = run.optimizer.sharded_state(pieces)
+    named |= {f"the optimizer's {box.key} from {box.global_offset}": box.data for box in boxes}
+    digests = {name: _digest(tensor) for name, tensor in named.items()}
+    return {**digests, "the optimizer's state_dict": repr(run.optimizer.state_dict())}
+
+
+def _digest(tensor: Tensor) -> str:
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    data = mine.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()

@@ -83,6 +83,19 @@ RESIZED = Reason(
     "give it its full size before the region",
 )
 
+ADDRESS = Reason(
+    "the address or the memory of a tensor goes to code that is not watched, whose reads and writes are in no graph",
+    "use torch's operators or one of torch.library, or hand the memory over between replays",
+)
+UNSEEN_COPY = Reason(
+    "memory is copied without an operator, so that no check sees who keeps the copy and no graph knows of it",
+    "use clone(), and plan what lives on with Region.keep",
+)
+THREAD = Reason(
+    "another thread does its work once, while the graph is captured, and nothing of it in a replay",
+    "compute on the device in this thread, or let other threads work between replays",
+)
+
 Arguments = Mapping[str, Any]
 
 
@@ -221,6 +234,10 @@ def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[s
         return READ
     if name == "pin_memory":
         return HOST_MEMORY
+    if name in ("data_ptr", "__dlpack__", "share_memory_"):
+        return ADDRESS
+    if name == "__deepcopy__":
+        return UNSEEN_COPY
     if name == "tensor_split" and any(isinstance(value, Tensor) for value in (*given[1:], *named.values())):
         return READ
     if name == "new_tensor":
@@ -276,6 +293,16 @@ PYTHON_CALLS: dict[str, Reason] = {
     **dict.fromkeys(("torch.cuda.memory.empty_cache", "torch.accelerator.memory.empty_cache"), ALLOCATOR),
     **dict.fromkeys(("megatron.core.device.host_bytes",), HOST_MEMORY),
     "torch.serialization.save": READ,
+    **dict.fromkeys(
+        (
+            "threading.Thread.start",
+            "concurrent.futures.thread.ThreadPoolExecutor.submit",
+            "concurrent.futures.process.ProcessPoolExecutor.submit",
+        ),
+        THREAD,
+    ),
+    "torch.storage.TypedStorage.data_ptr": ADDRESS,
+    **{f"torch.storage._StorageBase.{name}": UNSEEN_COPY for name in ("clone", "cpu", "to", "__deepcopy__")},
     **{
         f"torch.distributed.distributed_c10d.{name}": OBJECTS
         for name in (
@@ -301,6 +328,13 @@ GRAPH_SAFE_STATES = "megatron.core.device.RandomStream.drawn"
 ON_CPU_ALONE = "megatron.core.device.cpu_alone.<locals>.run_on_cpu_alone"
 
 
+# Functions of torch in C that no mode sees.
+_GIVES_MEMORY = frozenset(("_to_dlpack", "to_dlpack"))
+_TAKES_MEMORY = frozenset(("frombuffer", "_from_dlpack", "from_file"))
+# Methods with which a thread reads a tensor; a mode sees them only in its own thread.
+READS_OF_THREADS = (*sorted(_READS - {"__repr__", "__format__"}), "nonzero", "__dlpack__", "data_ptr")
+
+
 def reason_against_method(owner: Any, name: str) -> Reason | None:
     """Returns why a method or function in C, which torch's modes do not see, cannot be captured, or None."""
     if name in ("synchronize", "query", "elapsed_time") and isinstance(owner, (torch.Event, torch.Stream)):
@@ -312,4 +346,8 @@ def reason_against_method(owner: Any, name: str) -> Reason | None:
     # Not its seed: torch imports parts of itself late, and with them generators of Python's.
     if isinstance(owner, Random) and name in ("random", "getrandbits"):
         return HOST_RANDOM
+    if name in _GIVES_MEMORY or (name == "data_ptr" and isinstance(owner, torch.UntypedStorage)):
+        return ADDRESS
+    if name in _TAKES_MEMORY:
+        return HOST_DATA
     return READ if isinstance(owner, Tensor) and name in ("tolist", "numpy") else None

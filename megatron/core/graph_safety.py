@@ -7,6 +7,11 @@ graph_refusals.py; how a graph is made is full_cuda_graph.py's matter.
 CPU never hear of (x.cpu() does nothing there). A TorchDispatchMode sees the operators below, also those of backward. A
 profile function sees what is neither: calls of streams, events, generators, barriers. Inside an operator nothing is
 watched: its CUDA kernel is another one, and the CPU's may read what it likes.
+All of these watch the thread of the region alone. In other threads, the methods of Tensor that read values are watched,
+of tensors that the region makes or writes: other memory is that of checkpoints and of data. What such a thread launches
+on the device is not seen.
+Code of this framework and of Triton may ask for addresses, which it compares, or gives to kernels that it launches.
+What reads memory by an address from before the region, as ctypes can, is not seen.
 """
 
 import gc
@@ -14,12 +19,14 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,6 +37,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.graph_refusals import (
+    ADDRESS,
     BAKED,
     GENERATOR,
     GENERATOR_STATE,
@@ -40,8 +48,10 @@ from megatron.core.graph_refusals import (
     PYTHON_CALLS,
     PYTHON_NAMES,
     READ,
+    READS_OF_THREADS,
     RESIZED,
     SHAPE,
+    THREAD,
     Reason,
     fills_where_masked,
     is_elsewhere,
@@ -56,6 +66,7 @@ from megatron.core.graph_refusals import (
 
 # Frames of these files are nobody's own code.
 _OWN_OR_TORCHS = (os.path.dirname(torch.__file__) + os.sep, __file__)
+_FRAMEWORKS = os.path.dirname(__file__) + os.sep
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 _FORWARD_LINE = "line of the forward"
 _RELEASE_SECONDS = 1.0  # far more than gloo's threads need on a busy machine
@@ -126,6 +137,8 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
     Numbers on the host that are no constants: a replay has the old ones.
     Other generators, generators' states, and numbers drawn on the host: a replay would have the same numbers again.
     Waiting for streams, events and ranks on the host: an error in a capture.
+    Addresses of tensors, and memory that goes to another library (dlpack, ctypes): what it does is in no graph.
+    Work of other threads, and copies that no operator makes (deepcopy): a replay does nothing of them.
     Memory made inside that somebody still holds at the end, unless Region.keep plans it: replays overwrite it.
     Memory from before that is resized inside: replays use the old address.
     """
@@ -156,6 +169,7 @@ def collect_refusals(
 def _watched(watch: "_Watch") -> Iterator[None]:
     functions = _Functions(watch)
     with ExitStack() as stack:
+        stack.enter_context(_reads_of_threads_watched(watch))
         stack.enter_context(_on_in_backward(functions))
         stack.enter_context(_Operators(watch))
         stack.enter_context(functions)
@@ -180,6 +194,34 @@ def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = run_backward
 
 
+@contextmanager
+def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
+    """Adds what threads read of the region's memory to its refusals; to raise there could leave others waiting."""
+    own = threading.current_thread()
+    # Fills torch's table of names, in which patched methods would be missing for good.
+    resolve_name(Tensor.item)
+
+    def watched(name: str) -> Callable[..., Any]:
+        read = getattr(Tensor, name)
+
+        def read_in_any_thread(tensor: Tensor, *args: Any, **named: Any) -> Any:
+            here = threading.current_thread()
+            # Autograd's threads, which Python has not started, have the modes.
+            is_others = here is not own and not isinstance(here, threading._DummyThread)
+            if is_others and watch.memory.is_of_region(tensor.untyped_storage()):
+                error = CaptureError(f"torch.Tensor.{name}", THREAD.why, line=user_line(), instead=THREAD.instead)
+                watch.region.add(error)
+            return read(tensor, *args, **named)
+
+        watch.unpatched[read_in_any_thread] = read
+        return read_in_any_thread
+
+    with ExitStack() as stack:
+        for name in READS_OF_THREADS:
+            stack.enter_context(patch.object(Tensor, name, watched(name), create=True))
+        yield
+
+
 class _Memory:
     """Storages by address, weakly held: of those that are, no other one gets the address."""
 
@@ -187,6 +229,15 @@ class _Memory:
         self.planned: set[int] = set()
         self._older: dict[int, tuple[StorageWeakRef, int]] = {}  # from before the region, with their sizes
         self._made: dict[int, tuple[StorageWeakRef, str, SourceLine]] = {}
+        self._written: set[int] = set()  # of older ones
+
+    def is_of_region(self, storage: torch.UntypedStorage) -> bool:
+        """Whether an operator of the region has made it or written to it."""
+        return storage._cdata in self._made or storage._cdata in self._written
+
+    def write(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Arguments that an operator writes to."""
+        self._written.update(storage._cdata for storage in storages)
 
     def is_made(self, storage: torch.UntypedStorage) -> bool:
         """Whether an operator of the region has made it."""
@@ -233,6 +284,7 @@ class _Watch:
         self.generators = {one._cdata for one in (torch.default_generator, *generators)}  # type: ignore[attr-defined]
         # Inside an operator, and inside what was refused; reads of the CPU alone; x[mask] = number.
         self.is_quiet = self.in_check = self.in_masked_fill = False
+        self.unpatched: dict[Callable[..., Any], Callable[..., Any]] = {}  # torch's own in place of patched methods
         self.host_devices: list[tuple[torch.device, SourceLine]] = []
         self._stops = stops
 
@@ -266,6 +318,8 @@ class _Calls:
                 return
             if reason is HOST_RANDOM and _is_importing(frame):
                 return
+            if reason is ADDRESS and _is_trusted_with_addresses(frame):
+                return
             if reason is not None:
                 operation = f"{type(owner).__module__}.{type(owner).__name__}.{name}"
                 self._watch.refuse(operation, reason, line=user_line(frame))
@@ -283,10 +337,14 @@ class _Functions(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch looks its methods up by name, and finds the patched ones.
+        func = self._watch.unpatched.get(func, func)
         watch, named, name = self._watch, kwargs or {}, func.__name__
         reason = reason_against_function(name, args, named=named)
         if reason is None and name not in ("__get__", "device") and self._names_host(args, named):
             reason = READ if name == "to" else None
+        if reason is ADDRESS and name == "data_ptr" and _may_ask_for_addresses(user_line().file):
+            reason = None
         if reason is not None:
             watch.refuse(resolve_name(func) or name, reason)
         before = watch.is_quiet, watch.in_check, watch.in_masked_fill
@@ -331,6 +389,8 @@ class _Operators(TorchDispatchMode):
             given = _by_name(func, args, named=named)
             storages = [tensor.untyped_storage() for tensor in tensors_in(given.values())]
             watch.memory.meet([*storages, *(one for one in given.values() if isinstance(one, torch.UntypedStorage))])
+            written = (given[one.name] for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
+            watch.memory.write(tensor.untyped_storage() for tensor in tensors_in(written))
             reason = self._reason(func, given)
             if reason is not None:
                 watch.refuse(str(func), reason)
@@ -393,6 +453,16 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
     forward = node.metadata.get(_FORWARD_LINE) or SourceLine(here.f_code.co_filename, here.f_lineno)
     return SourceLine(forward.file, forward.number, f"the backward of {node.name()}")
+
+
+def _may_ask_for_addresses(file: str) -> bool:
+    """Whether the code of a file compares addresses, or gives them to kernels that it launches."""
+    return file.startswith(_FRAMEWORKS) or f"{os.sep}triton{os.sep}" in file
+
+
+def _is_trusted_with_addresses(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_OWN_OR_TORCHS) or _may_ask_for_addresses(file)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -1,13 +1,19 @@
 """check_capture.py --replay: steps on a tape have the bits of eager ones, or what differs first is named."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.transformer.mlp import MLP
-from tests.harness import launch_on_ranks
+from tests.distributed.tiny_runs import started_run, train_steps
+from tests.functional_tests.case import command_line, read_bases
+from tests.harness import launch_on_ranks, run_on_ranks
 from tools.capture_configurations import CONFIGURATIONS, DENSE, words_of
+from tools.capture_replay import state_of
 from tools.check_capture import main
 
 
@@ -38,6 +44,52 @@ def replay_with_a_counter(argv: list[str]) -> None:
 
     with patch.object(MLP, "forward", counts):
         main(argv)
+
+
+def replay_with_a_counter_in_a_buffer(argv: list[str]) -> None:
+    forward = MLP.forward
+
+    def counts(mlp: MLP, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        vars(mlp)["calls"] = vars(mlp).get("calls", 0) + 1
+        mlp.seen.fill_(vars(mlp)["calls"])
+        return forward(mlp, hidden)
+
+    build = MLP.__init__
+
+    def build_with_buffer(mlp: MLP, *args: Any, **kwargs: Any) -> None:
+        build(mlp, *args, **kwargs)
+        mlp.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    with patch.object(MLP, "forward", counts), patch.object(MLP, "__init__", build_with_buffer):
+        main(argv)
+
+
+@pytest.mark.slow
+def test_a_counter_of_the_host_in_a_buffer_is_found() -> None:
+    argv = ["--replay", "2", *words_of(DENSE)]
+    (end,) = launch_on_ranks(replay_with_a_counter_in_a_buffer, 1, argv, backend=None)
+    verdict, replayed, line = end.stdout.splitlines()[-3:]
+    assert (end.exit_code, verdict.partition(":")[0]) == (1, "CAPTURABLE")
+    assert replayed.startswith("NOT THE SAME") and line.startswith("1. rank 0: after step ")
+    assert "seen is another one" in line
+
+
+def names_that_change_with_the_optimizers_state() -> list[str]:
+    with started_run(command_line({**read_bases()["dense"], "micro-batch-size": 1})) as run:
+        train_steps(run, 1)
+        before = state_of(run)
+        assert run.optimizer is not None
+        pieces = {name: piece for chunk in run.model for name, piece in model_logical_pieces(chunk).items()}
+        for box in run.optimizer.sharded_state(pieces):
+            if "exp_avg" in box.key:
+                box.data.add_(1)
+        return [name for name, value in state_of(run).items() if value != before[name]]
+
+
+@pytest.mark.slow
+def test_the_optimizers_tensors_are_compared() -> None:
+    (names,) = run_on_ranks(names_that_change_with_the_optimizers_state, 1)
+    assert names and all(name.startswith("the optimizer's ") and "exp_avg" in name for name in names)
 
 
 def test_a_counter_of_the_host_that_the_lint_cannot_see_is_found() -> None:

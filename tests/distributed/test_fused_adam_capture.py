@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -135,12 +136,19 @@ def test_iterations_of_several_ranks_are_captured_and_replayed():
 
 def released_by_a_thread():
     """A thread releases memory of a region 50 ms after its end, as gloo's do with a finished collective's tensors."""
-    held, outside = [], torch.ones(3)
+    held, outside, ends = [], torch.ones(3), threading.Event()
+
+    def release():
+        ends.wait()
+        time.sleep(0.05)
+        held.clear()
+
+    thread = threading.Thread(target=release)
+    thread.start()
     with assert_capturable():
         held.append(outside + 1)
-        timer = threading.Timer(0.05, held.clear)
-        timer.start()
-    timer.join()
+        ends.set()
+    thread.join()
 
 
 def test_memory_that_gloo_has_not_released_yet_is_waited_for():

@@ -1,11 +1,16 @@
 """assert_capturable on a zoo: what a CUDA graph cannot hold is refused with its line, what it can hold passes."""
 
+import copy
+import ctypes
 import linecache
 import pkgutil
+import queue
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +29,7 @@ from megatron.core.graph_refusals import Reason
 from megatron.core.graph_safety import CaptureError, assert_capturable, collect_refusals
 
 Snippet = Callable[[Any], Any]
+THREADS = ThreadPoolExecutor(1)
 STREAM = device.RandomStream(1, torch.device("cpu"))
 REASONS = {name: value for name, value in vars(graph_refusals).items() if isinstance(value, Reason)}
 
@@ -109,6 +115,8 @@ BAD: dict[str, list[Snippet]] = {
         lambda t: torch.LongTensor([1, 2]),
         lambda t: t.x[[0, 2]],
         lambda t: t.x[numpy.array([0, 1])],
+        lambda t: torch.frombuffer(bytearray(16), dtype=torch.float32),
+        lambda t: torch.from_dlpack(numpy.ones(3)),
     ],
     "HOST_MEMORY": [
         lambda t: t.x.pin_memory(),
@@ -150,6 +158,24 @@ BAD: dict[str, list[Snippet]] = {
         lambda t: t.held.append(t.x * 2),
         lambda t: t.held.append(t.x[1:].exp()[1:]),
         lambda t: setattr(t, "y", t.x.clone()),
+    ],
+    "ADDRESS": [
+        lambda t: t.x.__dlpack__(),
+        lambda t: torch.utils.dlpack.to_dlpack(t.x),
+        lambda t: torch.from_dlpack(t.x),
+        lambda t: ctypes.c_float.from_address(t.x.data_ptr()),
+        lambda t: t.x.untyped_storage().data_ptr(),
+        lambda t: t.x.share_memory_(),
+    ],
+    "UNSEEN_COPY": [
+        lambda t: t.held.append(copy.deepcopy(t.x)),
+        lambda t: copy.deepcopy({"made inside": t.x * 2}),
+        lambda t: t.x.untyped_storage().clone(),
+        lambda t: t.x.untyped_storage().cpu(),
+    ],
+    "THREAD": [
+        lambda t: threading.Thread(target=t.x.sum).start(),
+        lambda t: THREADS.submit(t.x.sum).result(),
     ],
     "RESIZED": [
         lambda t: torch.add(t.x, t.x, out=t.empty),
@@ -320,7 +346,7 @@ def each(kinds: Sequence[str], snippets: Iterable[tuple[Snippet, str]]) -> Any:
         # Torch's indexing asks for the device's library, also where the tensor is a fake one.
         if kind != "fake cuda"
         or torch.backends.cuda.is_built()
-        or not re.search(r"\[t\.|[tx]\[|_set|nonzero|copy_", source(snippet))
+        or not re.search(r"\[t\.|[tx]\[|_set|nonzero|copy_|from_dlpack\(t", source(snippet))
     ]
     return pytest.mark.parametrize(("kind", "snippet", "expected"), cases)
 
@@ -368,6 +394,31 @@ def test_what_a_graph_can_hold_passes(kind: str, snippet: Snippet, expected: str
 @each(KINDS[:2], ((snippet, "") for snippet in GOOD_BACKWARD))
 def test_backward_passes(kind: str, snippet: Snippet, expected: str) -> None:
     run(kind, snippet)
+
+
+@pytest.mark.parametrize(
+    ("snippet", "is_refused"),
+    [(lambda t: t.x * 2, True), (lambda t: t.ints.add_(1), True), (lambda t: [t.square, t.x + t.square][0], False)],
+)
+@pytest.mark.parametrize("name", ["item", "tolist", "__bool__", "data_ptr"])
+def test_what_other_threads_read_of_memory_that_the_region_makes_or_writes_is_refused(
+    snippet: Snippet, is_refused: bool, name: str
+) -> None:
+    asked: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    line = read_when_asked.__code__.co_firstlineno + 1
+    thread = threading.Thread(target=read_when_asked, args=(name, asked, answers))
+    thread.start()
+    with zoo("cpu") as t, collect_refusals() as region:
+        asked.put(snippet(t).flatten()[0])
+        answers.get()
+    thread.join()
+    expected = [(f"torch.Tensor.{name}", REASONS["THREAD"].why, line)] if is_refused else []
+    assert [(one.operation, one.why, one.line.number) for one in region.refusals] == expected
+
+
+def read_when_asked(name: str, asked: "queue.SimpleQueue[torch.Tensor]", answers: "queue.SimpleQueue[Any]") -> None:
+    answers.put(getattr(asked.get(), name)())
 
 
 def test_an_error_that_somebody_caught_is_raised_at_the_end() -> None:
