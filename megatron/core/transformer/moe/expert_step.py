@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.dispatch import RowDemand
-from megatron.core.transformer.moe.paged_stash import PagedStash, StashGroup
+from megatron.core.transformer.moe.paged_stash import PagedStash, RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.captured_part import CapturedPart, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
 from megatron.core.transformer.recompute import Recorder
@@ -78,7 +78,8 @@ class ExpertStep(Recorder, torch.nn.Module):
         if self.stash is None:
             yield None
             return
-        with self.stash.context(layer_name(layer_number), num_rows, max_rows=max_rows) as group:
+        name, takes = layer_name(layer_number), RowTensors.DECLARED
+        with self.stash.context(name, num_rows, max_rows=max_rows, takes=takes) as group:
             yield group
 
     @contextmanager

@@ -92,7 +92,11 @@ def static_experts(
     num_rows = offsets[-1:].long()
     form: dict[str, Any] = {"activation": activation.name, "clamp": activation.clamp, "offset": activation.offset}
     act_function = partial(gated_activation, num_rows=num_rows, **form)
+    if group is not None:
+        group.rows(rows, weights)
     gate_up, *low = parts.expert_fc1(_fc1, rows, parameters, offsets=offsets)
+    if group is not None:
+        group.rows(gate_up, *low)
     act, release = parts.moe_act(act_function, gate_up, weights)
     if group is not None:
         again = _gate_up_again(rows, parameters, offsets=offsets)

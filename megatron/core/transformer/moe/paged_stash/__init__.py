@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.paged_stash.megatron_names import (
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.recording import StashGroup
+from megatron.core.transformer.moe.paged_stash.recording import RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.rungs import (
     Recompute,
     gated_activation,
@@ -34,6 +34,7 @@ __all__ = [
     "PoolLayout",
     "Priority",
     "Recompute",
+    "RowTensors",
     "StashEvent",
     "StashGroup",
     "StashOrder",

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.moe.paged_stash.bias_operators import ops
+from megatron.core.transformer.moe.paged_stash.recording import say_rows_and_others
 
 
 def add_expert_bias(
@@ -22,6 +23,7 @@ def add_expert_bias(
     if rows.dim() != 2 or bias.shape != (len(offsets), rows.shape[1]) or rows.dtype != bias.dtype:
         given = f"rows {list(rows.shape)} {rows.dtype}, bias {list(bias.shape)} {bias.dtype}, offsets {len(offsets)}"
         raise ValueError(f"{given}: must be [C, O], [e, O] of one dtype and [e]")
+    say_rows_and_others([rows] if scale is None else [rows, scale], [bias, offsets])
     summed: Tensor = _AddExpertBias.apply(rows, bias, scale, offsets, share)
     return summed
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.transformer.moe.paged_stash.recording import say_rows_and_others
 from megatron.core.transformer.moe.paged_stash.rung_operators import ops
 
 
@@ -23,6 +24,7 @@ def add_low_rank(rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, 
     if rows.dim() != 2 or not fits or not rows.dtype == low.dtype == weight.dtype:
         given = [f"{name} {list(t.shape)} {t.dtype}" for name, t in (("rows", rows), ("low", low), ("weight", weight))]
         raise ValueError(f"{', '.join(given)}, offsets {len(offsets)}: must be [C, O], [C, r], [e, r, O], [e]")
+    say_rows_and_others([rows, low], [weight, offsets])
     summed: Tensor = _AddLowRank.apply(rows, low, weight, offsets, scale)
     return summed
 

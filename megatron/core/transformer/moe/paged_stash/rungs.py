@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
+from megatron.core.transformer.moe.paged_stash.recording import say_rows_and_others
 from megatron.core.transformer.moe.paged_stash.rung_operators import ops
 
 # Writes into `out` what was dropped, from its sources, if the flag `needed` is set: (out, needed, *sources).
@@ -34,7 +35,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     if x.dtype != weight.dtype or offsets.dtype != torch.int32:
         dtypes = f"x {x.dtype}, weight {weight.dtype}, offsets {offsets.dtype}"
         raise ValueError(f"{dtypes}: x and weight must have one dtype, offsets torch.int32")
-    return _GroupedGemm.apply(x, weight, offsets)
+    say_rows_and_others([x], [weight, offsets])
+    product: Tensor = _GroupedGemm.apply(x, weight, offsets)
+    say_rows_and_others([product], [])
+    return product
 
 
 def gated_activation(
@@ -59,7 +63,10 @@ def gated_activation(
         raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} needs [C, 2F], an even width")
     if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
         raise ValueError(f"gate_up {list(gate_up.shape)} must have two dimensions, and scale one value for each row")
-    return _GatedActivation.apply(gate_up, scale, num_rows, form)
+    say_rows_and_others([gate_up] if scale is None else [gate_up, scale], [num_rows])
+    act: Tensor = _GatedActivation.apply(gate_up, scale, num_rows, form)
+    say_rows_and_others([act], [])
+    return act
 
 
 def recompute_gate_up(

@@ -12,13 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
-
-# Nodes that pick rows of their only input: what they make of a weight is an activation.
-_PICKS = {"EmbeddingBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0"}
-_LONGEST_CHAIN = 32  # nodes between a weight and what is saved of it: casts, transposes, stacks
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -53,26 +49,6 @@ def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
         return None  # no rows, or rows that share bytes
     size = tensor.element_size()
     return RowView(int(tensor.storage_offset()) * size, pitch * size, extent * size, num_rows)
-
-
-def is_made_of_parameters(tensor: Tensor) -> bool:
-    """Whether a tensor, of any shape and dtype, is a module's parameter, a view or cast of one, or a stack of these.
-
-    Its leading size may be that of the rows by chance, but all of it is live.
-    """
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-        return True
-    todo = [tensor.grad_fn]
-    for node in todo:  # grows
-        if node is None or node.name() in _PICKS or len(todo) > _LONGEST_CHAIN:
-            return False
-        if node.name() == "torch::autograd::AccumulateGrad":
-            if not isinstance(node.variable, nn.Parameter):  # type: ignore[attr-defined]
-                return False
-        elif not node.next_functions:
-            return False
-        todo.extend(earlier for earlier, _ in node.next_functions)
-    return True
 
 
 @torch.compiler.disable  # it asks autograd, which no compiled code can
@@ -140,7 +116,17 @@ class SavedTensor:
     the outer hooks made of it. For a stashed tensor `memory` is where its bytes are restored.
     """
 
-    __slots__ = ("group", "snapshot", "packed", "outer_unpack", "memory", "view", "may_have_rows")
+    __slots__ = (
+        "group",
+        "snapshot",
+        "packed",
+        "outer_unpack",
+        "memory",
+        "view",
+        "may_have_rows",
+        "is_unclear",
+        "has_history",
+    )
 
     def __init__(self, group: Any, tensor: Tensor, *, may_have_rows: bool) -> None:
         """tensor: any shape and dtype. may_have_rows: False for weights and tensors of other devices or kinds."""
@@ -149,6 +135,8 @@ class SavedTensor:
         self.packed: Any = None
         self.outer_unpack: Callable[[Any], Tensor] | None = None
         self.memory: Any = None
+        self.is_unclear = False  # whether it may be a weight; see [Note: guessed rows]
+        self.has_history = tensor.grad_fn is not None
 
     def hand_on(self, tensor: Tensor, hooks: Hooks) -> None:
         """Gives the tensor, any shape and dtype, to the hooks around the context, which the context's own ones hide."""

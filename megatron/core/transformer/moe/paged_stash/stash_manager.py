@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, Rese
 from megatron.core.transformer.moe.paged_stash.captured_part import CapturedGroup, CapturedPart, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Priority, TensorSpec, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.recording import StashGroup
+from megatron.core.transformer.moe.paged_stash.recording import RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
 from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, Hooks, SavedTensor, outer_hooks
 from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_for
@@ -94,16 +94,23 @@ class PagedStash:
 
     @contextmanager
     def context(
-        self, name: str, num_rows: Tensor | int, *, max_rows: int, backward_is_next: bool = False
+        self,
+        name: str,
+        num_rows: Tensor | int,
+        *,
+        max_rows: int,
+        backward_is_next: bool = False,
+        takes: RowTensors = RowTensors.GUESSED,
     ) -> Iterator[StashGroup]:
         """Around the forward of one expert group, with max_rows rows of which the first num_rows are live.
 
         num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or an int.
-        backward_is_next: nothing is stashed, as nothing else runs before this group's backward.
+        backward_is_next: nothing is stashed, as nothing else runs before this group's backward. takes: which saved
+        tensors are rows; without declarations this is guessed, see [Note: guessed rows].
         The context does nothing without grad mode, in a recomputation (while backward runs), directly inside
         torch.utils.checkpoint, which keeps nothing, in a step that `reset` disabled, and with max_rows below 2. Weights
         and saved tensors without max_rows rows are left to hooks around the context. Raises ValueError for a wrong
-        num_rows or max_rows, and if no saved tensor has rows.
+        num_rows or max_rows, if no saved tensor has rows, and if one of them may as well be a weight.
         """
         _check_count(num_rows, max_rows, device=self.pool.device)
         with self._keeper.exclusive():
@@ -115,7 +122,9 @@ class PagedStash:
             yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
             return
         group = self._begin(name, backward_is_next=backward_is_next)
-        recording = StashGroup(self.pool.device, max_rows, group=group, hooks=hooks, has_rungs=self._has_rungs)
+        recording = StashGroup(
+            self.pool.device, max_rows, group=group, hooks=hooks, has_rungs=self._has_rungs, takes=takes
+        )
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
                 yield recording

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.moe import paged_stash
 from megatron.core.transformer.moe.paged_stash import Counter, PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash.saved_tensors import is_made_of_parameters, row_view
+from megatron.core.transformer.moe.paged_stash.row_origins import Origin, origin_of
+from megatron.core.transformer.moe.paged_stash.saved_tensors import row_view
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import LIVE, C, is_empty_sync, make_stash
 
 VIEWS: list[tuple[Callable[[], Tensor], tuple[int, int, int] | None]] = [
@@ -43,10 +44,10 @@ def test_what_is_made_of_parameters_alone_is_a_weight() -> None:
     frozen = nn.Parameter(torch.randn(C, C), requires_grad=False)
     weights = [weight, weight.t(), weight[:, :3], weight.bfloat16().t(), torch.stack([weight, weight * weight])]
     for one in (*weights, frozen, frozen.t()):
-        assert is_made_of_parameters(one)
+        assert origin_of(one, C) is Origin.WEIGHTS
     activations = [x, x @ weight, (x @ weight).exp(), F.embedding(torch.arange(C), weight), weight[torch.arange(C)]]
     for one in (*activations, x.requires_grad_() * 1.0):
-        assert not is_made_of_parameters(one)
+        assert origin_of(one, C) is not Origin.WEIGHTS
 
 
 class Keep(torch.autograd.Function):
@@ -83,6 +84,7 @@ def test_views_of_one_memory_are_stashed_once_and_come_back_with_dtype_and_strid
         y = Keep.apply(x, got, *saved)
     expected = [tensor.clone() for tensor in saved]
     assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == LIVE * (80 + 4 + 8), "gaps are not copied"
+    stash.join()
     gate_up.zero_(), wide.zero_()  # as the next layer does with the buffers of a static dispatch
     y.sum().backward()
     for one, other, original in zip(got, expected, saved):
@@ -113,6 +115,7 @@ def test_scales_of_32_tokens_each_are_stashed_once_they_are_marked(marked_first:
         if not marked_first:
             group.mark(scales, tokens_per_row=32)
     assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == LIVE * 32 + 2 * 8
+    stash.join()
     scales.zero_()
     y.sum().backward()
     assert torch.equal(got[1], expected) and is_empty_sync(stash)
