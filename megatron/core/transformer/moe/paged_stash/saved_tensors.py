@@ -103,10 +103,34 @@ class Snapshot:
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the tensor was changed in place since. torch checks this only where hooks do not."""
         if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that backward needs was changed in place after it was "
-                f"saved: it is at version {self.tensor._version}, and was at {self.version}"
-            )
+            raise RuntimeError(changed_in_place(self.tensor.shape, found=self.tensor._version, expected=self.version))
+
+
+def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
+    """The message for a tensor that backward needs, in torch's words."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(shape)} that an expert group saved was changed in place after it was saved; it is at version "
+        f"{found}, and was at {expected}"
+    )
+
+
+class VersionOf:
+    """The version of a tensor without its memory: an alias that shares the version counter and holds no bytes."""
+
+    __slots__ = ("_alias", "_shape", "_version")
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._alias = snapshot.tensor.detach()
+        self._shape, self._version = snapshot.tensor.shape, snapshot.version
+        # Not set_(), which would count as a change of the tensor itself.
+        self._alias.data = snapshot.tensor.new_empty(0)
+
+    def change(self) -> str | None:
+        """What to say if the tensor was changed in place since the snapshot."""
+        if self._alias._version == self._version:
+            return None
+        return changed_in_place(self._shape, found=self._alias._version, expected=self._version)
 
 
 class SavedTensor:

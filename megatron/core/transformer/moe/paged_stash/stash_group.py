@@ -17,7 +17,13 @@ from torch import Tensor
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT
-from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, SavedTensor, StorageView, block_with
+from megatron.core.transformer.moe.paged_stash.saved_tensors import (
+    Block,
+    SavedTensor,
+    StorageView,
+    VersionOf,
+    block_with,
+)
 from megatron.core.transformer.moe.paged_stash.side_streams import SideStream, main_waits_for, record_main
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 
@@ -36,11 +42,12 @@ class Phase(enum.Enum):
 class Memory:
     """The bytes of one Block once they are back; lives as long as autograd holds one of its tensors."""
 
-    __slots__ = ("first_byte", "restored", "__weakref__")
+    __slots__ = ("first_byte", "restored", "change", "__weakref__")
 
     def __init__(self, first_byte: int) -> None:
         self.first_byte = first_byte  # the byte of the original storage that the restored memory begins with
         self.restored: Tensor | None = None
+        self.change: str | None = None  # how the original was changed while its copy could still read it
 
 
 class Place(NamedTuple):
@@ -51,6 +58,25 @@ class Place(NamedTuple):
     first_byte: int
     lead: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A copy into pages that the main stream has not waited for. copied: its end, None on the CPU.
+
+    sources: the memory that it reads, kept until then; none on the CPU, where the copy is done. versions: by block, its
+    Memory and the versions of the tensors in it when the copy was launched.
+    """
+
+    copied: torch.Event | None
+    sources: list[Tensor]
+    versions: list[tuple[Memory, list[VersionOf]]]
+
+    def note_changes(self) -> None:
+        """Spoils the blocks that were written to meanwhile: the copy may have read either value."""
+        for memory, versions in self.versions:
+            changes = (version.change() for version in versions)
+            memory.change = memory.change or next((change for change in changes if change is not None), None)
 
 
 @dataclass
@@ -109,7 +135,7 @@ class PageKeeper:
         self.pool, self.generation = pool, 0
         self._num_programs = num_programs
         self._stash_stream, self._restore_stream = SideStream(pool.device), SideStream(pool.device)
-        self._reading: list[tuple[torch.Event | None, list[Tensor]]] = []  # copies into pages, and what they read
+        self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
         self._gone: deque[Pages] = deque()  # of groups that were collected, yet to be released
 
@@ -155,10 +181,11 @@ class PageKeeper:
             # The rows of a captured group come back in another graph, which follows the whole of this one, and whose
             # capture would break at an event of this one's.
             pages.stashed = None if is_captured else copied
-            if copied is not None:
-                # Until the main stream has waited for the copy the allocator must not hand this memory out: the copy
-                # would read what later kernels of the main stream write to it.
-                self._reading.append((copied, [*sources, num_rows]))
+            # Until the main stream has waited for the copy the allocator must not hand this memory out: the copy would
+            # read what later kernels of the main stream write to it.
+            read = [] if copied is None else [*sources, num_rows]
+            reading = Reading(copied, read, [])
+            self._reading.append(reading)
         group.pages, group.phase = pages, Phase.STASHED
         group.recomputations = [
             _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
@@ -168,6 +195,7 @@ class PageKeeper:
             memory = Memory(first_byte)
             group.memories.append(weakref.ref(memory))
             group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))
+            reading.versions.append((memory, _versions_of(block)))
             for saved in block.saved:
                 saved.memory, saved.snapshot = memory, None
 
@@ -211,9 +239,13 @@ class PageKeeper:
         self.pool.close_group(pages.group, after=group.ready)
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies into pages; their sources may then be overwritten or freed."""
-        for event, _ in self._reading:
-            main_waits_for(event, self.pool.device)
+        """Makes the main stream wait for all copies into pages; their sources may then be overwritten or freed.
+
+        Sources that were overwritten before, while a copy could still read them, make their backward raise.
+        """
+        for reading in self._reading:
+            reading.note_changes()
+            main_waits_for(reading.copied, self.pool.device)
         self._reading.clear()
 
     def join_all(self) -> None:
@@ -303,9 +335,22 @@ class PageKeeper:
 
 
 def tensor_of(saved: SavedTensor) -> Tensor:
-    """A saved tensor, of any shape and dtype, whose rows are back. Rows beyond the live ones hold any bytes."""
+    """A saved tensor, of any shape and dtype, whose rows are back. Rows beyond the live ones hold any bytes.
+
+    Raises RuntimeError if the original was changed in place while it was copied.
+    """
+    if saved.memory is not None and saved.memory.change is not None:
+        raise RuntimeError(saved.memory.change)
     assert saved.memory is not None and saved.memory.restored is not None, "not restored"
     return saved.view.over(saved.memory.restored, saved.memory.first_byte)
+
+
+def _versions_of(block: Block) -> list[VersionOf]:
+    """One for each version counter; views of one tensor share theirs."""
+    snapshots = [saved.snapshot for saved in block.saved if saved.snapshot is not None]
+    if block.mark is not None:
+        snapshots.append(block.mark.snapshot)
+    return [VersionOf(snapshot) for snapshot in snapshots]
 
 
 def _can_drop(block: Block) -> bool:

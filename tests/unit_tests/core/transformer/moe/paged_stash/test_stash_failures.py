@@ -3,14 +3,21 @@
 import gc
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash import PagedStash, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash import (
+    PagedStash,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    side_streams,
+    stash_group,
+)
 from tests.counts import long_count, soak_only
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
     HIDDEN,
@@ -146,7 +153,7 @@ def _change(_group: Any, x: Tensor) -> Tensor:
 
 
 MISTAKES: list[tuple[Callable[[Any, Tensor], Any], type[Exception], str]] = [
-    (_change, RuntimeError, r"\[48, 16\].*changed in place"),
+    (_change, RuntimeError, r"modified by an inplace operation.*\[48, 16\]"),
     (lambda group, x: x.unfold(1, 2, 1)[3:].exp() ** 2, ValueError, r"max_rows \(48\).*45"),
     (lambda group, x: x.to("meta").exp() ** 2, ValueError, r"rows on \['meta'\] alone, but the pool is on cpu"),
     (lambda group, x: group.mark(x, tokens_per_row=0), ValueError, r"tokens_per_row \(0\)"),
@@ -165,6 +172,62 @@ def test_mistakes_inside_a_context_are_named(body: Callable[..., Any], error: ty
     if kept is not None:
         with pytest.raises(RuntimeError, match="did not end well"):
             kept.sum().backward()
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_tensor_changed_in_place_after_its_context_raises_unless_its_copy_is_done(
+    joins: bool, is_marked: bool
+) -> None:
+    stash = make_stash()
+    leaf = torch.randn(C, HIDDEN, requires_grad=True)
+    for name in ("one", "two"):
+        with stash.context(name, LIVE, max_rows=C) as group:
+            y = leaf.sigmoid()
+            if is_marked:
+                group.mark(y)
+        expected = y.detach() * (1 - y.detach())
+        if joins:
+            stash.join()
+        y.mul_(2)  # as a shared buffer is written to by whoever has it next
+    if joins:
+        y.sum().backward()
+        assert leaf.grad is not None and torch.equal(leaf.grad[:LIVE], 2 * expected[:LIVE])
+    else:
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\[48, 16\]"):
+            y.sum().backward()
+    del y
+    gc.collect()
+    assert is_empty_sync(stash)
+
+
+def test_a_write_to_what_a_copy_still_reads_is_seen_before_the_main_stream_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    note_changes = stash_group.Reading.note_changes
+
+    def noted(reading: stash_group.Reading) -> None:
+        assert reading.copied == "copied" and reading.sources, "memory is kept until the copy is waited for"
+        calls.append("checked")
+        note_changes(reading)
+
+    # Events of a GPU: the copy's end, which the main stream has to wait for before anyone may write.
+    monkeypatch.setattr(side_streams.SideStream, "behind_main", lambda *_: nullcontext())
+    monkeypatch.setattr(side_streams.SideStream, "record", lambda _: "copied")
+    monkeypatch.setattr(stash_group, "main_waits_for", lambda event, device: calls.append(str(event)))
+    monkeypatch.setattr(stash_group.Reading, "note_changes", noted)
+    stash = make_stash()
+    buffer, x = torch.empty(C, HIDDEN), torch.randn(C, HIDDEN, requires_grad=True)
+    for name in ("one", "two"):
+        stash.join()
+        with torch.no_grad():
+            buffer.copy_(x)  # a dispatch buffer that layers share
+        assert ("checked" in calls) == (name == "two") and calls[-1] == "copied"
+        with stash.context(name, LIVE, max_rows=C) as group:
+            group.rows(buffer)
+            y = x * buffer
+    assert y.requires_grad
 
 
 @pytest.mark.parametrize("priorities", [(Priority.ACT, Priority.ACT), (Priority.GATE_UP, Priority.ACT)])
