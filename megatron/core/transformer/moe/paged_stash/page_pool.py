@@ -15,6 +15,7 @@ too early only hides free pages. All work of a pool has to be joined before its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,10 @@ class PagePool:
         # Here, as stashes that take turns over one pool need it once.
         self.restored = RestoredMemory(self.device)
         self.reset()
+
+    def __reduce__(self) -> Any:
+        """A copy is a pool of the same size with all pages free, in memory of its own."""
+        return PagePool, (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:

@@ -71,6 +71,14 @@ class Reserve:
         if any(spec.priority is not Priority.INPUT for spec in specs):
             self._droppable.add(group[0])
 
+    def forget_others(self, groups: set[Group]) -> None:
+        """Forgets what was learned of all but these groups. Call before begin_step."""
+        if self._pages.keys() <= groups:
+            return
+        self._stashed = {group: stashed for group, stashed in self._stashed.items() if group in groups}
+        self._pages = {group: pages for group, pages in self._pages.items() if group in groups}
+        self._droppable &= {name for name, _ in groups}
+
     @property
     def share(self) -> float:
         """The share of max_rows that pages are reserved for."""
@@ -84,11 +92,15 @@ class Reserve:
         self._pages_of_table, self._is_written = {}, False
 
     def row(self, group: Group, forward_index: int | None) -> Tensor | None:
-        """The reserve that a learned group's plan takes: [3], int64, on the device; None if nothing is kept back.
+        """The reserve that a group's plan takes: [3], int64, on the device; None if nothing is kept back.
 
         forward_index: which forward of the step's events this is, from 0; None if that is unknown.
         """
-        if not self._share or group[0] not in self._droppable:
+        if not self._share:
+            return None
+        if group not in self._pages:
+            return self._inputs_alone
+        if group[0] not in self._droppable:
             return None
         if forward_index is None or forward_index >= len(self._rows):
             return self._inputs_alone

@@ -18,21 +18,24 @@ from collections import Counter as Multiset
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
 from megatron.core.transformer.moe.paged_stash.captured_part import CapturedGroup, CapturedPart, ReplayedForward
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Priority, TensorSpec, is_whole
+from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.recording import RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
 from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, Hooks, SavedTensor, outer_hooks
 from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_for
 from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import MAX_EVENTS, EventKind, Group, StashEvent, StashOrder
 
+# Forwards without a reset after which names, sizes and order of further ones are no longer recorded.
+_MAX_FORWARDS = MAX_EVENTS // 2
 # Phases that do not change any more once backward has begun.
 _SETTLED = (Phase.KEPT, Phase.READY)
 
@@ -76,11 +79,19 @@ class PagedStash:
                 raise ValueError(f"{argument} ({number!r}) must be an integer of at least 0")
         if not 0.0 <= reserved_share <= 1.0:
             raise ValueError(f"reserved_share ({reserved_share}) must be between 0 and 1")
+        self._settings = {
+            "prefetch_groups": prefetch_groups,
+            "events": None if events is None else tuple(events),
+            "num_programs": num_programs,
+            "has_rungs": has_rungs,
+            "specs": tuple(specs),
+        }
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self._has_rungs = prefetch_groups, has_rungs
         self._keeper = PageKeeper(pool, num_programs=num_programs)
         self._instances: Multiset[str] = Multiset()  # forwards of this step so far, by name
-        self._groups: dict[Group, weakref.ref[StashedGroup]] = {}
+        self._num_forwards = 0  # of this step so far
+        self._groups: weakref.WeakValueDictionary[Group, StashedGroup] = weakref.WeakValueDictionary()
         self._max_bytes: dict[Group, int] = {}  # of the buffers that a group's rows lie in
         self._part: CapturedPart | None = None  # whose forward or backward is being captured
         self._is_enabled = True
@@ -91,6 +102,27 @@ class PagedStash:
                 for group in {event.group for event in self.order.events} - resident_groups(self.order.events):
                     self._reserve.learn(group, specs, max_rows=min(spec.max_tokens for spec in specs))
             self._reserve.begin_step(self.order.events)
+
+    def __reduce__(self) -> Any:
+        """A copy, by deepcopy or pickle, has the settings alone, and a pool of its own from its first use on.
+
+        No page, order or group of this stash is in it. A copy that trains nothing, such as an average of weights, takes
+        no memory.
+        """
+        if "_unbound" in self.__dict__:
+            return _unbound, (type(self), *self.__dict__["_unbound"])
+        settings = {**self._settings, "reserved_share": self.reserved_share}
+        return _unbound, (type(self), str(self.pool.device), self.pool.layout, settings)
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes the pool of a copy when something is first asked of it."""
+        if "_unbound" not in self.__dict__ or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        device, layout, settings = self.__dict__["_unbound"]
+        pool = PagePool(device, layout)
+        del self.__dict__["_unbound"]
+        PagedStash.__init__(self, pool, **settings)
+        return getattr(self, name)
 
     @contextmanager
     def context(
@@ -112,6 +144,11 @@ class PagedStash:
         and saved tensors without max_rows rows are left to hooks around the context. Raises ValueError for a wrong
         num_rows or max_rows, if no saved tensor has rows, and if one of them may as well be a weight.
         """
+        if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
+            # Before anything is asked of a copy, which would make its pool.
+            _check_count(num_rows, max_rows, device=None)
+            yield StashGroup(torch.device("cpu"), max_rows, group=None, hooks=None)
+            return
         _check_count(num_rows, max_rows, device=self.pool.device)
         with self._keeper.exclusive():
             # What runs next may write to memory that the copies of the previous group still read: the buffers of a
@@ -143,14 +180,18 @@ class PagedStash:
         contexts of the next step are to do nothing.
         """
         with self._keeper.exclusive():
-            groups = [reference() for reference in self._groups.values()]
-            is_complete = not any(group is not None and self._keeper.is_waiting(group) for group in groups)
+            is_complete = not any(self._keeper.is_waiting(group) for group in self._groups.values())
             self._keeper.reset()
             if is_complete and not self._is_spoiled:
                 self.order.finish_step()
             else:
                 self.order.abandon_step()
-            self._groups, self._instances, self._is_spoiled = {}, Multiset(), False
+            self._groups, self._instances = weakref.WeakValueDictionary(), Multiset()
+            self._num_forwards, self._is_spoiled = 0, False
+            known = {event.group for event in self.order.events}
+            # Names may be new in each step: what is known of those that are not in the list will not be asked for.
+            self._max_bytes = {group: num_bytes for group, num_bytes in self._max_bytes.items() if group in known}
+            self._reserve.forget_others(known)
             self._reserve.begin_step(self.order.events)
             self._is_enabled = enabled
 
@@ -240,7 +281,7 @@ class PagedStash:
             return None
         with self._keeper.exclusive():
             event = self._next_forward(group.name)
-            self._instances[group.name] += 1
+            self._count_forward(group.name)
             if group.specs:
                 self._learn(event, group.specs, max_rows=group.max_rows)
                 row = self._reserve_of(event)
@@ -270,7 +311,7 @@ class PagedStash:
         with self._keeper.exclusive():
             event = self._next_forward(name)
             if self._part is None:
-                self._instances[name] += 1
+                self._count_forward(name)
             group = StashedGroup(event, self._keeper.generation)
             if backward_is_next:
                 self._reserve.learn(event.group, [], max_rows=0)
@@ -292,7 +333,7 @@ class PagedStash:
                 else:
                     group.phase = Phase.KEPT
             self.order.observe(group.event)
-            self._groups[group.event.group] = weakref.ref(group)
+            self._groups[group.event.group] = group
 
     def _capture(
         self, part: CapturedPart, group: StashedGroup, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
@@ -311,9 +352,17 @@ class PagedStash:
         part.group = CapturedGroup(name, specs, max_rows, (group.pages, *group.recomputations))
 
     def _next_forward(self, name: str) -> StashEvent:
-        return StashEvent(EventKind.FORWARD, name, self._instances[name])
+        is_counted = self._num_forwards < _MAX_FORWARDS
+        return StashEvent(EventKind.FORWARD, name, self._instances[name] if is_counted else self._num_forwards)
+
+    def _count_forward(self, name: str) -> None:
+        if self._num_forwards < _MAX_FORWARDS:
+            self._instances[name] += 1
+        self._num_forwards += 1
 
     def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+        if self._num_forwards > _MAX_FORWARDS:
+            return
         self._reserve.learn(event.group, specs, max_rows=max_rows)
         self._max_bytes[event.group] = sum(spec.max_bytes for spec in specs)
 
@@ -358,8 +407,7 @@ class PagedStash:
 
     def _prefetch(self, events: list[StashEvent]) -> None:
         for event in events:
-            reference = self._groups.get(event.group)
-            group = reference() if reference is not None else None
+            group = self._groups.get(event.group)
             if group is not None and group.phase is Phase.STASHED:
                 self._keeper.start_restore(group)
 
@@ -371,13 +419,22 @@ def _is_recomputed(hooks: Hooks | None) -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device) -> None:
+def _unbound(kind: type[PagedStash], device: str, layout: PoolLayout, settings: dict[str, Any]) -> PagedStash:
+    """A copy of a stash, yet without a pool."""
+    copy = kind.__new__(kind)
+    copy.__dict__["_unbound"] = device, layout, settings
+    return copy
+
+
+def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device | None) -> None:
+    """device: where a tensor must be; None: anywhere."""
     if not is_whole(max_rows) or max_rows < 0:
         raise ValueError(f"max_rows ({max_rows!r}) must be an integer of at least 0")
     if isinstance(num_rows, Tensor):
-        if num_rows.numel() != 1 or num_rows.dtype not in (torch.int64, torch.int32) or num_rows.device != device:
+        is_elsewhere = device is not None and num_rows.device != device
+        if num_rows.numel() != 1 or num_rows.dtype not in (torch.int64, torch.int32) or is_elsewhere:
             found = f"{list(num_rows.shape)}, {num_rows.dtype}, on {num_rows.device}"
-            raise ValueError(f"num_rows ({found}) must be one int64 or int32 on {device}")
+            raise ValueError(f"num_rows ({found}) must be one int64 or int32 on {device or 'the device'}")
     elif not is_whole(num_rows) or not 0 <= num_rows <= max_rows:
         raise ValueError(f"num_rows ({num_rows!r}) must be an integer between 0 and max_rows ({max_rows})")
 

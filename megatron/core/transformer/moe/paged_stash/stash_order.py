@@ -11,6 +11,9 @@ from itertools import islice
 
 Group = tuple[str, int]
 
+# Events of one step that are recorded. A step has far fewer; a stash that is never reset would grow without bound.
+MAX_EVENTS = 2**17
+
 
 def layer_name(layer: int) -> str:
     """What the expert group of a layer is called; layer: from 1, over the whole model."""
@@ -79,6 +82,10 @@ class StashOrder:
 
     def observe(self, event: StashEvent) -> None:
         """Must be called once for each event of the step, when it happens."""
+        if len(self._seen) >= MAX_EVENTS:
+            # No step: nothing is known of what comes, or learned from it.
+            self._departed, self._forwards, self._waiting = True, {}, {}
+            return
         position = len(self._seen)
         self._departed = self._departed or position >= len(self._events) or self._events[position] != event
         self._seen.append(event)
@@ -109,7 +116,8 @@ class StashOrder:
     def finish_step(self) -> None:
         """The step is complete: the next one begins."""
         if self._learns and any(event.kind is EventKind.BACKWARD for event in self._seen):
-            if self._departed or len(self._seen) != len(self._events):
+            is_other = self._departed or len(self._seen) != len(self._events)
+            if is_other and len(self._seen) < MAX_EVENTS:
                 self._set_events(tuple(self._seen))
         self.abandon_step()
 
