@@ -23,6 +23,7 @@ from tests.distributed.fused_adam_runs import (
     usually,
     world,
 )
+from tests.distributed.plain_steps import PlainSteps
 from tests.harness import run_on_ranks
 
 SHAPES = tuple(ODD)
@@ -31,12 +32,6 @@ BIG_EPS = {"eps": 1.0, "lr": 0.3}
 # A factor of clipping comes at another place: a digit or two in each gradient, so in each of 8 steps of at most 0.3.
 CLOSE = {"rtol": 0.0, "atol": 8 * 0.3 * 4 * 2**-23}
 FP16, FP32 = torch.float16, torch.float32
-
-
-class PlainSteps(DistributedFusedAdam):
-    """As subclasses of trainers set it: the scaler unscales gradients before the step, and skips it itself."""
-
-    _step_supports_amp_scaling = False
 
 
 class Scaled:
@@ -345,6 +340,7 @@ def all_norms():
         assert optimizer.grad_norm().item() == pytest.approx(value * math.sqrt(1000), rel=1e-3)
 
 
+# On three ranks the norm of this rank's part is one term of a sum; on one it is the sum.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order(ranks):
@@ -380,6 +376,7 @@ def clips():
             scaled.check(**CLOSE)
 
 
+# One rank clips by the same norm: test_b35_b37_norms_of_some_and_of_all_are_right_in_any_order.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_b37_clipping_some_or_all_to_anything_equals_torchs(ranks):

@@ -1,10 +1,9 @@
 """Latent attention in every kind of layout agrees with one process in fp64: losses, norms, gradients, weights."""
 
-from functools import cache
-
 import pytest
 
-from tests.distributed.parity import WholeRun, assert_layouts_agree, layout, run_layout
+from tests.distributed.parity import assert_layouts_agree, layout
+from tests.distributed.whole_references import references
 from tests.functional_tests.case import Flags
 
 # Documents end within samples: parts of sequences have unequal numbers of learned tokens.
@@ -70,7 +69,4 @@ def _check(model: str, layouts: list[tuple[int, Flags]]) -> None:
         assert_layouts_agree(base, flags, ranks, some, reference=_reference(model))
 
 
-@cache
-def _reference(model: str) -> WholeRun:
-    base, flags = MODELS[model]
-    return run_layout(base, 1, flags)
+_reference = references(MODELS)

@@ -4,14 +4,14 @@ Compares losses, norms, gradients and weights. `make test` runs the layouts that
 parallelism are in test_*_parity.py, and `make soak` runs every layout. The data-parallel size fills up to 8 ranks.
 """
 
-from functools import cache
 from itertools import product
 
 import pytest
 import torch
 
 from tests.counts import long_count, soak_only
-from tests.distributed.parity import WholeRun, assert_layouts_agree, layout, run_layout
+from tests.distributed.parity import assert_layouts_agree, layout
+from tests.distributed.whole_references import references
 from tests.functional_tests.case import Flags
 
 RANKS = 8
@@ -135,7 +135,4 @@ def _check(model: str, layouts: list[Flags]) -> None:
     assert_layouts_agree(base, flags, RANKS, layouts, reference=_reference(model))
 
 
-@cache
-def _reference(model: str) -> WholeRun:
-    base, flags = MODELS[model]
-    return run_layout(base, 1, flags)
+_reference = references(MODELS)

@@ -20,7 +20,8 @@ from tests.counts import slow, soak_only
 from tests.distributed.graph_runs import FULL, LOCAL, Trained, WatchedPages, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, Batch
-from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.case import Flags, read_bases
+from tests.functional_tests.merged_flags import merged_argv
 from tests.harness import run_on_ranks
 
 # The first step runs eagerly, the second is captured, the others are replayed.
@@ -153,10 +154,7 @@ REPEATED = {
 
 
 def _argv(case: Case, *more: Flags) -> list[str]:
-    merged: Flags = {**read_bases()[case.base], **RUN, **case.flags}
-    for flags in more:
-        merged |= flags
-    return command_line(merged)
+    return merged_argv(case.base, RUN, case.flags, *more)
 
 
 def _both(case: Case) -> tuple[Trained, Trained]:

@@ -3,14 +3,13 @@
 Compares losses, norms, gradients and weights in fp64. Single features are in the other test_*_parity.py.
 """
 
-from functools import cache
-
 import pytest
 import torch
 
 from tests.counts import slow
-from tests.distributed.parity import TOLERANCE, WholeRun, assert_layouts_agree, layout, run_layout, run_layouts
+from tests.distributed.parity import TOLERANCE, assert_layouts_agree, layout, run_layouts
 from tests.distributed.stash_runs import stash
+from tests.distributed.whole_references import references
 from tests.functional_tests.case import Flags
 
 FP32 = 5e-5
@@ -171,7 +170,4 @@ def _check(
     assert_layouts_agree(base, flags, ranks, layouts, reference=reference, dtype=dtype, tolerance=tolerance)
 
 
-@cache
-def _reference(model: str) -> WholeRun:
-    base, flags = MODELS[model]
-    return run_layout(base, 1, flags)
+_reference = references(MODELS)

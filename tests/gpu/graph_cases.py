@@ -4,7 +4,8 @@ from typing import Any, NamedTuple
 
 from tests.distributed.graph_runs import FULL, Trained, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
-from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.case import Flags, read_bases
+from tests.functional_tests.merged_flags import merged_argv
 from tests.harness import run_on_ranks
 
 RUN: Flags = {"micro-batch-size": 1, "lr-warmup-iters": 0, "clip-grad": 0.3, "eval-iters": 0, "log-interval": 1}
@@ -40,10 +41,7 @@ EAGER: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
 
 def argv_of(case: Case, *more: Flags) -> list[str]:
     """The command line of a case with these flags, the last ones first."""
-    merged: Flags = {**read_bases()[case.base], **RUN, **case.flags}
-    for flags in more:
-        merged |= flags
-    return command_line(merged)
+    return merged_argv(case.base, RUN, case.flags, *more)
 
 
 def both(case: Case, *more: Flags) -> tuple[Trained, Trained]:

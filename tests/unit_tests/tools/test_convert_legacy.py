@@ -1,7 +1,6 @@
 """Megatron's files of one rank each, cut by hand here, and canonical checkpoints give the same weights both ways."""
 
 import argparse
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
+from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.rank_files import ITERATION, SHAPE, files_of, whole_model, write_files
 from tools import convert_legacy
 from tools.checkpoint import main
@@ -112,11 +112,6 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path: Path, monk
     assert written and not list((tmp_path / "again").iterdir())
 
 
-class _Harmful:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (os.environ["HARM"],)
-
-
 @pytest.mark.slow
 def test_what_is_no_such_checkpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -142,7 +137,7 @@ def test_what_is_no_such_checkpoint_is_named(
     )
     assert f"{files[3]} has no {named}" in refusal()
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
-    torch.save({**content, "more": _Harmful()}, files[3])
+    torch.save({**content, "more": Harmful()}, files[3])
     assert f"{files[3]} cannot be read" in refusal() and not (tmp_path / "harm").exists()
     files[3].write_bytes(files[0].read_bytes()[:999])
     assert f"{files[3]} cannot be read" in refusal()

@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.training.gpt_builder import build_gpt
+from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.megatron_core_writer import Boxes, write_megatron_core
 from tools.checkpoint import main
 from tools.convert_legacy import model_args
@@ -178,11 +179,6 @@ MODEL_FLAGS = (
 )
 
 
-class _Harmful:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (os.environ["HARM"],)
-
-
 Tensors = dict[str, tuple[Tensor, Boxes]]
 NORM, OUTPUT = "decoder.final_layernorm.weight", "output_layer.weight"
 
@@ -257,8 +253,8 @@ def test_damaged_files_and_other_formats_are_named(
     assert "has no .metadata" in refused_with(account, None)
     # Nothing in a file is run.
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
-    assert f"refers to {os.mkdir.__module__}.mkdir" in refused_with(account, pickle.dumps(_Harmful()))
-    assert f"{common} cannot be read" in refused_with(common, pickle.dumps(_Harmful()))
+    assert f"refers to {os.mkdir.__module__}.mkdir" in refused_with(account, pickle.dumps(Harmful()))
+    assert f"{common} cannot be read" in refused_with(common, pickle.dumps(Harmful()))
     assert not (tmp_path / "harm").exists()
     # What is in common.pt.
     for content, message in (

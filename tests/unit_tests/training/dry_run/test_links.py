@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import pretrain_gpt
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.dry_run.plan import Plan, plan_run
-from megatron.training.dry_run.table import plan_lines
 from megatron.training.dry_run.traffic import Traffic, link_bytes, merged
 from megatron.training.dry_run.working_memory import LiveBytes
-from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.case import Flags
+from tests.unit_tests.training.dry_run.plans import planned
 
 ROOT = Path(__file__).parents[4]
 DEEPSEEK = """
@@ -23,13 +20,6 @@ DEEPSEEK = """
 --overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall --mock-data
 --tokenizer-type NullTokenizer --vocab-size 129280
 """.split()
-
-
-def _planned(base: str, flags: Flags, *, ranks: int) -> tuple[Plan, list[str]]:
-    argv = command_line({**read_bases()[base], **flags})
-    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
-    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
-    return plan, plan_lines(plan, args)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +52,8 @@ def test_memory_counts_from_its_operation_to_its_last_tensor() -> None:
 @pytest.mark.slow
 def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> None:
     flags: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "use-distributed-optimizer": True}
-    few, _ = _planned("llama", {**flags, "global-batch-size": 8}, ranks=4)
-    many, _ = _planned("llama", {**flags, "global-batch-size": 40}, ranks=4)
+    few, _ = planned("llama", {**flags, "global-batch-size": 8}, ranks=4)
+    many, _ = planned("llama", {**flags, "global-batch-size": 40}, ranks=4)
     assert many.num_microbatches == 5 * few.num_microbatches
     sent = [
         {(one.group, one.operation, one.phase): one.num_bytes for one in plan.stages[0].links} for plan in (few, many)
@@ -76,7 +66,7 @@ def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> Non
 @pytest.mark.slow
 def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
     flags: Flags = {"expert-model-parallel-size": 2, "use-distributed-optimizer": True, "global-batch-size": 8}
-    plan, lines = _planned("moe", flags, ranks=4)
+    plan, lines = planned("moe", flags, ranks=4)
     stage = plan.stages[0]
     assert {one.kind for one in stage.buffers} == {"dense", "expert"}
     for one in stage.buffers:
@@ -89,7 +79,7 @@ def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
 
 
 def test_ranks_that_train_nothing_send_nothing() -> None:
-    plan, lines = _planned("dense", {"skip-train": True, "load": "nowhere", "global-batch-size": 8}, ranks=2)
+    plan, lines = planned("dense", {"skip-train": True, "load": "nowhere", "global-batch-size": 8}, ranks=2)
     assert plan.stages[0].links == () and plan.stages[0].working == 0
     assert not any(line.startswith("sent in a step") for line in lines)
 

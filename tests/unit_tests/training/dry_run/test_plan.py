@@ -6,21 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.dry_run.activations import SavedBytes, peak_bytes
-from megatron.training.dry_run.plan import Plan, plan_run
-from megatron.training.dry_run.table import plan_lines
 from tests.functional_tests.case import Flags, command_line, read_bases
-
-
-def _planned(base: str, flags: Flags, *, ranks: int = 1) -> tuple[Plan, list[str]]:
-    argv = command_line({**read_bases()[base], **flags})
-    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
-    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
-    return plan, plan_lines(plan, args)
+from tests.unit_tests.training.dry_run.plans import planned
 
 
 def test_what_is_freed_before_backward_is_not_counted() -> None:
@@ -44,7 +35,7 @@ def test_peaks_are_those_of_the_schedule() -> None:
 
 
 def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
-    plan, lines = _planned("moe", {"expert-model-parallel-size": 2, "global-batch-size": 8}, ranks=4)
+    plan, lines = planned("moe", {"expert-model-parallel-size": 2, "global-batch-size": 8}, ranks=4)
     assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatch of 2 x ")
     assert "equally often" in lines[-1] and plan.is_balanced
     assert plan.num_parameters > plan.active_parameters > 0
@@ -57,21 +48,21 @@ def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
 def test_a_stash_in_which_nothing_would_wait_is_refused_as_the_run_refuses_it() -> None:
     flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0, "num-layers": 1}
     with pytest.raises(ValueError, match="--moe-paged-stash is True but can have no effect"):
-        _planned("moe", flags)
+        planned("moe", flags)
 
 
 def test_an_evaluation_keeps_nothing_for_backward_and_has_no_pages() -> None:
     flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0}
-    trained, _ = _planned("moe", flags)
-    (stage,) = _planned("moe", {**flags, "skip-train": True, "load": "nowhere"})[0].stages
+    trained, _ = planned("moe", flags)
+    (stage,) = planned("moe", {**flags, "skip-train": True, "load": "nowhere"})[0].stages
     assert trained.stages[0].pages + trained.stages[0].host_pages > 0 == stage.pages + stage.host_pages
     assert stage.total == stage.parameters + stage.gradients and stage.parameters == trained.stages[0].parameters
 
 
 @pytest.mark.slow
 def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
-    one, _ = _planned("moe", {})
-    cut, _ = _planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
+    one, _ = planned("moe", {})
+    cut, _ = planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
     assert (one.num_parameters, one.active_parameters) == (cut.num_parameters, cut.active_parameters)
 
 
@@ -81,8 +72,8 @@ def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
     experts: Flags = {"expert-model-parallel-size": 2, "moe-expert-rank-capacity-factor": 2.0, "bf16": True}
     alone: Flags = {"expert-model-parallel-size": 1}
     flex: Flags = {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": backend}
-    plan, lines = _planned("moe", {**experts, **flex}, ranks=2)
-    same, _ = _planned("moe", {**experts, "moe-token-dispatcher-type": "alltoall"}, ranks=2)
+    plan, lines = planned("moe", {**experts, **flex}, ranks=2)
+    same, _ = planned("moe", {**experts, "moe-token-dispatcher-type": "alltoall"}, ranks=2)
     assert plan.stages == same.stages and any(one.operation == "all-to-all" for one in plan.stages[0].links)
     assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
     with pytest.raises(CommandLineError, match="which needs a CUDA device"):

@@ -1,0 +1,18 @@
+"""Runs in one process that layouts of the same model are compared with. No test here."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from tests.distributed.parity import WholeRun, run_layout
+from tests.functional_tests.case import Flags
+
+
+def references(models: Mapping[str, tuple[str, Flags]]) -> Callable[[str], WholeRun]:
+    """Returns a function that runs one of the models, a base and its flags, in one process, and each of them once."""
+
+    @cache
+    def run(model: str) -> WholeRun:
+        base, flags = models[model]
+        return run_layout(base, 1, flags)
+
+    return run

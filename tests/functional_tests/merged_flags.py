@@ -1,0 +1,11 @@
+"""Command lines of a base of bases.yaml and several sets of flags. No test here."""
+
+from tests.functional_tests.case import Flags, command_line, read_bases
+
+
+def merged_argv(base: str, *flags: Flags) -> list[str]:
+    """The command line of a base with these flags; later ones replace earlier ones."""
+    merged: Flags = dict(read_bases()[base])
+    for more in flags:
+        merged |= more
+    return command_line(merged)
