@@ -139,11 +139,11 @@ def check_meshes(groups: dict[str, Any]) -> None:
 
 def test_groups_of_a_world_of_16384_ranks_are_there_in_seconds() -> None:
     with fake_world(5461, 16384):
-        start = time.monotonic()
+        start = time.process_time()
         parallel_state.initialize_model_parallel(
             8, 16, context_parallel_size=2, expert_model_parallel_size=32, expert_tensor_parallel_size=2
         )
-        assert time.monotonic() - start < 10
+        assert time.process_time() - start < 10
         assert parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).size() == 1024
 
 
