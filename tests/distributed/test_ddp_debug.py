@@ -148,9 +148,14 @@ def scale_after_the_launch(run):
 
 
 def launch_in_an_order_of_its_own(run):
-    if dist.get_rank() == 1:
-        run.ddp.launch_order._sequence.order.reverse()
-    step(run, EVERY)
+    start = LaunchSequence.start
+
+    def start_reversed(self):
+        self.order.reverse()
+        start(self)
+
+    with patch.object(LaunchSequence, "start", start_reversed) if dist.get_rank() == 1 else nullcontext():
+        step(run, EVERY)
 
 
 def zero_nothing(run):

@@ -3,7 +3,7 @@ lost that was put on a parameter before it was wrapped, or by assigned state (TR
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ def _see_gradients(mode: dict[str, Any], dtype: torch.dtype) -> None:
         for bucket in found:
             look(bucket)
 
-    params = trained(model)
+    params, starts = trained(model), _starts(model)
     model.register_bucket_ready_hook(look)
     model.register_post_backward_hook([params["4.weight"], params["0.bias"]], look_at_part)
     for name, param in params.items():
@@ -94,8 +94,7 @@ def _see_gradients(mode: dict[str, Any], dtype: torch.dtype) -> None:
         def compare(owned: nn.Parameter, name: str = name, param: nn.Parameter = param) -> None:
             assert owned is model.owned_shard(param) and owned.grad is not None
             assert owned.grad.dtype == dtype
-            start = next(one.start for one in _slices(model) if one.name == name)
-            part = expected[name][start : start + owned.numel()]
+            part = expected[name][starts[name] : starts[name] + owned.numel()]
             assert torch.equal(owned.grad.flatten(), part.to(dtype))
 
         model.register_post_accumulate_grad_hook(param, compare)
@@ -112,8 +111,15 @@ def _see_gradients_of_each_dtype(mode: dict[str, Any]) -> None:
         _see_gradients(mode, dtype)
 
 
-def _slices(model: DistributedDataParallel) -> Iterator[Any]:
-    return (one for places in model._hand_out._places.values() for place in places for one in place.slices)
+def _starts(model: DistributedDataParallel) -> dict[str, int]:
+    """Where this rank's part of each parameter starts, as a hook sees it in one backward pass."""
+    starts: dict[str, int] = {}
+    handle = model.register_bucket_ready_hook(
+        lambda bucket: starts.update({one.name: one.start for one in bucket.slices})
+    )
+    backward(model, 0)
+    handle.remove()
+    return starts
 
 
 @pytest.mark.slow

@@ -28,12 +28,6 @@ IN_BACKWARD: Flags = {"optimizer-in-backward": True, "ddp-bucket-size": 1001, "l
 STEPS, CLIP = long_count(2, soak=4), 0.02
 
 
-def _bytes_of(group: TransientGroup) -> int:
-    """Counts the bytes of a bucket's gradients: accumulating, in flight and reduced."""
-    held = [group._flat, group._sum, *(one.flat for one in group._in_flight)]
-    return sum(one.untyped_storage().nbytes() for one in held if one is not None)
-
-
 class Released:
     """Checks in each hand-out that the buckets so far have nothing left, and at the end of a step that none has."""
 
@@ -51,13 +45,13 @@ class Released:
     def _look(self, bucket: ReadyBucket) -> None:
         self.given.append(self._group_of[bucket.params[0]])
         assert bucket.grad.numel() == bucket.shard.numel()
-        assert not any(map(_bytes_of, self.given))
+        assert not any(group.num_bytes for group in self.given)
 
     def after_step(self, held: int) -> None:
         """held: bytes that were made in the step and are alive."""
         assert len(set(self.given)) == len(self.given) == len(self.groups), "each bucket once"
         self.given.clear()
-        assert not any(map(_bytes_of, self.groups))
+        assert not any(group.num_bytes for group in self.groups)
         whole = sum(4 * buffer.layout.numel for chunk in self.run.model for buffer in chunk.all_buffers)
         assert held < 0.05 * whole, (held, whole)
 

@@ -62,8 +62,7 @@ def _measure(kind: dict[str, Any]) -> None:
 
     def count(bucket: ReadyBucket) -> None:
         # What is given, what is on its way, and what fills.
-        waiting = sum(len(group._in_flight) + (group._flat is not None) for group in groups)
-        most.append(1 + waiting)
+        most.append(1 + sum(group.num_bytes for group in groups) // BUCKET)
 
     model.register_bucket_ready_hook(count)
     x, held = torch.ones(1, WIDTH), 0

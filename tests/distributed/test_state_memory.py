@@ -32,7 +32,7 @@ def held_and_planned(zero1):
         memory = {flat.untyped_storage().data_ptr(): flat.untyped_storage().nbytes() for flat in flats}
         views = [tensor for param in run.model.parameters() for tensor in (param, param.main_grad)]
         assert {view.untyped_storage().data_ptr() for view in views} == set(memory)
-        states = sum(state.stored.num_bytes for state in run.optimizer._flat_states())
+        states = sum(run.optimizer.state_bytes.values())
         found.append((sum(memory.values()), states, state_bytes_of([run.model], run.optimizer.config)))
     return found
 

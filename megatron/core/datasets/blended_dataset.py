@@ -38,6 +38,11 @@ class BlendedDataset(Dataset[dict[str, Any]]):
             if count > lengths[number]:
                 raise ValueError(f"dataset {number} of the blend has {lengths[number]} samples: must have {count}")
 
+    @property
+    def dataset_index(self) -> np.ndarray:
+        """The dataset that each sample is from: [size], int16, not to be written to."""
+        return self._dataset_index
+
     def __len__(self) -> int:
         return len(self._dataset_index)
 

@@ -119,6 +119,16 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         """How many documents there are to split: one per sequence."""
         return len(low_level_dataset.sequence_lengths)
 
+    @property
+    def document_index(self) -> np.ndarray:
+        """The documents in the order they are read in: [epochs * documents], int32, not to be written to."""
+        return self._gpt_indices.document
+
+    @property
+    def shuffle_index(self) -> np.ndarray:
+        """Each sample's place in the stream of the documents: [samples], uint32 or int64, not to be written to."""
+        return self._gpt_indices.shuffle
+
     def __len__(self) -> int:
         return len(self._gpt_indices.shuffle)
 

@@ -78,6 +78,12 @@ class TransientGroup(SyncedGroup):
         self._has_sum = False
         self._stage: torch.Tensor | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the bucket's gradients in memory: accumulating, in flight and reduced."""
+        held = [self._flat, self._sum, *(one.flat for one in self._in_flight)]
+        return sum(one.untyped_storage().nbytes() for one in held if one is not None)
+
     # Gradients.
 
     @property

@@ -54,7 +54,7 @@ def test_weights_and_token_counts_decide_what_is_read(tmp_path: Path) -> None:
     for weights, share in (([0.9, 0.1], 0.9), (None, 0.75)):
         train, valid, test = build(dataset_config(None, blend=(prefixes, weights)), sizes=(2000, None, 0))
         assert len(train) == 2000 and test is None
-        assert np.bincount(train._dataset_index)[0] / 2000 == pytest.approx(share, abs=0.05)
+        assert np.bincount(train.dataset_index)[0] / 2000 == pytest.approx(share, abs=0.05)
         assert train[1999]["tokens"].shape == (8,) and len(valid) >= 70
 
 
@@ -73,9 +73,9 @@ def test_parts_named_apart_are_read_whole_each_by_its_own_blend(tmp_path: Path) 
     flags = {"train_data_path": ["0.2", prefixes[0], "0.8", prefixes[1]], "valid_data_path": prefixes[:1]}
     config = DataConfig(seq_length=8, **flags)
     train, valid, test = build_train_valid_test_datasets(config, VOCABULARY, sizes=[200, None, 50], seed=7)
-    assert np.bincount(train._dataset_index).tolist() == [40, 160] and test is None
+    assert np.bincount(train.dataset_index).tolist() == [40, 160] and test is None
     for dataset in (train.datasets[0], valid):
-        assert set(dataset._gpt_indices.document.tolist()) == set(range(40))
+        assert set(dataset.document_index.tolist()) == set(range(40))
     assert len(valid) == (sum(map(len, documents[0])) - 1) // 8
     (tmp_path / "blend.txt").write_bytes(b"\xff")
     listed = DataConfig(seq_length=8, data_args_path=str(tmp_path / "blend.txt"))
@@ -83,7 +83,7 @@ def test_parts_named_apart_are_read_whole_each_by_its_own_blend(tmp_path: Path) 
         listed.read_blend()
     (tmp_path / "blend.txt").write_text(f"1 {prefixes[0]}\n3 {prefixes[1]}\n")
     train = build_train_valid_test_datasets(listed, VOCABULARY, sizes=[200, 10, 0], seed=7)[0]
-    assert np.bincount(train._dataset_index).tolist() == [50, 150]
+    assert np.bincount(train.dataset_index).tolist() == [50, 150]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_sources_without_a_sample_leave_their_share_to_the_others(tmp_path: Path
         config = dataset_config(None, split="1,0,0", blend=(prefixes, weights.tolist()))
         train = build(config, sizes=(size, 0, 0))[0]
         used = np.flatnonzero(np.bincount(blend_indices(weights, size)[0], minlength=3))
-        assert np.array_equal(train._dataset_index, blend_indices(weights[used], size)[0])
+        assert np.array_equal(train.dataset_index, blend_indices(weights[used], size)[0])
         assert all(item["tokens"].shape == (8,) for item in (train[i] for i in range(size)))
 
 

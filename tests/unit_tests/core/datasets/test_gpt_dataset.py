@@ -29,11 +29,10 @@ def test_every_sample_is_its_piece_of_the_stream_of_its_own_documents(tmp_path: 
     train, valid, test = build(dataset_config(tmp_path / "a", mmap_bin_files=mmap), sizes=(200, None, 0))
     assert test is None
     for dataset, part in ((train, range(32)), (valid, range(32, 36))):
-        indices = dataset._gpt_indices
-        assert set(indices.document.tolist()) == set(part)
-        stream = np.concatenate([documents[document] for document in indices.document])
-        assert sorted(indices.shuffle.tolist()) == list(range(len(dataset)))
-        for request, sample in enumerate(indices.shuffle):
+        assert set(dataset.document_index.tolist()) == set(part)
+        stream = np.concatenate([documents[document] for document in dataset.document_index])
+        assert sorted(dataset.shuffle_index.tolist()) == list(range(len(dataset)))
+        for request, sample in enumerate(dataset.shuffle_index):
             expected = stream[int(sample) * 8 : int(sample) * 8 + 9].tolist()
             item = dataset[request]
             assert (item["tokens"].tolist(), item["labels"].tolist()) == (expected[:-1], expected[1:])
@@ -116,8 +115,12 @@ def test_other_settings_or_other_data_do_not_meet_old_indices(tmp_path: Path, ch
     sizes = change.pop("sizes", (50, 10, 0))
     changed = build(dataset_config(tmp_path / "a", **change), sizes)[0]
     fresh = build(dataset_config(tmp_path / "a", path_to_cache=str(tmp_path / "other"), **change), sizes)[0]
-    for name, array in vars(fresh._gpt_indices).items():
-        assert np.array_equal(array, vars(changed._gpt_indices)[name])
+    assert np.array_equal(fresh.document_index, changed.document_index)
+    assert np.array_equal(fresh.shuffle_index, changed.shuffle_index)
+    for one, other in zip(
+        (fresh[i] for i in range(len(fresh))), (changed[i] for i in range(len(changed))), strict=True
+    ):
+        assert torch.equal(one["tokens"], other["tokens"])
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])

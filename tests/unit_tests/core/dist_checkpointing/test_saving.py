@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import (
     storage,
     verify,
 )
+from tests.save_threads import join_save_threads
 
 
 def values(number):
@@ -93,7 +94,7 @@ def test_what_takes_the_name_while_a_save_runs_is_not_touched(tmp_path, held_bac
 
 def test_a_save_is_complete_without_a_call_that_waits_for_it(tmp_path):
     pending = begin_save(values(3), tmp_path / "c", common={"number": 3}, staging=StagingMemory())
-    pending._thread.join(60)
+    join_save_threads()
     assert pending.ranks_are_done() and os.listdir(tmp_path) == ["c"]
     assert_holds(tmp_path / "c", 3)
 
@@ -103,7 +104,7 @@ def test_staging_memory_is_used_again(tmp_path):
     for number in (1, 2, 3):
         begin_save(values(number), tmp_path / "c", common={"number": number}, staging=staging).finish()
         assert_holds(tmp_path / "c", number)
-        addresses.add(staging._memory.data_ptr())
+        addresses.add(staging.copy([values(number)[0].data])[0].data_ptr())
     assert len(addresses) == 1
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from benchmarks.live_bytes import LiveBytes
 from megatron.core.distributed.message_memory import MessageMemory
 
 CPU = torch.device("cpu")
@@ -31,19 +32,22 @@ def test_a_larger_message_takes_the_place_of_a_piece_that_is_too_small() -> None
 
 def test_no_more_than_a_few_pieces_stay() -> None:
     memory = MessageMemory(torch.float32, CPU, is_kept=True)
-    some = [memory.take(8) for _ in range(10)]
-    places = {message.data_ptr() for message in some}
-    for message in some:
-        memory.give_back(message)
-    again = [memory.take(8) for _ in range(3)]
-    assert {message.data_ptr() for message in again} <= places
-    assert memory._spare == []
+    with LiveBytes() as live:
+        some = [memory.take(8) for _ in range(10)]
+        places = {message.data_ptr() for message in some}
+        for message in some:
+            memory.give_back(message)
+        del some, message
+        assert live.total() == 3 * 4 * 8
+        again = [memory.take(8) for _ in range(3)]
+        assert {message.data_ptr() for message in again} <= places
+        assert live.total() == 3 * 4 * 8
 
 
 def test_what_it_did_not_give_or_does_not_keep_is_none_of_its_business() -> None:
     memory = MessageMemory(torch.float32, CPU, is_kept=True)
-    memory.give_back(torch.zeros(4))
-    assert memory._spare == []
     freed = MessageMemory(torch.float32, CPU, is_kept=False)
-    freed.give_back(freed.take(4))
-    assert freed._spare == [] and freed._in_use == {}
+    with LiveBytes() as live:
+        memory.give_back(torch.zeros(4))
+        freed.give_back(freed.take(4))
+        assert live.total() == 0

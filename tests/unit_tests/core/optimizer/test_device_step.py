@@ -23,7 +23,7 @@ from tests.unit_tests.core.optimizer.grouped_run import (
     prepare_gradients,
     state_of,
 )
-from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
+from tests.unit_tests.core.optimizer.reference import tiny_model, wrap_and_build
 
 PRECISIONS = [{}, {"deterministic_mode": True}, {"bf16": True}, PRECISE, FP16, {"fp16": True, "loss_scale": 1000.1}]
 VOIDS = {0, 3, 4, 12}
@@ -123,31 +123,40 @@ def test_a_capture_that_breaks_off_leaves_an_optimizer_that_steps():
 
 def test_a_loss_scale_reaches_losses_by_the_same_memory_and_has_the_bits_of_a_number():
     _, optimizer = build(FP16)
-    place = optimizer._device_scale.data_ptr()
     losses = torch.randn(100), torch.randn((), dtype=torch.float64), torch.randn(3).half()
+    with TapeGraphs().capturing() as tape:
+        scaled = [optimizer.scale_loss(loss) for loss in losses]
     for scale in (2.0**32, 1000.1, 3.0):
         state = {"scale": scale, "growth_tracker": 0, "hysteresis_tracker": 1}
         optimizer.load_state_dict({"step": 0, "grad_scaler": state})
-        for loss in losses:
+        tape.replay()
+        for loss, replayed in zip(losses, scaled, strict=True):
             assert torch.equal(optimizer.scale_loss(loss), loss.float() * scale)
-    assert optimizer._device_scale.data_ptr() == place and float(optimizer.get_loss_scale()) == 3.0
+            assert torch.equal(replayed, loss.float() * scale)
+    assert float(optimizer.get_loss_scale()) == 3.0
     loss = torch.randn(())
     assert build({})[1].scale_loss(loss) is loss
 
 
 def test_rates_reach_the_kernels_by_the_same_memory():
-    wrapped, optimizer = wrap_and_build(tiny_model(), optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0)
-    (rule,) = optimizer._rules
-    rates = [rate for rates in rule._rates for rate in rates.values()]
+    settings = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
+    wrapped, optimizer = wrap_and_build(tiny_model(), **settings)
+    prepare_gradients(wrapped, optimizer, 0)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    our_step(wrapped, optimizer, microbatches(0))
-    assert all(torch.equal(p, q) for p, q in zip(wrapped.parameters(), tiny_model().parameters()))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.7
     optimizer.prepare_device_step()
-    assert [rate.item() for rate in rates] == [0.7, 0.7]
-    assert all(a is b for a, b in zip(rates, (rate for rates in rule._rates for rate in rates.values())))
+    with TapeGraphs().capturing() as tape:
+        done = optimizer.step_on_device()
+    for rate in (0.0, 0.7):
+        before = [param.detach().clone() for param in wrapped.parameters()]
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.prepare_device_step()
+        tape.replay()
+        assert optimizer.settle_step_sync(done)[0]
+        for param, old in zip(wrapped.parameters(), before, strict=True):
+            torch.testing.assert_close(param.detach(), old - rate * param.main_grad, rtol=0, atol=1e-6)
+            assert torch.equal(param, old) == (rate == 0.0)
 
 
 def test_a_weight_decay_that_moves_after_a_step_on_the_device_is_an_error():

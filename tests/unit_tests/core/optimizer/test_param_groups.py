@@ -10,14 +10,17 @@ from tests.unit_tests.core.models.small_models import small_config, small_model
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
 
 
-def rates_by_name(optimizer):
-    """Learning rate and weight decay of each parameter."""
-    groups = {id(flat): group for group in optimizer.param_groups for flat in group["params"]}
+def rates_by_name(wrapped, optimizer):
+    """Learning rate and weight decay of each parameter, which is fp32 and so a part of what its group steps."""
+    flats = [(flat, group) for group in optimizer.param_groups for flat in group["params"]]
     return {
-        member.name: (groups[id(run.stepped)]["lr"], groups[id(run.stepped)]["weight_decay"])
-        for run in optimizer._runs
-        for member in run.params
+        name: next((group["lr"], group["weight_decay"]) for flat, group in flats if _holds(flat, param))
+        for name, param in wrapped.module.named_parameters()
     }
+
+
+def _holds(flat, param):
+    return flat.data_ptr() <= param.data_ptr() < flat.data_ptr() + flat.nbytes
 
 
 def build(overrides, model=None, **settings):
@@ -29,7 +32,7 @@ def test_overrides_match_by_name_attribute_and_shape_and_the_later_wins():
     model = tiny_model()
     model[0].bias.is_special = True
     wide = ParamKey(predicate=lambda name, param: param.shape[-1] == 33)
-    _, optimizer = build(
+    wrapped, optimizer = build(
         {
             wide: ParamGroupOverride(wd_mult=3.0),
             ParamKey(name="4.*"): ParamGroupOverride(max_lr=0.7, min_lr=0.2, start_wd=0.5, end_wd=0.5),
@@ -51,7 +54,7 @@ def test_overrides_match_by_name_attribute_and_shape_and_the_later_wins():
         "4.weight": (0.45, 1.5),
         "4.bias": (0.45, 0.0),
     }
-    found = rates_by_name(optimizer)
+    found = rates_by_name(wrapped, optimizer)
     assert found.keys() == expected.keys()
     for name, rates in expected.items():
         assert found[name] == pytest.approx(rates), name
@@ -85,8 +88,8 @@ def test_a_step_with_overrides_equals_torch_with_such_groups():
 @pytest.mark.parametrize("tied", [False, True])
 def test_decoupled_rates_are_for_word_embeddings_and_output_layer(tied):
     model = small_model(small_config(), share_embeddings_and_output_weights=tied)
-    _, optimizer = build(None, model, decoupled_lr=0.5, decoupled_min_lr=0.4, min_lr=0.01)
-    decoupled = {name for name, (rate, _) in rates_by_name(optimizer).items() if rate == 0.5}
+    wrapped, optimizer = build(None, model, decoupled_lr=0.5, decoupled_min_lr=0.4, min_lr=0.01)
+    decoupled = {name for name, (rate, _) in rates_by_name(wrapped, optimizer).items() if rate == 0.5}
     assert decoupled == {"embedding.word_embeddings.weight"} | (set() if tied else {"output_layer.weight"})
     group = next(group for group in optimizer.param_groups if group["is_decoupled_lr"])
     assert (group["max_lr"], group["min_lr"]) == (0.5, 0.4) and optimizer.param_groups[0]["lr"] == 0.1

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.state_keys import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import BLOCK, Rounded, ScaledHalf, WithRemainder, full_masters, half_masters
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
 
@@ -56,22 +58,23 @@ def test_narrow_states_step_like_fp32_ones(settings: dict, bound: float) -> None
     updates = []
     for given in ({}, {"use_precision_aware_optimizer": True, **settings}):
         wrapped, optimizer = wrap_and_build(tiny_model(torch.bfloat16), bf16=True, clip_grad=0.0, **given)
-        before = _masters(optimizer)
+        before = _masters(wrapped, optimizer)
         for step in range(20):
             # Gradients that no rounding of the weights changes.
             for buffer in wrapped.all_buffers:
                 generator = torch.Generator().manual_seed(step)
                 buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator) * 1e-4)
             assert optimizer.step()[0]
-        updates.append(_masters(optimizer) - before)
+        updates.append(_masters(wrapped, optimizer) - before)
     difference = (updates[1] - updates[0]).norm() / updates[0].norm()
     assert difference <= bound
 
 
-def _masters(optimizer) -> torch.Tensor:
-    return torch.cat(
-        [m.view_of(run.main.read(0, run.main.numel)) for run in optimizer._runs for m in run.params]
-    ).clone()
+def _masters(wrapped, optimizer) -> torch.Tensor:
+    """The masters of all parameters: [N], fp32."""
+    state = optimizer.sharded_state(model_logical_pieces(wrapped))
+    masters = [tensor.data.flatten() for tensor in state if tensor.key.startswith(state_prefix(MASTERS))]
+    return torch.cat(masters).clone()
 
 
 def test_states_take_the_memory_of_their_types() -> None:
@@ -86,7 +89,7 @@ def test_norm_of_parameters_and_reload_read_any_form() -> None:
             tiny_model(torch.bfloat16), bf16=True, use_precision_aware_optimizer=True, **settings
         )
         our_step(wrapped, optimizer, microbatches(0, dtype=torch.bfloat16))
-        norm = _masters(optimizer).double().norm().item()
+        norm = _masters(wrapped, optimizer).double().norm().item()
         assert optimizer.params_norm() == pytest.approx(norm, rel=1e-6)
         wrapped.module.load_state_dict(tiny_model(torch.bfloat16, seed=5).state_dict())
         optimizer.reload_model_params()

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.transformer.moe.paged_stash import page_copies, page_pool
+from megatron.core.transformer.moe.paged_stash import page_copies
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from tests.unit_tests.core.transformer.moe.paged_stash.pool_model import RandomOperations
@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_refused(call: Callable, message: str) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locked memory can be had")
 def test_memory_that_cannot_be_locked_is_named() -> None:
     with pytest.raises(ValueError, match="4096 bytes of page-locked"):
-        page_pool._host_memory(4096, torch.device("cuda"))
+        PagePool("meta", PoolLayout(64, 8, 64))
 
 
 def test_a_fixed_group_keeps_its_room_through_closing_and_resets() -> None:
