@@ -165,6 +165,7 @@ def save_and_load_large(folder, form, also_read):
     return [peak_bytes(call) for call in (partial(held.save, folder), *loading)]
 
 
+# Saving and loading cut every form into boxes in the same way: HALF, which has more parts, holds this for fp32.
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [soak_only(StateForm()), slow(HALF)], ids=str)
 def test_no_rank_holds_all_at_any_moment(tmp_path, form):

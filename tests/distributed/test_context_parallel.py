@@ -90,6 +90,7 @@ def compare_all(chosen: list[tuple[Case, str]]) -> list[tuple[Case, str, list[fl
     return [(case, variant, compare(*case, **VARIANTS[variant])) for case, variant in chosen]
 
 
+# "2 ranks" has each pair of an exchange, a window, packing and a variant, "4 ranks" each case; the others repeat these.
 @pytest.mark.parametrize(
     ("ranks", "chosen"),
     [(2, PAIRS), (4, [(case, "auto") for case in CASES]), soak_only(2, EVERY), soak_only(4, EVERY)],

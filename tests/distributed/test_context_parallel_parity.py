@@ -39,7 +39,8 @@ OFFLOAD: Flags = {
         slow("packed", 4, 4, "p2p", RECOMPUTE),
         slow("llama", 2, 2, ["a2a", "p2p"], {}),
         slow("llama", 4, 2, "a2a", {}),
-        # Combinations with other kinds of parallelism are in test_parity_matrix and test_whole_model_parity.
+        # The cases above hold each exchange; combinations with other kinds of parallelism are in
+        # test_parity_matrix.py::test_b18_b21_eight_ranks_train_as_one.
         soak_only("dense", 2, 2, "all_gather", RECOMPUTE),
         soak_only("llama", 4, 2, "p2p", {}),
         soak_only("llama", 4, 4, "a2a", {}),

@@ -236,6 +236,7 @@ def remainders():
     assert masters_and_moments(**REMAINDERS) == copies
 
 
+# One rank: test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch.
 @pytest.mark.parametrize("ranks", [soak_only(1), 3])
 def test_bf16_parameters_with_remainders_are_the_fp32_masters_of_a_run_with_copies_bit_for_bit(ranks):
     run_on_ranks(remainders, ranks)
@@ -365,6 +366,7 @@ def train_networks():
         train_network(BOUNDS[dtype], microbatches, dtype=dtype, **settings)
 
 
+# One rank: test_steps_have_the_bits_of_torchs_fused_adamw_on_the_whole_batch.
 @pytest.mark.parametrize("ranks", [soak_only(1), 3, soak_only(4)])
 def test_a_network_of_width_7_follows_torchs_adamw_on_the_whole_batch(ranks):
     run_on_ranks(train_networks, ranks)
@@ -462,6 +464,7 @@ def injected_gradients():
         assert not any(torch.equal(a, injected(a.shape, -1)) for a in first)
 
 
+# One rank copies gradients as two do, and sends nothing.
 @pytest.mark.parametrize("ranks", [soak_only(1), 2, soak_only(3)])
 def test_any_memory_order_of_parameters_and_gradients_gives_the_bits_of_nchw(ranks):
     run_on_ranks(injected_gradients, ranks)

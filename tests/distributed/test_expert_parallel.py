@@ -62,6 +62,7 @@ def on_rank(layout: tuple[int, int], cases: list[tuple[str, dict[str, Any]]]) ->
     return results
 
 
+# "ep2_etp2" splits over experts and within them; "ep4" and "etp2" do one of both.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2", "ep2_etp2", soak_only("ep4"), soak_only("etp2")])
 def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
@@ -70,6 +71,7 @@ def test_layer_over_ranks_is_the_layer_in_one_process(layout: str) -> None:
     compare(LAYOUTS[layout], cases)
 
 
+# "ep2_etp2" splits over experts and within them; each of the others does one of both.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2_etp2", soak_only("ep2"), soak_only("ep4"), soak_only("etp2")])
 def test_b31_experts_and_ranks_without_tokens_work_in_every_dispatcher(layout: str) -> None:

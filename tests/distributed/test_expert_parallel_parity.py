@@ -73,7 +73,8 @@ OVERLAPPED: Flags = {**ALLTOALL, "moe-shared-expert-overlap": True}
         slow("global", 4, {**layout(cp=2, pp=2, ep=2), **RECOMPUTED}),
         slow("dropped", 2, layout(ep=2)),
         slow("padded", 2, {**layout(ep=2), **ALLTOALL}),
-        # Other pairs of the models and layouts above; test_parity_matrix has experts with every kind of parallelism.
+        # Other pairs of the models and layouts above; experts with every kind of parallelism are in
+        # test_parity_matrix.py::test_b18_b21_eight_ranks_train_as_one.
         soak_only("losses", 4, {**layout(ep=2, etp=2), **OVERLAPPED}),
         soak_only("global", 2, layout(cp=2, ep=2)),
         soak_only("gpt-oss", 4, layout(2, ep=2, etp=2)),

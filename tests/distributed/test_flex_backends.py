@@ -183,7 +183,7 @@ def on_rank(layout: tuple[int, int], folder: str) -> None:
             assert lost > 0, "rows without room were among the cases"
 
 
-# Ranks that share experts are four at least, and two of them are experts' ranks.
+# (2, 2) has ranks that split experts and ranks that have different ones; the others have the latter alone.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [soak_only((2, 1)), soak_only((4, 1)), (2, 2)])
 def test_back_ends_give_what_the_collectives_give_with_rows_lost_too(layout: tuple[int, int]) -> None:

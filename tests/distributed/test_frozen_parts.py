@@ -68,6 +68,7 @@ CASES = [
     # The whole first stage, the whole last stage.
     slow(Case("moe", FIRST_HALF, per_token=True, sharded=True)),
     slow(Case("llama", LAST_HALF)),
+    # Frozen parts of a chunk, chunks, shards and losses per token are in the cases above, in other combinations.
     soak_only(Case("dense", EMBEDDING)),
     soak_only(Case("dense", EMBEDDING, vpp=2)),
     soak_only(Case("llama", LAST_HALF, sharded=True)),

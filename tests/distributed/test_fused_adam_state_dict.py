@@ -226,6 +226,7 @@ def train_plain(model, optimizer, first, end):
         optimizer.step()
 
 
+# The cases of make test have both optimizers, and one rank as well as several.
 @pytest.mark.parametrize(("ranks", "is_adamw"), [(1, True), (3, False), soak_only(1, False), soak_only(3, True)])
 def test_torchs_adamw_and_adam_hand_over_to_us_and_take_over_bit_for_bit(tmp_path, ranks, is_adamw):
     run_on_ranks(go_on_as_plain_adamw, ranks, tmp_path, is_adamw)

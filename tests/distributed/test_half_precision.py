@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.training.callbacks import StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
-from tests.counts import long_count, soak_only
+from tests.counts import long_count
 from tests.distributed.parity import layout
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["moe", soak_only("dense")])
+@pytest.mark.parametrize("base", ["moe", "dense"])
 def test_half_precision_follows_fp32(base: str) -> None:
     argvs = [_argv(base, flags) for flags in ({}, *PRECISIONS.values())]
     full, *halves = run_on_ranks(_runs, 2, argvs)[0]

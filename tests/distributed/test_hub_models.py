@@ -61,7 +61,7 @@ EXPERT_LAYOUTS = {
 }
 
 # Every layout and several updates of these; of other families, or further sizes of one, the first step in one layout.
-# `make soak` has all pairs.
+# The models of WHOLE hold each layout, test by test; `make soak` has all pairs.
 WHOLE = ("llama3.2-1b", "gpt-oss-20b", "deepseek-v3")
 NAMES = [name if name == WHOLE[0] else slow(name) for name in SMALL]
 UPDATED = [slow(name) if name in WHOLE else soak_only(name) for name in SMALL]

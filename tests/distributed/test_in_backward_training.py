@@ -60,7 +60,8 @@ CASES = {
         (EXACT,),
     ),
 }
-# Every mode with every policy once; all modes of all cases in the long run.
+# Every mode with every policy once; all modes of all cases in the long run. Of the cases that
+# are not here, "pp 2, vpp 2, ep 2" has bf16 and split experts, "pp 2, tied, mtp" has tied tables.
 USUAL: dict[tuple[str, str], tuple[Flags, ...]] = {
     ("cp 2, recomputed", "ddp"): (OFF,),
     ("cp 2, recomputed", "zero1"): (EXACT,),
@@ -68,9 +69,11 @@ USUAL: dict[tuple[str, str], tuple[Flags, ...]] = {
     ("tp 2, sp", "zero2"): (OFF,),
     ("pp 2, vpp 2, ep 2", "zero1"): (OFF,),
     ("pp 2, vpp 2, ep 2", "zero2"): (EXACT,),
-    ("pp 2, tied", "zero1"): (EXACT,),
+    ("pp 2, tied, mtp", "zero1"): (EXACT,),
     ("moe, 3 ranks, fp16", "zero2"): (EXACT,),
     ("bf16 gradients, per token", "zero1"): (EXACT,),
+    ("frozen, decoupled", "zero2"): (OFF,),
+    ("growing batch", "ddp"): (OFF,),
 }
 FAST = ("cp 2, recomputed", "zero1")
 CHOSEN = [*USUAL, *(one for one in product(CASES, MODES) if one not in USUAL)]

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.counts import long_count, slow, soak_only
+from tests.counts import long_count, slow
 from tests.distributed.parity import WholeRun, assert_layouts_agree, assert_same_run, layout, run_layout, run_layouts
 from tests.distributed.stash_runs import stash
 from tests.functional_tests.case import Flags
@@ -57,8 +57,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         ("llama", "tp2"),
         slow("moe", "tp2, sp"),
         slow("llama", "cp2, recomputed"),
-        # Stages cut between layers, whose adapters are whole: the other layouts hold what a stage computes.
-        soak_only("llama", "pp2"),
+        slow("llama", "pp2"),
     ],
 )
 def test_training_agrees_with_one_process(base: str, kind: str) -> None:

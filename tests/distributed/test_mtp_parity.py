@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
         slow("moe", "tp2 x ep2, pp2"),
         slow("moe", "dp2, recomputed"),
         slow("moe", "parts recomputed"),
-        # Other pairs of the models and layouts above.
+        # Other pairs of the models and layouts above: the cases above hold each of both.
         soak_only("dense", "pp2"),
         soak_only("moe", "cp2 x ep2"),
         soak_only("moe", "tp2"),

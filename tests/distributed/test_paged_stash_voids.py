@@ -189,7 +189,7 @@ def test_steps_void_on_one_rank_leave_no_trace(
 
 
 @pytest.mark.parametrize(("where", "plan"), list(product(LAYOUTS, PLANS))[:24])
-@pytest.mark.soak  # the cases above take one of each
+@pytest.mark.soak  # the cases above have each layout, and each lack
 def test_no_lack_of_anything_at_any_time_leaves_a_trace(where: str, plan: str, tmp_path: Path) -> None:
     by_rank = _train_void(where, plan, list(LACKING), tmp_path)
     assert all(found[-1] == (0, 0) for of_rank in by_rank for raised in of_rank for found in raised.values())

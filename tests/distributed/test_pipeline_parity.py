@@ -47,7 +47,8 @@ MODELS: dict[str, Flags] = {
         slow("dense", "pp2, uneven"),
         slow("dense", "pp2 x vpp2, layout"),
         slow("llama", "pp2 x dp2, no overlap"),
-        # What follows repeats the schedules above; stages with tensor parallelism are in test_whole_model_parity.
+        # The cases above hold each schedule, test_whole_model_parity.py::test_four_ranks_train_as_one holds stages with
+        # tensor parallelism.
         soak_only("dense", "pp2"),
         soak_only("llama", "pp2 x vpp2"),
         soak_only("dense", "pp2 x tp2 sp"),

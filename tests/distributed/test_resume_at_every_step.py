@@ -47,7 +47,8 @@ PRECISIONS: dict[str, Flags] = {
 IN_STEP: Flags = {**OVERLAPPED_SMALL_BUCKETS, "overlap-param-gather-with-optimizer-step": True}
 EVERY = tuple(range(STEPS + 1))
 # After which steps a run is resumed: every one where steps are cheap and of several kinds, with an optimizer that has
-# not stepped yet after the first two. `make soak` has every step of all combinations.
+# not stepped yet after the first two. `make soak` has every step of all combinations:
+# a model, a precision and a mode each of which is in a case here.
 CASES = [
     ("dense", "fp16", {}, EVERY),
     ("moe", "fp32", {}, (STEPS - 1,)),
@@ -88,6 +89,7 @@ def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
     assert first == second
 
 
+# Experts are in addition to what "dense" has: "moe" holds it.
 @pytest.mark.parametrize("base", [soak_only("dense"), "moe"])
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_samples(base: str, tmp_path: Path) -> None:

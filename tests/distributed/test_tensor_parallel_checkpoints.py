@@ -23,7 +23,7 @@ STEPS = 3
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "axis"),
-    # Query groups are split as heads are; test_checkpoints_of_layouts has them.
+    # Query groups are split as heads are; test_checkpoints_of_layouts.py has them.
     [("dense", "tensor"), ("dense", "pipeline"), soak_only("llama", "tensor")],
 )
 def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis: str, tmp_path: Path) -> None:

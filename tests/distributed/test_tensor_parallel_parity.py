@@ -46,7 +46,7 @@ FEATURES: dict[str, tuple[Flags, Flags]] = {
         ("llama", 2, 2, False),
         slow("dense", 4, 4, True),
         slow("llama", 4, 2, True),
-        # Other pairs of the models and layouts above.
+        # Other pairs of the models and layouts above: the cases above hold each of both.
         soak_only("dense", 2, 2, False),
         soak_only("dense", 2, 2, True),
         soak_only("llama", 2, 2, True),
@@ -66,7 +66,7 @@ def test_training_agrees_with_one_process(base: str, ranks: int, tp: int, sequen
         ("recomputed parts", True),
         slow("recomputed layers", False),
         slow("offloaded parts", True),
-        # The other setting of sequence parallelism for each feature.
+        # The other setting of sequence parallelism for each feature: test_training_agrees_with_one_process has both.
         soak_only("recomputed parts", False),
         soak_only("recomputed layers", True),
         soak_only("offloaded parts", False),

@@ -58,6 +58,7 @@ def _modes(bf16: bool, net: dict[str, bool]) -> list[list[Loss]]:
 
 
 NETS: list[dict[str, bool]] = [{}, {"tied": True}, {"recompute": True}]
+# Each model, and each number of ranks but four, which only adds ranks.
 ALWAYS = [(1, NETS[0]), (2, NETS[1]), (3, NETS[2])]
 
 

@@ -57,6 +57,7 @@ TIED = {"tied": True, "recompute": True}
     [
         (2, {}, ["kept", "freed"]),
         slow(3, TIED, ["freed", "kept", "offloaded", "gathered ahead"]),
+        # The cases above have every mode and both models; these have other pairs of them.
         soak_only(4, {}, ["freed"]),
         soak_only(2, TIED, ["kept", "gathered ahead"]),
         soak_only(3, {}, list(MODES)),

@@ -130,7 +130,7 @@ def _assert_equal(tensors: dict[str, torch.Tensor], reference: dict[str, torch.T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [slow(BF16), soak_only({})])
+@pytest.mark.parametrize("precision", [slow(BF16), slow({})], ids=["bf16", "fp32"])
 def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
     flags = {**read_bases()["moe"], **FLAGS, **precision, **EP2, "global-batch-size": 4}
     argvs = [command_line({**flags, **mode}) for mode in ({}, FSDP2, KEPT, IN_BACKWARD)]
@@ -146,14 +146,20 @@ RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 8, "globa
 
 # What plain shards save, and load of another mode, is among those of other numbers of ranks below.
 LEGS = [SHARDED, {**KEPT, **EXACT}, SHARDED]
+SCALED: Flags = {**FP16, "bf16": None}
 ALL_LEGS = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "precision, modes",
-    [slow(BF16, LEGS), *(soak_only(one, ALL_LEGS) for one in (BF16, {"bf16": None}, {**FP16, "bf16": None}))],
-    ids=["bf16", "all modes, bf16", "all modes, fp32", "all modes, fp16"],
+    [
+        slow(BF16, LEGS),
+        slow(SCALED, LEGS),
+        # The modes that LEGS leaves out are loaded from in test_any_number_of_ranks_loads_what_any_other_saved.
+        *(soak_only(one, ALL_LEGS) for one in (BF16, {"bf16": None}, SCALED)),
+    ],
+    ids=["bf16", "fp16", "all modes, bf16", "all modes, fp32", "all modes, fp16"],
 )
 def test_b30_runs_go_on_from_each_others_checkpoints_bit_for_bit(
     precision: Flags, modes: list[Flags], tmp_path: Path

@@ -133,7 +133,8 @@ def test_the_stand_in_refuses_what_the_published_classes_do_not_take() -> None:
     assert set(CLASSES) == {"Linear", "LayerNorm", "RMSNorm", "DotProductAttention"}
 
 
-@pytest.mark.slow
+# Downloads the package. In `make test` all other tests here bind calls to the signatures in SIGNATURES_FILE.
+@pytest.mark.soak
 def test_signatures_are_those_of_the_published_package(tmp_path: Path) -> None:
     version = re.search(r'"version": "(.+)"', SIGNATURES_FILE.read_text())
     assert version is not None

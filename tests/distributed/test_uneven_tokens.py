@@ -135,7 +135,7 @@ FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
         (3, {}, EXPERTS),
         slow(4, {CP: 2}, {**EXPERTS, **FURTHER}),
         slow(4, {TP: 2, **STAGES}, {**DEEP, **FURTHER}),
-        # Other sizes of the same axes.
+        # The cases above split each axis, alone or with another; these have other sizes of the same axes.
         soak_only(4, {PP: 2}, {**EXPERTS, **FURTHER}),
         soak_only(4, {TP: 2}, {**EXPERTS, **FURTHER}),
         soak_only(4, {TP: 2, **STAGES}, DEEP),

@@ -63,12 +63,17 @@ SEVERAL = {
     "growing batch": Case(3, "dense", {"step-batch-size-schedule": "0:3 6:12 99:6", "global-batch-size": None}),
     "tp 2, pp 2": Case(4, "llama", {**layout(2, pp=2), "num-query-groups": 2, "global-batch-size": 4}),
 }
-# Each precision and each kind of layout once, with two of the variants; all of them in the long run.
+# Each precision and each kind of layout, with one or two of the variants; all of them in the long run. Cases that are
+# not here repeat the precision of one and the layout of another.
 USUAL = {
     "moe, 3 ranks, fp16": VARIANTS[1:],
     "tp 2, sp, ep 2": VARIANTS[:2],
     "cp 2, recomputed": VARIANTS[::2],
     "pp 2, vpp 2, ep 2": VARIANTS[1:],
+    "pp 2, tied": VARIANTS[2:],
+    "frozen": VARIANTS[1:2],
+    "bf16 gradients, per token": VARIANTS[1:2],
+    "growing batch": VARIANTS[:2],
 }
 
 

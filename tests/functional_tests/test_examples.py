@@ -239,6 +239,7 @@ def test_the_loop_of_the_sharded_optimizers_page_runs(tmp_path: Path, monkeypatc
     assert losses == [losses[0]] * 2 and losses[0] < 0.7  # of 1.1 at the start
 
 
+# Two ranks run the same page; test_distributed_fused_adam.py has one rank.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 2])
 def test_the_loop_of_the_fused_adams_page_runs(ranks: int) -> None:

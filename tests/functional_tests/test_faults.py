@@ -59,7 +59,7 @@ def test_b31_a_rank_that_fails_ends_and_is_named_by_all_others(
         assert len(lines) == 1 and "Traceback" not in outcome.stderr, run.written()
 
 
-# A rank's exception is torchrun's to report as its death is.
+# torchrun reports an exception as it reports a death. Killed, named by the others: the test above.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause"), [("exception", f"RuntimeError: {MESSAGE}"), soak_only("killed", "SIGKILL")]

@@ -18,7 +18,8 @@ SIZES = {
     "num-virtual-stages-per-pipeline-rank": "chunks",
     "expert-model-parallel-size": "experts",
 }
-# Planned in seconds; larger models under `make soak`. tests/distributed/test_dry_run.py compares plans with runs.
+# Planned in seconds; larger models under `make soak`. test_the_page_has_every_layout holds the rows of all models,
+# tests/distributed/test_dry_run.py that plans are what runs hold.
 PLANNED = ["llama3.2-1b"]
 DATA = "--mock-data --tokenizer-type NullTokenizer --save /checkpoints".split()
 

@@ -38,6 +38,7 @@ ONE_MACHINE = [Node((), "127.0.0.1", "lo")] * NODES
     "apart",
     [
         pytest.param(True, id="network namespaces, where allowed"),
+        # The case above runs this on one machine where namespaces are not allowed, and more than this where they are.
         pytest.param(False, id="one machine", marks=pytest.mark.soak),
     ],
 )

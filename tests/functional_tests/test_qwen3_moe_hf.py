@@ -33,6 +33,7 @@ def printed(ranks: int, *argvs: Sequence[str]) -> list[str]:
     return outcomes[0].stdout.split("run ends\n")[: len(argvs)]
 
 
+# Three ranks have every optimizer.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, optimizers", [(1, ["fused_adam"]), soak_only(1, OPTIMIZERS), soak_only(2, OPTIMIZERS), (3, OPTIMIZERS)]

@@ -18,7 +18,8 @@ STEPS, RANKS = 6, 2
 SCRIPT = str(Path(doomed_program.__file__))
 # As a cluster ends a job, by a signal to the launcher, which passes it on.
 TERMINATED = [1, 4, "SIGTERM", "agent"], {"exit-signal-handler": True}
-# The launcher ends the other rank. test_restarts.py has this on warm ranks.
+# The launcher ends the other rank. In `make test`, test_restarts.py::test_killed_and_hanging_ranks_change_no_loss kills
+# ranks of runs that the test starts again.
 KILLED = [1, 4, "SIGKILL", "self"], {"save-interval": 2}
 
 
@@ -27,6 +28,7 @@ KILLED = [1, 4, "SIGKILL", "self"], {"save-interval": 2}
     "base, fault, flags",
     [
         pytest.param("moe", *TERMINATED, id="SIGTERM-moe"),
+        # A signal does not know what the model is.
         soak_only("dense", *TERMINATED),
         soak_only("moe", *KILLED),
         soak_only("dense", *KILLED),

@@ -111,7 +111,7 @@ def test_a_run_of_all_parts_says_how_each_ended(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.soak
 def test_a_dry_run_of_all_parts_in_processes_of_their_own_succeeds(tmp_path: Path) -> None:
-    """The parts and run_all.py have tests above."""
+    """In `make test`, test_a_run_of_all_parts_says_how_each_ended runs other parts; tests above have PROGRAMS."""
     parts = [*PROGRAMS, "sanitizer"]
     command = [sys.executable, "benchmarks/gpu/run_all.py", "--dry-run", "--out", str(tmp_path), "--only", *parts]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,6 +1,7 @@
 """report.py: a page that a browser draws without a network, from any log that a run may leave."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size 
 tflops mfu timers hidden-share exposed timeline memory memory-stages stash-device stash-host capacity-factor pool-factor
 stash-pages rungs stash-tails stash-rows-0 z_loss accuracy layers-load_balancing_loss-0
 load-overview load-layer load-step""".split()
+# What the page's script draws from other parts of its content.
+DRAWN_BESIDE_FIGURES = set("timeline memory-stages stash-device stash-host load-overview load-layer load-step".split())
 
 
+# One step, and two runs: test_the_page_of_two_runs_has_every_diagram_of_both, without a browser.
 @pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("num_steps, layers, num_runs", [slow(30, 2, 1), soak_only(1, 2, 1), soak_only(80, 12, 2)])
@@ -40,6 +44,31 @@ def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, l
     assert {name: found for name, found in drawn.items() if found[0] == 0 or found[1] != 2} == {}
     for words in ("1.23 million", "0.5 </script>", "Busiest expert", "2.5000 (ppl 12.18)", f"{num_steps * 32:,}"):
         assert words in seen["text"], words
+
+
+@pytest.mark.parametrize(("num_steps", "layers"), [(1, 2), (80, 12)])
+def test_the_page_of_two_runs_has_every_diagram_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, layers: int
+) -> None:
+    monkeypatch.setattr(report, "get_plotlyjs", lambda: "")
+    folders = [write_log(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"]
+    output = tmp_path / "r.html"
+    assert report.main([*map(str, folders), "--output", str(output)]) == 0
+    found = re.search(r'<script type="application/json" id="content">(.*?)</script>', output.read_text())
+    assert found is not None
+    content = json.loads(found[1])
+    both = {figure["id"]: len(figure["traces"]) for figure in content["figures"]}
+    alone = {figure["id"]: len(figure["traces"]) for figure in report.page_content([read_run(folders[0])])["figures"]}
+    expected = {name for name in EVERY_FIGURE if name != "loss-scale" or num_steps > 1} - DRAWN_BESIDE_FIGURES
+    assert expected <= alone.keys()
+    # Layers and rows are diagrams of one run, all others have the lines of both.
+    of_one = {name for name in alone if name.endswith("-0")}
+    assert both == {
+        **{name: lines if name in of_one else 2 * lines for name, lines in alone.items()},
+        **{name.removesuffix("0") + "1": alone[name] for name in of_one},
+    }
+    for part in ("runs", "loads", "timelines", "stashes", "memories"):
+        assert len(content[part]) == 2 and all(content[part]), part
 
 
 def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:

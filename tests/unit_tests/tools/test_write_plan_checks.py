@@ -33,12 +33,20 @@ def test_activations_are_those_of_published_formulas() -> None:
     check(list(islice(activation_rows(), 2)))
 
 
-@pytest.mark.soak
-def test_all_plans_are_near_the_published_figures_and_the_page_has_them() -> None:
-    """Repeats the tests above with every model, and checks that the page has no other line.
+@pytest.mark.slow
+def test_model_states_are_those_of_the_three_stages_of_zero() -> None:
+    # On four ranks.
+    check(list(islice(write_plan_checks.zero_rows(), 3)))
 
-    Only here are model states by the stages of ZeRO; tests/distributed/test_dry_run.py compares such plans with runs.
-    """
+
+@pytest.mark.slow
+def test_a_routed_row_saves_what_its_published_tensors_take() -> None:
+    check(list(write_plan_checks.expert_rows()))
+
+
+@pytest.mark.soak  # the four tests above hold each kind of row
+def test_all_plans_are_near_the_published_figures_and_the_page_has_them() -> None:
+    """Repeats the tests above with every model, and checks that the page has no other line."""
     found = list(rows())
     check(found)
     assert sum(row.unit == "parameters" for row in found) == len(PARAMETERS) >= 10

@@ -132,6 +132,7 @@ def test_a_step_is_near_that_of_torchs_kernel(
     assert_near(run, expected, old=old, rates=rates)
 
 
+# Every form meets one of the two values, and both values many forms.
 @pytest.mark.parametrize(
     ("params", "form", "grads", "outs", "poison"),
     [

@@ -43,6 +43,7 @@ PLACES = (
 )
 
 
+# With 0 both ways of going on meet, in turn, over the places and calls; 1 swaps them.
 @pytest.mark.slow
 @pytest.mark.parametrize("resets_at", [0, soak_only(1)])
 @pytest.mark.parametrize("place", PLACES)
