@@ -13,7 +13,6 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.core.transformer.moe.dispatch import DispatchedTokens
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import EventKind
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
@@ -71,7 +70,10 @@ class RealRank:
         max_rows = layer.token_dispatcher.budget.rows_of_rank(self._tokens)
         rows = torch.randn(max_rows, layer.config.hidden_size, requires_grad=True)
         weights = torch.rand(max_rows, requires_grad=True)
-        return layer._run_experts(DispatchedTokens(rows, weights), per_expert)[: int(per_expert.sum())]
+        assert layer.expert_step is not None
+        with layer.expert_step.around_experts(number, per_expert.sum(0, keepdim=True), max_rows=max_rows) as group:
+            output: Tensor = layer.experts(rows, per_expert, weights, group=group)[0]
+        return output[: int(per_expert.sum())]
 
 
 def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:
