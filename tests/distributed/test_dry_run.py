@@ -114,7 +114,7 @@ ON_EIGHT: dict[str, tuple[str, Flags]] = {
     "eight with experts": ("moe", {**EXPERTS, **PAGES, **OVERLAPPED_SMALL_BUCKETS, **UNEVEN, **TENSORS}),
 }
 if long_count(0, soak=1):
-    # Each has one property of a run above alone.
+    # Each has one property of a run above alone, which the same test holds for that run in `make test`.
     ON_TWO |= {
         "replicas": ("dense", {}),
         "saved": ("dense", {**LIKE_GPUS, "use-distributed-optimizer": True}),
@@ -364,6 +364,7 @@ def test_eight_ranks_hold_and_send_what_was_planned(name: str, held: dict[str, l
             assert getattr(planned, kind) == getattr(held[name][rank], kind), (rank, kind)
 
 
+# Runs named "saved" are for test_passes_with_memory_save_what_was_planned; what ranks hold is that of the others.
 @pytest.mark.parametrize(
     "name",
     [soak_only(name) if name.startswith("saved") else name for name in {**ON_TWO, **ON_FOUR}],

@@ -79,7 +79,7 @@ def test_b25_buckets_shards_and_overlap_change_no_bit(name: str) -> None:
 
 
 # The test above holds this for frozen weights, microbatches, stages and split experts; test_zero2_training.py for tied
-# tables, split tensors, fp16 and bf16; test_in_backward_training.py for stages that predict further tokens.
+# tables, split tensors, fp16 and bf16. Prediction of further tokens adds modules, and no other kind of collective.
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SOAK)
 def test_b25_the_whole_matrix_changes_no_bit_in_more_layouts_and_dtypes(name: str) -> None:

@@ -87,6 +87,8 @@ def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
 SMALL, AGAIN = {**stash(0.05), **EP2}, stash(0.6, overflow_policy="rerun")
 STASHED = [
     (SMALL, [FSDP2, IN_BACKWARD]),
+    # Steps that run again: test_paged_stash_voids.py and test_step_runner.py. Experts without pages:
+    # test_several_microbatches_train_as_ddp_does.
     soak_only(AGAIN, [FSDP2, IN_BACKWARD]),
     soak_only({}, [FSDP2, IN_BACKWARD]),
 ]
@@ -156,7 +158,8 @@ ALL_LEGS = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EX
     [
         slow(BF16, LEGS),
         slow(SCALED, LEGS),
-        # The modes that LEGS leaves out are loaded from in test_any_number_of_ranks_loads_what_any_other_saved.
+        # LEGS has one mode of FSDP2. SHARDED and ZERO2 go on from each other in test_zero2_training.py, updates in
+        # backward and after it in test_in_backward_training.py.
         *(soak_only(one, ALL_LEGS) for one in (BF16, {"bf16": None}, SCALED)),
     ],
     ids=["bf16", "fp16", "all modes, bf16", "all modes, fp32", "all modes, fp16"],
