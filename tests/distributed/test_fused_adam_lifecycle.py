@@ -445,7 +445,6 @@ def test_buffers_show_gradients_in_the_memory_order_of_parameters():
     "use",
     [
         lambda grad, module: grad.data_ptr(),
-        lambda grad, module: grad.untyped_storage(),
         lambda grad, module: grad.numpy(),
         lambda grad, module: grad.tolist(),
         lambda grad, module: grad.detach(),

@@ -19,6 +19,7 @@ UNSEEN = (
 # In place, and with create_graph.
 _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 # Methods that read or move a tensor's memory without an operator: torch would answer them for memory at address 0.
+# Not untyped_storage: modes ask any tensor for it, to know whether two share memory.
 _OF_MEMORY = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
@@ -26,9 +27,7 @@ _OF_MEMORY = {
     torch.Tensor.data_ptr,
     torch.Tensor.numpy,
     torch.Tensor.share_memory_,
-    torch.Tensor.storage,
     torch.Tensor.tolist,
-    torch.Tensor.untyped_storage,
 }
 
 
