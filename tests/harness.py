@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from tools.ports import free_port
 
 SEED = 1234
 ROOT = Path(__file__).resolve().parents[1]
+_GLOO_LOST_A_RANK = r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
 # Modules that are slow to import and that rank functions need. None starts a thread or calls CUDA: neither survives a
 # fork.
@@ -87,7 +89,7 @@ def run_on_ranks(
     outcomes = launch_on_ranks(fn, world_size, *args, backend=backend, timeout=timeout)
     for outcome in outcomes:
         sys.stdout.write(outcome.stdout)
-        sys.stderr.write(outcome.stderr)
+        sys.stderr.write(f"--- rank {outcome.rank}\n{outcome.stderr}" if outcome.stderr else "")
     failed = [outcome for outcome in outcomes if outcome.exit_code != 0]
     if failed:
         first = min(failed, key=lambda outcome: (_is_consequence(outcome.error), outcome.ended_at))
@@ -164,8 +166,12 @@ def _collect(started: list[tuple[BaseProcess, Connection]], *, deadline: float, 
             if outcomes[rank].exit_code != 0:
                 deadline = min(deadline, time.monotonic() + grace)
     failed = [rank for rank, outcome in outcomes.items() if outcome.exit_code != 0]
-    for rank in pending.values():
-        outcomes[rank] = RankOutcome(rank, error=_stuck(rank, started[rank][0], failed), ended_at=time.monotonic())
+    stuck = sorted(pending.values())
+    _print_stacks([started[rank][0] for rank in stuck])
+    for rank in stuck:
+        reason = f"after rank {failed[0]} had failed" if failed else "within the timeout"
+        text = f"{_named(stuck)} of {len(started)} did not end {reason}; their stacks are in their stderr"
+        outcomes[rank] = RankOutcome(rank, error=TimeoutError(text), ended_at=time.monotonic())
     return [outcomes[rank] for rank in range(len(started))]
 
 
@@ -181,13 +187,17 @@ def _receive(rank: int, started: tuple[BaseProcess, Connection]) -> RankOutcome:
         return RankOutcome(rank, error=error, ended_at=time.monotonic())
 
 
-def _stuck(rank: int, process: BaseProcess, failed: list[int]) -> BaseException:
-    """The error of a rank that did not end; makes the rank write its stack to its stderr first."""
-    if process.is_alive() and process.pid is not None:
-        os.kill(process.pid, signal.SIGUSR1)
+def _print_stacks(processes: list[BaseProcess]) -> None:
+    """Makes ranks that did not end write their stacks to their stderr, all before the first of them can fail."""
+    for process in processes:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+    if processes:
         time.sleep(0.2)
-    reason = f"after rank {failed[0]} had failed" if failed else "within the timeout"
-    return TimeoutError(f"rank {rank} did not end {reason}; its stack is in its stderr")
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _kill(process: BaseProcess) -> None:
@@ -202,7 +212,10 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    return isinstance(error, (RemoteRankError, TimeoutError, dist.DistError))
+    if isinstance(error, (RemoteRankError, TimeoutError, dist.DistError)):
+        return True
+    # gloo's words for another rank that has ended, or that does not come.
+    return isinstance(error, RuntimeError) and re.search(_GLOO_LOST_A_RANK, str(error)) is not None
 
 
 def _output_path(folder: Path, rank: int, name: str) -> Path:
@@ -268,7 +281,7 @@ def _init_process_group(job: _Job, backend: str) -> None:
         torch.cuda.set_device(job.rank)
     store = dist.FileStore(str(job.folder / "store"), job.world_size)
     dist.init_process_group(
-        backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=job.timeout)
+        backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=job.timeout + 60)
     )
     # A rank that ends at once would close its sockets while others still connect to it.
     store.set(f"connected {job.rank}", "")

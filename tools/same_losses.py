@@ -91,7 +91,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def verdict_on(case: Case, folder: Path, *, base: str, head: str) -> Verdict:
     """Compares a case's runs in these trees: first those from scratch, then those from the base's checkpoint."""
     if case.is_new:
-        return judge_new(main_folder(case, head, folder=folder))
+        return judge_new(*(main_folder(case, tree, folder=folder) for tree in (base, head)))
     verdict = judge(*(main_folder(case, tree, folder=folder) for tree in (base, head)))
     if case.resume_at is None or not verdict.is_same:
         return verdict

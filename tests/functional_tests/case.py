@@ -75,6 +75,9 @@ def _case(entry: Any, where: str, bases: dict[str, Flags], expectations: set[str
     _check_keys(entry, {one.name for one in fields(Case)}, where)
     _check_types(entry, where)
     _check_keys(entry["expect"], expectations, f"{where}: expect")
+    for name, value in entry["expect"].items():
+        if name in _KEYS_OF:
+            _check_inner_keys(value, *_KEYS_OF[name], where=f"{where}: {name}")
     names = entry.get("base", [])
     names = [names] if isinstance(names, str) else names
     _check_keys(dict.fromkeys(names), set(bases), f"{where}: base")
@@ -82,6 +85,26 @@ def _case(entry: Any, where: str, bases: dict[str, Flags], expectations: set[str
     for one in (*(bases[name] for name in names), entry.get("flags", {})):
         flags |= one
     return Case(**{**entry, "base": names, "flags": flags})
+
+
+# Expectation to the keys that its mapping must have, and those that it may have; same_as: {} is a second, equal run.
+_VARIANT = {"flags", "processes"}
+_KEYS_OF: dict[str, tuple[set[str], set[str]]] = {
+    "failure": ({"exit_code", "error"}, set()),
+    "refused_load": ({"saved_with", "exit_code", "error"}, set()),
+    "loads": ({"saved_with", "steps"}, set()),
+    "same_as": (set(), _VARIANT),
+    "close_to": ({"rtol"}, _VARIANT),
+    "differs_from": (set(), _VARIANT),
+}
+
+
+def _check_inner_keys(value: Any, needed: set[str], more: set[str], *, where: str) -> None:
+    if not isinstance(value, dict):
+        raise CaseError(f"{where} is {value!r}: must be a mapping")
+    _check_keys(value, needed | more, where)
+    if missing := sorted(needed - value.keys()):
+        raise CaseError(f"{where} has {', '.join(value) or 'no key'}: needs {', '.join(missing)}")
 
 
 def _check_types(entry: dict[str, Any], where: str) -> None:

@@ -15,11 +15,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not os.environ.get(FOLDER):
         raise pytest.UsageError(f"the plugin tests.recording.plugin needs a folder in {FOLDER}")
     os.environ[FOLDER] = str(Path(os.environ[FOLDER]).absolute())
-    # Programs that tests start find sitecustomize.py there, which records them.
-    places = [str(Path(__file__).parent / "programs"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-    works = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    config.stash[RECORDER] = record_this_process("test") if works else None
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests:
+        # Programs that tests start find sitecustomize.py there, which records them.
+        places = [str(Path(__file__).parent / "programs"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    config.stash[RECORDER] = record_this_process("test") if runs_tests else None
 
 
 @pytest.hookimpl(wrapper=True)

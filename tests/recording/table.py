@@ -84,7 +84,10 @@ def _file_and_line(text: str) -> tuple[str, int]:
 
 
 def _read(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob("*.jsonl")):
+    paths = sorted(folder.glob("*.jsonl"))
+    if not paths:
+        raise SystemExit(f"error: {folder} holds no record: RECORD_TESTS={folder} makes one, see docs/testing.md")
+    for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)
 
@@ -127,7 +130,9 @@ def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]
         else:
             row.update(record["seconds"])
             row[BROWSERS] += record["children"]
-    total = sum(seconds.values(), Counter())
+    total: Counter[str] = Counter()
+    for row in seconds.values():
+        total.update(row)  # a sum of Counters would drop what is below zero
     columns = [name for name, _ in total.most_common()]
     head = ["", "tests", "ranks", "seconds", *columns]
     rows = sorted(seconds, key=lambda name: -seconds[name].total())

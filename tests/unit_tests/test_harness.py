@@ -89,6 +89,31 @@ def test_the_cause_is_raised_rather_than_its_echo_on_other_ranks() -> None:
     assert errors == [RemoteRankError, ValueError, RemoteRankError]
 
 
+def _die_on_rank_1_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_a_rank_that_died_is_named_rather_than_those_that_lost_it() -> None:
+    with pytest.raises(ChildProcessError, match="rank 1 died without a result, exit code 7"):
+        run_on_ranks(_die_on_rank_1_while_others_wait, 3)
+
+
+def _all_but_the_last_wait_in_a_sum() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(1000)
+    _sum_over_ranks(torch.ones(1))
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_hang_are_named_with_their_stacks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TimeoutError, match="ranks 0, 1, 2 of 3 did not end within the timeout"):
+        run_on_ranks(_all_but_the_last_wait_in_a_sum, 3, timeout=2)
+    written = capsys.readouterr().err
+    assert all(f"--- rank {rank}" in written for rank in range(3)) and written.count("_all_but_the_last") == 3
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_at_the_timeout_with_its_stack() -> None:
     outcomes = launch_on_ranks(_wait_forever_on_rank_0, 2, timeout=2)

@@ -35,6 +35,18 @@ def test_costs_are_summed_over_ranks_and_count_programs_once() -> None:
     assert rows == [["b.py", "1", "0", "5.2", "4.0", "1.0", "0.2"], ["a.py", "1", "1", "0.5", "0.0", "0.0", "0.5"]]
 
 
+def test_the_sum_of_costs_is_that_of_the_rows() -> None:
+    # A program that two processes record, as one under another.
+    records = [record("a.py::x"), record("a.py::x", "program", cpu=3.0), record("b.py::y", children=5.0)]
+    _, total, *rows = table.costs(records, by_test=False)
+    assert float(total[3]) == pytest.approx(sum(float(row[3]) for row in rows), abs=0.1)
+
+
+def test_a_folder_without_a_record_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no record"):
+        table.main(["costs", str(tmp_path)])
+
+
 def test_tests_of_a_line_are_all_that_ran_it() -> None:
     records = [record("a", megatron__b=[1, 2]), record("c", "rank", megatron__b=[2])]
     assert table.tests_of_lines(records, "megatron/b.py") == {1: {"a"}, 2: {"a", "c"}}

@@ -128,8 +128,6 @@ def jobs_of(tree: Tree, folder: Path, *, base: str) -> Iterator[Job]:
     """Yields the jobs of a tree. Jobs that resume come last, because they need the base's checkpoints."""
     resumed = []
     for case in tree.cases:
-        if case.is_new and tree.name == base:
-            continue
         place = main_folder(case, tree.name, folder=folder)
         yield Job(case, place, [_words(line, folder, place=place) for line in case.command_lines()])
         if case.resume_at is not None and not case.is_new:

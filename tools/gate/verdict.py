@@ -68,11 +68,13 @@ class Left:
         return len({iteration for series in self.log.values() for iteration, _ in series})
 
 
-def judge_new(head: Path) -> Verdict:
-    """Judges a case that only the head can run."""
+def judge_new(base: Path, head: Path) -> Verdict:
+    """Judges a case of NEW_CASES: the head must run it, and the base must not."""
     error = failure_of(head)
     if error is not None:
         return Verdict(False, f"new in head, and fails: {error}", is_failure=True)
+    if failure_of(base) is None:
+        return Verdict(False, "the base runs it, too: remove it from NEW_CASES, so that it is compared")
     return Verdict(True, f"new in head, runs: {read_left(head).num_steps} steps, not compared")
 
 

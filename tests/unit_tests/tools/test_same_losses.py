@@ -23,6 +23,14 @@ from tools.gate.verdict import Left, Verdict, compare, digests_of, judge, judge_
 Change = Callable[[list[dict[str, Any]]], None]
 
 
+@pytest.fixture(autouse=True)
+def _without_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judges the logs of this file without what the current change renames and adds."""
+    monkeypatch.setattr(judging, "RENAMES", ())
+    monkeypatch.setattr(judging, "CHECKPOINT_RENAMES", ())
+    monkeypatch.setattr(gate_cases, "NEW_CASES", frozenset())
+
+
 def _lines() -> list[dict[str, Any]]:
     """A log of four steps and an evaluation."""
     steps = [
@@ -114,8 +122,9 @@ def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
         False, "fails in head: rank 1: ValueError: rows is 3: must be even", is_failure=True
     )
     assert judge(head, base).text.startswith("fails in base: ")
-    assert judge_new(head).text.startswith("new in head, and fails: rank 1")
-    assert judge_new(base) == Verdict(True, "new in head, runs: 4 steps, not compared")
+    assert judge_new(base, head).text.startswith("new in head, and fails: rank 1")
+    assert judge_new(head, base) == Verdict(True, "new in head, runs: 4 steps, not compared")
+    assert "the base runs it, too" in judge_new(base, base).text
 
 
 def test_flags_that_the_base_does_not_know_are_a_failure_that_says_so(tmp_path: Path) -> None:
@@ -205,8 +214,12 @@ def test_a_signal_ends_the_tool_through_its_cleanup() -> None:
         assert caught.value.code == 128 + number and signal.getsignal(number) is before
 
 
+NEW_CASES = gate_cases.NEW_CASES  # before the fixture empties it
+
+
 def test_cases_have_names_of_their_own() -> None:
     names = [case.name for case in CASES]
+    assert set(names) >= NEW_CASES
     assert len(names) == len(set(names))
     assert sum(case.resume_at is not None for case in CASES) >= len(CASES) // 4
 
