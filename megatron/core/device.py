@@ -392,7 +392,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._own_pool = _GraphPool()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those of all pools
-        self._scratch = torch.zeros(1, device=device)
+        self._scratch = torch.zeros(1, dtype=torch.float32, device=device)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -16,15 +17,13 @@ from megatron.core.device import default_device
 from megatron.core.graph_capture import Graph, GraphDevice
 from megatron.core.graph_tape import Tape, TapeGraphs
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
-from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.callbacks import Callback, StepReport
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.graphed_step import graph_device
 from megatron.training.run import TrainingRun
 from megatron.training.stash_pool import open_pool
-from megatron.training.training import train
-from tests.distributed.tiny_runs import comparable, started_run, state_of
+from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags
 
 FULL: Flags = {"cuda-graph-impl": "full_iteration", "cuda-graph-warmup-steps": 2}
@@ -61,19 +60,9 @@ class Trained(TrainedRun):
     failure: str | None = None
 
     def on_step_end(self, report: StepReport) -> None:
-        # What a stash held follows from what it has seen, of which a resumed run has seen less.
-        self.steps.append({**comparable(report), "is_last": None, "stash": None})
-
-    def on_evaluation_end(self, report: EvaluationReport) -> None:
-        self.evaluations.append(report)
-
-    def assert_same(self, eager: "Trained", name: str) -> None:
-        """Every number of every step and evaluation, and the state in the end."""
-        for step, (own, expected) in enumerate(zip(self.steps, eager.steps, strict=True), 1):
-            assert own == expected, f"{name}, step {step}"
-        assert self.evaluations == eager.evaluations, name
-        different = [key for key, digest in eager.state.items() if self.state[key] != digest]
-        assert not different, f"{name}: {different}"
+        super().on_step_end(report)
+        # A run that stops early to be resumed has another last step.
+        self.steps[-1]["is_last"] = None
 
 
 class WatchedPages:
@@ -121,9 +110,6 @@ class WatchedPages:
 
     def _note(self, pool: PagePool) -> None:
         self._pages.append(StorageWeakRef(pool.device_pages.untyped_storage()))
-
-
-Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
 
 
 def train_here(

@@ -17,17 +17,19 @@ SHAPE = re.compile(r"\[[^\]]*\]|scalar|any shape")
 DTYPE = re.compile(r"\b([bu]?f(loat|p)?(8|16|32|64)|u?int(8|16|32|64)?|integer|float(ing)?|bool|any dtype|dtype)\b")
 # Where a training step runs: a read of the device there makes the host wait.
 STEP_PATH = re.compile(
-    r"(?!.*/cpu_kernels\.py)megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
+    r"(?!.*/cpu_kernels\.py)"
+    r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
     r"|megatron/core/(full_cuda_graph|graph_capture|group_collectives)\.py"
     r"|megatron/training/(training|step_\w+|evaluation|graphed_\w+|expert_\w+|kept_batches|pending_collectives)\.py"
     r"|pretrain_gpt\.py"
 )
 # Methods of a tensor, or functions of torch, that wait for the device.
-DEVICE_READS = {"item", "tolist", "cpu", "nonzero", "synchronize"}
+DEVICE_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "synchronize"}
+CONTAINERS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "count", "cycle"}
+CONTAINERS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
 FACTORIES = {
     f"torch.{name}" for name in ("empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
 }
-CONTAINERS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter"}
 MUTATORS = {"append", "add", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove", "setdefault", "update"}
 MUTATORS |= {"appendleft", "difference_update", "discard", "extendleft", "intersection_update", "reverse", "sort"}
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pretrain_gpt
@@ -27,6 +28,13 @@ class CountedTapes(TapeGraphs):
     def capturing(self, *pool: Any) -> Iterator[Tape]:
         CountedTapes.num_captures += 1
         with super().capturing(*pool) as tape:
+            replay = tape.replay
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                CountedTapes.num_replays += 1
+                return replay(*args, **kwargs)
+
+            vars(tape)["replay"] = counted
             yield tape
 
 
