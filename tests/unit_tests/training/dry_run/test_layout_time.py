@@ -11,7 +11,7 @@ from megatron.training.dry_run.layer_facts import layer_kinds
 from megatron.training.dry_run.layer_flops import layer_flops
 from megatron.training.dry_run.layout_costs import LayoutCosts
 from megatron.training.dry_run.layout_request import Request, read_request
-from megatron.training.dry_run.layout_space import Experts
+from megatron.training.dry_run.layout_space import Experts, Sharding
 from megatron.training.dry_run.plan import plan_run
 from megatron.training.dry_run.run_time import run_time
 from megatron.training.flops import num_floating_point_operations
@@ -79,6 +79,17 @@ def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: s
     # The estimate by which all layouts are ranked.
     about = costs.cost(layout, limit=1 << 40)
     assert about is not None and about.seconds == pytest.approx(step.seconds, rel=0.1)
+
+
+def test_a_searched_layout_of_sharded_gradients_is_estimated_as_it_is_planned() -> None:
+    device = _device()
+    given = ["--model", *DENSE, *FLAGS.split(), *TENSOR.split(), "--micro-batch-size", "1"]
+    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
+    costs = _costs(request, device)
+    layout = next(one for one in request.space.layouts() if one.sharding is Sharding.GRADIENTS)
+    about, planned = costs.cost(layout, limit=1 << 40), costs.advice(layout)
+    assert about is not None and planned is not None
+    assert about.seconds == pytest.approx(planned.time.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
