@@ -54,9 +54,13 @@ def autocast_input(tensor: _Given) -> _Given:
     """Casts an input of a matrix product, any shape and float dtype, as torch.autocast does where it is on: to its
     dtype, but for fp64.
     """
-    if tensor is None or not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:
+    if tensor is None or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    kind = tensor.device.type
+    # torch knows no autocast on the meta device, and says so by an error.
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _OwnLinear(torch.autograd.Function):
