@@ -5,11 +5,13 @@ import os
 import random
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.counts import long_count
+from tests.harness import SEED
 
 pytest.register_assert_rewrite("tests.functional_tests.expectations")
 # Name of a kernel -> registers, spilled bytes, shared bytes and cubin bytes on each architecture.
@@ -39,6 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         _skip_gpu(items)
     _order_files(items, seed=config.getoption("--order-seed"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seeds what tests draw from: a test must not depend on which tests ran before it."""
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

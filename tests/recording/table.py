@@ -11,6 +11,7 @@
 
 import argparse
 import difflib
+import io
 import json
 import subprocess
 import sys
@@ -36,8 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         rows = costs(_read(options.folder), by_test=options.by == "test")
         _print(rows)
         if options.write:
-            with options.write.open("w", encoding="utf-8") as file:
-                _print(rows, file=file)
+            printed = io.StringIO()
+            _print(rows, file=printed)
+            lines = (line.rstrip() for line in printed.getvalue().splitlines())
+            options.write.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return 0
     if options.command == "coverage":
         summary = summarize(covered_lines(_read(options.folder)), _read(options.folder))
