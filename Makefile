@@ -65,7 +65,7 @@ same-losses: env  ## train small runs with BASE=commit and with the working tree
 	@test -n "$(BASE)" || { echo 'Which commit to compare with: make same-losses BASE=main'; exit 1; }
 	$(IN_VENV) tools/same_losses.py $(BASE)
 
-same-losses-faults: env  ## put faults into copies of the committed HEAD; same-losses must notice each (half an hour)
+same-losses-faults: env  ## put faults into copies of the committed HEAD; same-losses must notice each
 	$(IN_VENV) tools/seeded_faults.py
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
