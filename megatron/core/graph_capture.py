@@ -130,7 +130,7 @@ def signature(values: Any) -> Hashable:
 
 
 def fingerprints(participants: Sequence[GraphParticipant]) -> Hashable:
-    """What all of them take for given."""
+    """The values that all of them take for given."""
     return tuple(participant.fingerprint() for participant in participants)
 
 

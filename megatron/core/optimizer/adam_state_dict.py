@@ -61,7 +61,7 @@ class OwnedRange:
 
 @dataclass(frozen=True)
 class AdamShard:
-    """What one rank has of an optimizer, made anew whenever it is needed.
+    """One rank's part of an optimizer, built whenever it is needed.
 
     ranges: all that this rank owns, in any order. Of every parameter each element is in a range of some rank, or in
     the same range of several ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
