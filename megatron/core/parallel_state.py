@@ -3,9 +3,11 @@
 No policy lives here; components receive a ProcessGroupCollection. Which ranks form a group: rank_generator.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,7 +47,10 @@ _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"
 
 @dataclass
 class _Registry:
-    """The result of initialize_model_parallel. world: the group of all ranks then. virtual_size: None if not given."""
+    """The result of initialize_model_parallel. world: the group of all ranks then. virtual_size: None if not given.
+
+    senders: see add_sender, in the order of its calls.
+    """
 
     world: ProcessGroup | None = None
     groups: ProcessGroupCollection | None = None
@@ -53,6 +58,7 @@ class _Registry:
     made: list[ProcessGroup] = field(default_factory=list)
     virtual_size: int | None = None
     virtual_rank: int | None = None
+    senders: WeakKeyDictionary[Any, frozenset[ProcessGroup]] = field(default_factory=WeakKeyDictionary)
 
 
 _REGISTRY = _Registry()
@@ -229,6 +235,31 @@ def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGr
     inside, groups arrive as arguments, and a group of None in a collection is handed on by or_alone.
     """
     return or_alone(vars(existing_process_groups())[kind]) if group is None else group
+
+
+def add_sender(sender: Any, groups: Iterable[ProcessGroup | None]) -> None:
+    """Registers an object that launches collectives over these groups, for as long as somebody else has it.
+
+    Groups of one rank, and None, do not count.
+    """
+    _REGISTRY.senders[sender] = frozenset(group for group in groups if group is not None and group_size(group) > 1)
+
+
+def remove_sender(sender: Any) -> None:
+    """Registers that it launches nothing any more."""
+    _REGISTRY.senders.pop(sender, None)
+
+
+def senders_beside(sender: Any, *, earlier: bool = False) -> list[Any]:
+    """Other senders that have a group in common with this one; earlier: those alone that were registered before it."""
+    found, own = [], _REGISTRY.senders.get(sender, frozenset())
+    for other, groups in _REGISTRY.senders.items():
+        if other is sender:
+            if earlier:
+                break
+        elif not own.isdisjoint(groups):
+            found.append(other)
+    return found
 
 
 def get_device_mesh(kind: str) -> DeviceMesh:

@@ -17,14 +17,14 @@ def is_in_backward() -> bool:
 
 
 class BackwardEnd:
-    """Calls `then` once after each outermost backward in which `note` was called.
+    """Calls `then` once after each outermost backward in which `note` was called, and `before` before that.
 
     [Note: inner backward] Activation recomputation runs a backward inside another, with callbacks of its own. When
     those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.
     """
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
+    def __init__(self, then: Callable[[], None], *, before: Callable[[], None]) -> None:
+        self._then, self._before = then, before
         # Stays so where an error broke a backward off.
         self._is_open = False
         # The graph task that calls back; another one inside it, or after an error, needs a callback of its own.
@@ -54,6 +54,8 @@ class BackwardEnd:
     def _at_end(self) -> None:
         node = torch._C._current_autograd_node()
         if node is None:
+            if self._is_open:
+                self._before()
             self.close()
         else:
             # See [Note: inner backward].

@@ -234,6 +234,13 @@ def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDa
         overlap_grad_reduce=ddp_config.reduces_in_backward,
         passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.gradients_are_transient else None,
         ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
+        sends_over=(
+            groups.dp_cp,
+            groups.intra_dp_cp,
+            groups.expt_dp,
+            groups.intra_expt_dp,
+            groups.inter_dist_opt,
+        ),
     )
     if ddp_config.ddp_debug:
         order.observe(DdpDebug(order.ledger.stop))

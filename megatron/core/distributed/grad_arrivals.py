@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.backward_end import BackwardEnd, OutermostBackward
+from megatron.core.distributed.backward_end import OutermostBackward
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.hand_out import HandOut
 from megatron.core.distributed.launch_order import LaunchOrder
@@ -34,7 +34,7 @@ class GradArrivals:
         self._group_of, self._order, self._hand_out = group_of, order, hand_out
         self._groups = list(dict.fromkeys(group_of.values()))
         self._releases = ddp_config.release_gradients
-        self._end, self._outermost = BackwardEnd(self._end_pass), OutermostBackward()
+        self._end, self._outermost = order.backward_end(self._end_pass), OutermostBackward()
         is_transient = ddp_config.gradients_are_transient
         # Added in place, gradients that come in time have other last digits than those that come late; and those that
         # are transient stand nowhere.

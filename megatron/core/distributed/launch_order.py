@@ -7,11 +7,19 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 (who broke it off, which gradients came too late, whether to change the order) takes one small all-reduce.
 
 Where gradients are reduced in each backward, see [Note: passes] in passes.py.
+
+[Note: several orders] Two wrappers, or two optimizers, may send over the same process groups, each with an order of its
+own. As gradients of both come in one backward, ranks would interleave the two differently. So an order that is not
+alone launches only where the program says when: reductions at the end of a backward or in `finish`, gathers with the
+update. What ends with the same backward does in the order in which it was built. With process groups of their own, or
+one launch order for both, they overlap.
 """
 
+import gc
 import logging
+import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -19,6 +27,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
+from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.chunk_sync import ChunkSync, StageChunks
 from megatron.core.distributed.iteration_phase import Phase
@@ -31,6 +40,7 @@ from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.stage_groups import groups_of_stage
 from megatron.core.distributed.step_agreement import StepAgreement, Verdict
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
+from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -46,7 +56,7 @@ class LaunchOrder(ParamGathers):
     other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
     these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
     at the end. passes: for groups that sum up those of an iteration, see [Note: passes]; None: they are reduced once.
-    words: of the order's owner, for errors.
+    words: of the order's owner, for errors. sends_over: the groups of all buckets, see [Note: several orders].
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class LaunchOrder(ParamGathers):
         passes: Passes | None = None,
         ledger: Ledger | None = None,
         words: OrderWords | None = None,
+        sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
         super().__init__()
         self.stage_group, self._pp_group, self._words = stage_group, pp_group, words or OrderWords()
@@ -83,6 +94,17 @@ class LaunchOrder(ParamGathers):
         # Groups of which more may be started before the end.
         self._launched: deque[SyncedGroup] = deque()
         self._warned: set[str] = set()
+        # Weakly: they lead to an optimizer, which nobody may use any more.
+        self._ends: list[weakref.ref[BackwardEnd]] = []
+        add_sender(self, sends_over)
+        if senders_beside(self):
+            # Those out of use may wait to be collected.
+            gc.collect()
+        if senders_beside(self) and group_rank(stage_group) == 0:
+            logger.warning(
+                "another wrapper or optimizer sends over the same process groups: while both are in use, nothing is "
+                "sent during backward or forward; give each groups of its own, or chunks of a model one launch_order"
+            )
 
     def attach(self, chunk: ChunkSync) -> None:
         """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
@@ -116,6 +138,17 @@ class LaunchOrder(ParamGathers):
     def freeze(self) -> None:
         """Keeps the order from now on, for graphs that are captured with it."""
         self._sequence.is_frozen = True
+
+    def backward_end(self, then: Callable[[], None]) -> BackwardEnd:
+        """Lets `then` be called after each backward that is noted, after what other orders, built earlier, do there."""
+        end = BackwardEnd(then, before=self._end_earlier)
+        self._ends.append(weakref.ref(end))
+        return end
+
+    def close_ends(self) -> None:
+        """Calls now what is due after the backward that is over."""
+        for end in filter(None, [end() for end in self._ends]):
+            end.close()
 
     # Gradients.
 
@@ -152,7 +185,10 @@ class LaunchOrder(ParamGathers):
         self._sequence.came(group.number, part=self._passes.groups_with(group.number))
         if not self._overlap:
             return
-        if group.count_gradient(param) and group.grad_state is GradState.COLLECTING:
+        is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING
+        if senders_beside(self):
+            return
+        if is_complete:
             self._launch(self._sequence.ready(group.number))
         self._advance_early()
 
@@ -263,6 +299,11 @@ class LaunchOrder(ParamGathers):
             self._break_off("release() was called")
         self._end_finished(is_reset=False)
         self._phase = Phase.CLOSED
+        self.leave()
+
+    def leave(self) -> None:
+        """Nothing is sent any more."""
+        remove_sender(self)
 
     # In a CUDA graph, whose capture ranks begin and end alike.
 
@@ -314,6 +355,9 @@ class LaunchOrder(ParamGathers):
     def note_update(self) -> None:
         """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
         self.ledger.note("an update of the parameters by the optimizer")
+        if senders_beside(self):
+            # In a forward, each rank may need another order's first.
+            self._launch_gathers()
 
     @property
     def gather_order(self) -> list[SyncedGroup]:
@@ -321,6 +365,10 @@ class LaunchOrder(ParamGathers):
         return self._in_order()[::-1]
 
     # Inside.
+
+    def _end_earlier(self) -> None:
+        for order in senders_beside(self, earlier=True):
+            order.close_ends()
 
     @property
     def _has_chunk_passes(self) -> bool:

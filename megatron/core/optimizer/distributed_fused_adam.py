@@ -147,6 +147,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             overlap_grad_reduce=overlap_grad_sync,
             passes=Passes(PassScope.ALL, max_in_flight=pipeline_size),
             words=OrderWords(zero="zero_grad", finish="grad_sync"),
+            sends_over=(grid.ranks, grid.shards, grid.replicas),
         )
         if capturable:
             order.freeze()
@@ -442,6 +443,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Takes all hooks off; the parameters have their last values on all ranks then. Collective."""
         self._order.finish_param_sync(self._shards.groups)
         self._grads.release()
+        self._order.leave()
         if self._forward is not None:
             self._forward.remove()
 

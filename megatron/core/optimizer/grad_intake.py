@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.optimizer.grad_stand_in import UNSEEN, GradStandIn, KeptGrad
 from megatron.core.optimizer.shard_scaling import ShardScaling
@@ -90,7 +89,7 @@ class GradIntake:
     ) -> None:
         self._params, self._order, self._scaling, self._overlap = params, order, scaling, overlap
         self._mode = GradMode.SYNC
-        self._pass = BackwardEnd(self._end_pass)
+        self._pass = order.backward_end(self._end_pass)
         self._handles: list[Any] = []
         self._sums = _Sums.GROWING
         # Passes that have ended since sums were last whole, or forgotten.
