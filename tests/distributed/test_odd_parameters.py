@@ -1,5 +1,8 @@
-"""Parameters that few models have, in every mode of the wrappers."""
+"""Parameters that few models have, and modules that few wrap, in every mode of the wrappers."""
 
+import copy
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.dist_checkpointing import load, model_logical_pieces, model_sharded_tensors, save
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+)
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
 from tests.harness import run_on_ranks
 
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 8}
@@ -73,3 +82,202 @@ def _with_and_without(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_parameters_without_elements_change_nothing(mode: str) -> None:
     run_on_ranks(_with_and_without, 2, mode)
+
+
+# Memory that parameters share.
+
+
+class Pair(nn.Module):
+    """Two weights that are multiplied by one input."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.first).square().sum() + (x @ self.second).sum()
+
+
+def _tied_by_data() -> nn.Module:
+    values = torch.ones(3, 2)
+    return Pair(values, values)
+
+
+def _overlapping() -> nn.Module:
+    values = torch.ones(9)
+    return Pair(values[:6].view(3, 2), values[5:8].view(3, 1))
+
+
+def _seen_by_a_buffer() -> nn.Module:
+    module = Pair(torch.ones(3, 2), torch.ones(3, 1))
+    module.register_buffer("seen", module.first.data[1:])
+    return module
+
+
+def _columns() -> nn.Module:
+    values = torch.arange(12.0).view(3, 4)
+    return Pair(values[:, :3], values[:, 3:])
+
+
+def _tied_by_name() -> nn.Module:
+    module = Pair(torch.ones(3, 2), torch.ones(3, 1))
+    module.second = module.first
+    return module
+
+
+def _wrap(module: nn.Module, mode: str) -> None:
+    if mode == "fused adam":
+        DistributedFusedAdam(module.parameters())
+    elif mode == "fsdp2":
+        TorchFullyShardedDataParallel(ModelParallelConfig(), TorchFullyShardedDataParallelConfig(), module)
+    else:
+        DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**MODES[mode][0]), module)
+
+
+WRAPPERS = ["ddp", "zero2, overlapped", "fused adam", "fsdp2"]
+
+
+def _refused(mode: str) -> None:
+    for build in (_tied_by_data, _overlapping, *([] if mode == "fused adam" else [_seen_by_a_buffer])):
+        with pytest.raises(ValueError, match="share memory.*one nn.Parameter under both names"):
+            _wrap(build(), mode)
+
+
+@pytest.mark.parametrize("mode", WRAPPERS)
+def test_parameters_that_share_memory_are_refused(mode: str) -> None:
+    run_on_ranks(_refused, 2, mode)
+
+
+def _allowed(mode: str) -> None:
+    # DistributedFusedAdam takes dense memory alone.
+    for build in (_tied_by_name,) if mode == "fused adam" else (_columns, _tied_by_name):
+        module = build()
+        before = [param.detach().clone() for param in module.parameters()]
+        _wrap(module, mode)
+        if mode != "fsdp2":
+            torch.testing.assert_close([*module.parameters()], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fused adam"])
+def test_columns_of_one_matrix_and_tied_parameters_are_not(mode: str) -> None:
+    run_on_ranks(_allowed, 2, mode)
+
+
+# Layouts.
+
+
+class Convolutions(nn.Module):
+    """A convolution, and a weight that lies transposed or does not."""
+
+    def __init__(self, *, is_turned: bool) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.conv = nn.Conv2d(3, 4, 2)
+        values = torch.randn(4, 5)
+        self.weight = nn.Parameter(values)
+        if is_turned:
+            self.conv.to(memory_format=torch.channels_last)
+            self.weight.data = values.t().contiguous().t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, 3, 1, 1], whole numbers in fp32. The sums of its gradients are exact in any order."""
+        return (self.conv.weight.sum(dim=(2, 3)) @ x[0, :, 0, 0]).sum() + (self.weight * x.sum()).sum()
+
+
+def _trained_and_saved(mode: str, folder: Path, *, is_turned: bool) -> list[Tensor]:
+    """Trains two steps, the second of which continues from what the other layout has saved, if that is there."""
+    settings, optimizing = MODES[mode]
+    module = Convolutions(is_turned=is_turned)
+    strides = [param.stride() for param in module.parameters()]
+    wrapped = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), module)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **optimizing), [wrapped])
+    for step in range(2):
+        optimizer.zero_grad()
+        drawn = torch.randint(-4, 5, (2, 3, 1, 1), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        wrapped(drawn.float()).backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+        wrapped.wait_params(module.parameters())
+        state = [*model_sharded_tensors(wrapped), *optimizer.sharded_state(model_logical_pieces(wrapped))]
+        if step == 0:
+            save(state, folder / str(is_turned), common={})
+            other = folder / str(not is_turned)
+            if other.exists():
+                for tensor in state:
+                    tensor.data.fill_(7.0)
+                load(state, other)
+    assert [param.stride() for param in module.parameters()] == strides
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def _both_layouts(mode: str, folder: Path) -> None:
+    plain, turned = (_trained_and_saved(mode, folder, is_turned=chosen) for chosen in (False, True))
+    torch.testing.assert_close(turned, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ddp, overlapped", "zero1", "zero1, overlapped"])
+def test_weights_keep_their_memory_format_and_train_and_load_as_contiguous_ones(mode: str, tmp_path: Path) -> None:
+    run_on_ranks(_both_layouts, 2, mode, tmp_path)
+
+
+def _other_layout_on_a_rank() -> None:
+    module = Convolutions(is_turned=dist.get_rank() == 1)
+    with pytest.raises(ValueError, match=r"parameter weight is .*, strides \(1, 4\), .* on rank 1"):
+        _wrap(module, "ddp")
+
+
+def test_ranks_with_other_memory_formats_are_refused() -> None:
+    run_on_ranks(_other_layout_on_a_rank, 2)
+
+
+# Wrapped modules that are stored, or compiled.
+
+
+def _stored(module: nn.Module) -> bytes:
+    stored = io.BytesIO()
+    torch.save(module, stored)
+    return stored.getvalue()
+
+
+def _stored_and_wrapped(mode: str) -> None:
+    settings, optimizing = MODES[mode]
+    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    plain_size = len(_stored(module))
+    wrapped = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), module)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, **optimizing), [wrapped])
+    x = torch.ones(2, 64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(x).sum().backward()
+        wrapped.finish_grad_sync()
+        optimizer.step()
+    wrapped.wait_params(module.parameters())
+    stored = _stored(module)
+    # Neither gradients nor the wrapper go along.
+    assert len(stored) < 1.05 * plain_size
+    copies = [torch.load(io.BytesIO(stored), weights_only=False), copy.deepcopy(module)]
+    for other in copies:
+        torch.testing.assert_close([*other.parameters()], [*module.parameters()], rtol=0, atol=0)
+        again = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), other)
+        again(x).sum().backward()
+        again.finish_grad_sync()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrapped_module_is_stored_and_copied_without_its_wrapper(mode: str) -> None:
+    run_on_ranks(_stored_and_wrapped, 2, mode)
+
+
+def _compiled_and_not(mode: str) -> None:
+    trained = []
+    for compiled in (False, True):
+        module = Net(with_empty=False)
+        if compiled:
+            module.layers = torch.compile(module.layers, backend="eager")
+        trained.append(_trained(module, mode))
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["zero1, overlapped", "zero2, overlapped"])
+def test_compiled_parts_wait_for_their_parameters(mode: str) -> None:
+    run_on_ranks(_compiled_and_not, 2, mode)

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.boxes import Box, whole
 
 WRAPPER_PREFIX = "module."
@@ -17,7 +18,7 @@ WRAPPER_PREFIX = "module."
 
 @dataclasses.dataclass(frozen=True)
 class LogicalPiece:
-    """A strided window of a contiguous parameter-shaped tensor, and the box of the stored tensor that it fills.
+    """A strided window of a parameter's memory, and the box of the stored tensor that it fills.
 
     shape, stride, storage_offset (elements from the tensor's first): the window, as for torch.as_strided.
     key, global_shape, global_offset: the stored tensor and where the window's first element lies in it; the box
@@ -42,8 +43,11 @@ class LogicalPiece:
             raise ValueError(f"logical piece {self.key}: the box leaves its stored tensor: {self}")
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The window as a view of `tensor`: contiguous, of the parameter's shape, any dtype -> [*shape], same dtype."""
-        if not tensor.is_contiguous():
+        """The window as a view of `tensor`: contiguous, of the parameter's shape, any dtype -> [*shape], same dtype.
+
+        A tensor of another layout only where the piece is the whole of it, and knows its strides: see memory_piece.
+        """
+        if not (tensor.is_contiguous() or tensor.stride() == self.stride):
             raise ValueError(f"logical piece {self.key}: needs a contiguous tensor, not strides {tensor.stride()}")
         # as_strided would check against the whole storage only, in which neighbours of a flat buffer live too.
         reach = self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -82,6 +86,12 @@ def identity_piece(key: str, shape: tuple[int, ...]) -> LogicalPiece:
     return LogicalPiece(key, tuple(shape), stride, 0, tuple(shape), (0,) * len(shape))
 
 
+def memory_piece(key: str, tensor: torch.Tensor) -> LogicalPiece:
+    """The piece of a tensor, any shape, dense layout and dtype, that is stored whole, in its logical order."""
+    piece = identity_piece(key, tuple(tensor.shape))
+    return piece if tensor.is_contiguous() else dataclasses.replace(piece, stride=dense_strides(tensor))
+
+
 def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]]:
     """The pieces of every parameter of `model`, by its name without wrapper prefixes, in named_parameters order.
 
@@ -92,7 +102,7 @@ def model_logical_pieces(model: torch.nn.Module) -> dict[str, list[LogicalPiece]
     pieces = {}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
-        pieces[name] = described.pop(name, []) or [identity_piece(name, tuple(parameter.shape))]
+        pieces[name] = described.pop(name, []) or [memory_piece(name, parameter)]
     # A module may describe a tied parameter under its second name, or a buffer; anything else is a mistake.
     others = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     others.update(canonical_name(name) for name, _ in model.named_buffers(remove_duplicate=False))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.dense_memory import check_apart
 from megatron.core.device import SideStream, default_device
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.collectives import ReductionPolicy
@@ -89,6 +90,7 @@ def check_params(module: nn.Module) -> None:
                 f"parameter {name} is a DTensor: the module was given to fully_shard, as by "
                 "TorchFullyShardedDataParallel, before; wrap another one that is not, once"
             )
+    check_apart([*module.named_parameters(), *module.named_buffers()])
     trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
     for name, param in trained:
         if param.dtype not in _DTYPES:
@@ -118,7 +120,7 @@ def _check_has_memory(module: nn.Module) -> None:
 
 
 def _check_contiguous(module: nn.Module, setting: str) -> None:
-    # Buffers of transient gradients keep the order of memory, which checkpoints of this optimizer take for the logical.
+    # Hooks are given a parameter's shard, whose order is that of memory, under its logical shape.
     for name, param in module.named_parameters():
         if param.requires_grad and not param.is_contiguous():
             raise ValueError(

@@ -19,7 +19,7 @@ from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
-from megatron.core.distributed.forward_waits import ForwardWaits
+from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import HandOut, is_completed_later
@@ -332,11 +332,11 @@ class DistributedDataParallel(_BaseDataParallel):
             raise ValueError("enable_forward_pre_hook was called before: disable the hooks first")
         for module in self.module.modules():
             if self._waits.below(module):
-                hook = self._pre_hook(partial(self._waits.before, module), prefetch=self._prefetches)
+                hook = self._pre_hook(partial(self._waits.before, module))
                 self._pre_hooks.append(module.register_forward_pre_hook(hook))
             if self._waits.own(module):
                 # Weights are read and written by their names as well, and what was loaded must not be gathered over.
-                hook = self._pre_hook(partial(self._waits.own, module), prefetch=self._prefetches)
+                hook = self._pre_hook(partial(self._waits.own, module))
                 self._pre_hooks.append(module.register_state_dict_pre_hook(hook))
                 self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
 
@@ -405,13 +405,12 @@ class DistributedDataParallel(_BaseDataParallel):
         for buffer in self.all_buffers:
             buffer.zero_grads()
 
-    def _pre_hook(self, groups: Callable[[], Sequence[SyncedGroup]], *, prefetch: bool) -> Callable[..., None]:
-        # No bound method, with which a copy of the module would copy this wrapper.
-        def wait_for_params(*unused: Any) -> None:
-            for group in groups():
-                self.launch_order.need(group, prefetch=prefetch)
+    def _pre_hook(self, groups: Callable[[], Sequence[SyncedGroup]]) -> WaitForGroups:
+        return WaitForGroups(groups, need=partial(self._need, prefetch=self._prefetches))
 
-        return wait_for_params
+    def _need(self, groups: Iterable[SyncedGroup], *, prefetch: bool) -> None:
+        for group in groups:
+            self.launch_order.need(group, prefetch=prefetch)
 
     def _in_order_of_backward(self) -> list[SyncedGroup]:
         # A bucket is complete when backward has come to the first of its modules.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.dense_memory import shaped_view
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.collectives import ReductionPolicy, shard_of
 from megatron.core.distributed.layout import BucketLayout, Span, lay_out
@@ -261,11 +262,12 @@ class _ParamAndGradBuffer:
 
     def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
         assert param.dtype == self.kind.param_dtype, f"parameter {name} is {param.dtype}: the buffer is {self.kind}"
-        place = self.param_data[span.start : span.end].view(param.shape)
+        # In the order of its own memory: a layout such as channels_last stays.
+        place = shaped_view(self.param_data[span.start : span.end], param)
         place.copy_(param.detach())
         # The parameter object stays, and with it hooks, ties and whoever holds it.
         param.data = place
-        wire = self.grad_data[span.start : span.end].view(param.shape)
+        wire = shaped_view(self.grad_data[span.start : span.end], param)
         patterns = self.settings.fp32_patterns
         beside = "all" in patterns or any(fnmatch(canonical_name(name), pattern) for pattern in patterns)
         main_grad = torch.zeros_like(wire, dtype=torch.float32) if beside and wire.dtype.itemsize < 4 else wire

@@ -9,7 +9,8 @@ it waits for its own parameters, and for those of modules below that nobody has 
 between training and evaluation, with gradients and without: each is learnt by itself.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,3 +66,29 @@ class ForwardWaits:
         for child in module.children():
             if (child, *mode) not in self._called:
                 yield from self._uncalled(child, mode)
+
+
+class WaitForGroups:
+    """A hook of a module: waits for groups that are looked up when it is called. In a module that is stored or copied
+    it does nothing, as nobody gathers that one's parameters.
+    """
+
+    def __init__(
+        self, groups: Callable[[], Iterable[SyncedGroup]], *, need: Callable[[Iterable[SyncedGroup]], None]
+    ) -> None:
+        self._groups, self._need = groups, need
+
+    # In a compiled module the graph breaks here: whether to wait is known when it runs.
+    @torch.compiler.disable
+    def __call__(self, *unused: Any) -> None:
+        self._need(self._groups())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoWait, ()
+
+
+class NoWait:
+    """What such a hook is stored or copied as."""
+
+    def __call__(self, *unused: Any) -> None:
+        pass

@@ -4,7 +4,7 @@ How gradients are kept and reduced is bucket_group.py's, or transient_grads.py's
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -85,6 +85,8 @@ class SyncedGroup(ABC):
         self.arrival = Arrival(self.device)
         self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
         self._gathers: list[Handle] = []
+        # Called when the parameters have come, by a rank's owner of them.
+        self.on_arrival: Callable[[], None] | None = None
 
     # For users: each in its turn among all groups.
 
@@ -235,6 +237,8 @@ class SyncedGroup(ABC):
         self._gathers.clear()
         self.arrival.note()
         self.param_state = ParamState.ARRIVED
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def _message_of(self, bucket: _ParamAndGradBucket) -> torch.Tensor:
         """The gather buffer of a bucket: [bucket elements], any float dtype, with this rank's shard in its place."""

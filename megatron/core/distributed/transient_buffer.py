@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from megatron.core.dense_memory import shaped_view
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.dense_memory import shaped_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, Entry, _ParamAndGradBuffer
 from megatron.core.distributed.layout import Span, locate
 from megatron.core.distributed.message_memory import MessageMemory

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
+from megatron.core.dense_memory import flat_view, in_order_of, shaped_view
 from megatron.core.device import Writers, keep_for_current_stream
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, reduce_bucket_, shard_of
-from megatron.core.distributed.dense_memory import flat_view, in_order_of, shaped_view
 from megatron.core.distributed.flat_buffer import (
     _ParamAndGradBucket,
     plain_grad,
@@ -341,7 +341,9 @@ class TransientGroup(SyncedGroup):
         return flat[start : start + fragment.span.numel]
 
     def _part_of(self, param: nn.Parameter, fragment: Fragment) -> torch.Tensor:
-        return flat_view(param)[fragment.start : fragment.start + fragment.span.numel]
+        # Also of a parameter that others may not read: what has come is put there.
+        with torch._C.DisableTorchFunctionSubclass():
+            return flat_view(param)[fragment.start : fragment.start + fragment.span.numel]
 
     def _reduce(self, flat: torch.Tensor, into: torch.Tensor | None) -> Handle:
         settings = self._buffer.settings

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.agreement import RemoteRankError
+from megatron.core.dense_memory import dense_strides
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.group_collectives import gather_objects
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -113,6 +114,9 @@ _SIZES = ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 def _describe(param: nn.Parameter) -> str:
     facts = param_facts(param)
     words = [f"{list(param.shape)} {param.dtype}"]
+    if not param.is_contiguous():
+        # Buffers have it in this order.
+        words.append(f"strides {dense_strides(param)}")
     # Whether the copy of a tied weight trains, its owner will say.
     if not facts.shared:
         words.append("requires grad" if param.requires_grad else "needs no grad")

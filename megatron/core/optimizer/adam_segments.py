@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron.core.dense_memory import flat_view
 from megatron.core.device import SideStream
 from megatron.core.distributed.collectives import ReductionPolicy
-from megatron.core.distributed.dense_memory import flat_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import Span
 from megatron.core.distributed.run_params import RunParam
@@ -150,7 +150,9 @@ class Segment:
 
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
-        return (param for param, address in zip(self.params, self._addresses) if param.data_ptr() != address)
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [param.data_ptr() for param in self.params]
+        return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, TransientGroup]]:
         """Each parameter with each bucket that has a part of it."""

@@ -18,8 +18,8 @@ from torch import nn
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, intersection, whole
 from megatron.core.dist_checkpointing.flat_ranges import boxes_of_range, range_tensors
+from megatron.core.dist_checkpointing.logical import memory_piece
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
-from megatron.core.distributed.dense_memory import memory_piece
 from megatron.core.distributed.layout import round_up
 from megatron.core.optimizer.adam_state_checks import (
     EXP_AVG,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from megatron.core.agreement import all_ranks_agree
-from megatron.core.distributed.dense_memory import check_dense
+from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.order_words import OrderWords
 from megatron.core.distributed.passes import Passes, PassScope
@@ -176,6 +176,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             check_group(group)
             for name, param in zip(names, group["params"]):
                 self._check_param(name, param)
+            before = [(name, param) for param, name in self._shards.names.items()]
+            check_apart([*before, *zip(names, group["params"])])
         except ValueError:
             # As if it had not been given.
             self.param_groups.pop()
@@ -531,9 +533,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
         self._grads.note_step()
-        self._order.note_update()
         if self._forward is None:
+            self._order.note_update()
             self._order.finish_param_sync(groups)
+        else:
+            self._shards.mark_awaited()
+            self._order.note_update()
 
     def _rates_of(self, key: int) -> AdamRates:
         group, lr = self.param_groups[key], self._rates[key]

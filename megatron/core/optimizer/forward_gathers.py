@@ -8,10 +8,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from megatron.core.distributed.forward_waits import ForwardWaits
+from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.synced_group import SyncedGroup
 
 
@@ -35,6 +36,8 @@ class ForwardGathers:
         # Weakly: the hook is of the process, and must not keep an optimizer alive that nobody uses any more.
         attach_new = weakref.WeakMethod(self._attach_new)
 
+        # In a compiled module the graph breaks at these hooks: what to wait for is known when it runs.
+        @torch.compiler.disable
         def look(module: nn.Module, *unused: Any) -> None:
             if (method := attach_new()) is not None:
                 method(module)
@@ -87,17 +90,11 @@ class _Wait:
     def __init__(self, gathers: ForwardGathers, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
         self._gathers, self._groups = weakref.ref(gathers), groups
 
+    @torch.compiler.disable
     def __call__(self, *unused: Any) -> None:
         gathers = self._gathers()
         if gathers is not None:
             gathers.wait(self._groups)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _NoWait, ()
-
-
-class _NoWait:
-    """What a stored hook comes back as."""
-
-    def __call__(self, *unused: Any) -> None:
-        pass
+        return NoWait, ()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.core.distributed.dense_memory import shaped_view
+from megatron.core.dense_memory import shaped_view
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.transient_buffer import MemoryPolicy, ParamMemory, TransientBuffer
 

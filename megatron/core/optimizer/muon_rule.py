@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import Span
@@ -260,7 +261,7 @@ def _views(part: _Part, window: MatrixWindow, *, flat: torch.Tensor) -> list[tor
 
 def _whole(param: torch.Tensor) -> MatrixWindow:
     rows, columns = param.shape
-    return MatrixWindow((rows, columns), (columns, 1), 0)
+    return MatrixWindow((rows, columns), (columns, 1) if param.is_contiguous() else dense_strides(param), 0)
 
 
 def _torch_factor(shape: tuple[int, int]) -> float:

@@ -4,6 +4,7 @@ What is sent when is the launch order's; where gradients come from, grad_intake.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from torch import nn
 from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.replica_checks import bits_sync
+from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, Segment, SegmentPlan
 from megatron.core.optimizer.adam_state_dict import OwnedRange
+from megatron.core.optimizer.awaited_params import mark_arrived, mark_awaited
 from megatron.core.optimizer.flat_adam import GradUse
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 
@@ -164,6 +167,7 @@ class ShardedParams:
         self.groups_of.update((param, []) for param in params)
         for param, group in segment.groups_of():
             self.groups_of[param].append(group)
+            group.on_arrival = partial(self._mark_arrived, group)
         self.note_versions()
         self._order.go_on()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
@@ -188,6 +192,15 @@ class ShardedParams:
     def note_versions(self) -> None:
         """The parameters are as the masters have them."""
         self._versions = {param: param._version for param in self.groups_of}
+
+    def mark_awaited(self) -> None:
+        """Lets reads of all parameters raise until their gathers, which are due, have come."""
+        mark_awaited(param for param, groups in self.groups_of.items() if groups)
+
+    def _mark_arrived(self, group: TransientGroup) -> None:
+        states = (ParamState.ARRIVED, ParamState.CURRENT)
+        own = [entry.param for entry in group.entries]
+        mark_arrived(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
 
     def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The first rank's order of the same parameters. Collective."""

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piec
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.linear import autocast_input, linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -53,7 +54,7 @@ class LayerConfig(Protocol):
     sequence_parallel: bool
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(CopiedWithGroups):
     """y = x W^T (+ b), W's rows split over the tensor-parallel group. Returns (y, bias to add or None)."""
 
     weight: nn.Parameter | None
@@ -127,7 +128,7 @@ class ColumnParallelLinear(nn.Module):
         return output, self.bias if self.skip_bias_add else None
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(CopiedWithGroups):
     """y = x W^T, W whole on every rank of the tensor-parallel group. Returns (y, None), as the split layers do.
 
     Under sequence parallelism each rank multiplies its part of the sequence, and the weight's gradient is to be summed.
@@ -166,7 +167,7 @@ class ReplicatedLinear(nn.Module):
         return output, None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(CopiedWithGroups):
     """y = x W^T (+ b), W's columns split over the tensor-parallel group. Returns (y, bias to add or None)."""
 
     bias: nn.Parameter | None
@@ -240,7 +241,7 @@ class RowParallelLinear(nn.Module):
         )
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(CopiedWithGroups):
     """One row per vocabulary entry, rows split over the tensor-parallel group."""
 
     def __init__(

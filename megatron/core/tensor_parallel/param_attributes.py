@@ -4,9 +4,15 @@ that gradient stands.
 Only these functions know the attributes' names; everything else asks `param_facts`.
 """
 
+import weakref
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
+
+# What wrappers write, which is not stored or copied with a parameter: nobody wraps the other one.
+_OF_WRAPPERS = {"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     )
 
 
+def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
+    """Writes on a parameter what is written on another, by layers and users; both: any shape and dtype."""
+    vars(destination).update(_marks(source))
+
+
 def mark_partial_gradient(param: nn.Parameter | None, *, partial: bool = True) -> None:
     """Writes `sequence_parallel` on a parameter, if there is one: any shape and dtype."""
     if param is not None:
@@ -73,11 +84,12 @@ def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Writes where a parameter's gradients add up; grad: [*parameter shape], floating point."""
     vars(param).update(main_grad=grad)
+    _store_marks_alone(param)
 
 
 def clear_main_grad(param: nn.Parameter) -> None:
     """Takes that back from a parameter, any shape and dtype, with what kernels wrote of it."""
-    for name in ("main_grad", "grad_added_to_main_grad", "gradients_pass"):
+    for name in _OF_WRAPPERS - {"grad_owner"}:
         vars(param).pop(name, None)
 
 
@@ -89,6 +101,7 @@ def has_main_grad(param: nn.Parameter) -> bool:
 def mark_gradients_pass(param: nn.Parameter) -> None:
     """Writes on a parameter, any shape and dtype, that a wrapper has it and keeps none of its gradients."""
     vars(param).update(gradients_pass=True)
+    _store_marks_alone(param)
 
 
 def gradients_pass(param: Tensor) -> bool:
@@ -120,3 +133,18 @@ def clear_added_to_main_grad(param: nn.Parameter) -> None:
 def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
     """Whether `grad` of such a parameter, any shape and dtype, holds what its other uses gave, and not rubbish."""
     return bool(vars(param).get("zero_out_wgrad", False))
+
+
+def _marks(param: nn.Parameter) -> dict[str, Any]:
+    return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}
+
+
+def _store_marks_alone(param: nn.Parameter) -> None:
+    # torch asks a parameter for its state where it is pickled. Weakly, or it would keep itself alive.
+    vars(param)["__getstate__"] = partial(_stored_marks, weakref.ref(param))
+
+
+def _stored_marks(param: "weakref.ref[nn.Parameter]") -> dict[str, Any]:
+    found = param()
+    assert found is not None, "it is being pickled"
+    return _marks(found)

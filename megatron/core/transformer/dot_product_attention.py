@@ -24,6 +24,7 @@ from megatron.core.model_parallel_config import InitMethod
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, or_alone
+from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, split_piece, split_size
 from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention_tiles import segments_of_samples
@@ -37,7 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.window_attention import attend_in_blocks, attend_in_window
 
 
-class DotProductAttention(nn.Module, Drawing):
+class DotProductAttention(CopiedWithGroups, Drawing):
     """Attention of query heads over shared key/value heads; the kernel is chosen at construction.
 
     layer_number: counts from 1; layers may differ in whether they have a window.

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.transformer.layer_parts import LayerParts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import ModelWrapper
 
 
-class MegatronModule(nn.Module):
+class MegatronModule(CopiedWithGroups):
     """An nn.Module with the configuration that it was built from."""
 
     def __init__(self, config: TransformerConfig) -> None:

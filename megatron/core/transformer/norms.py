@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.layers import empty_values, new_parameter, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +22,7 @@ class Norm:
         return kind(config, hidden_size, eps=eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(CopiedWithGroups):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:
@@ -40,7 +41,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(CopiedWithGroups):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, *, eps: float = 1e-5) -> None:

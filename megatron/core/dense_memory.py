@@ -1,13 +1,13 @@
 """Parameters in the order in which their elements lie in memory: plain, channels_last, transposed.
 
 Flat buffers hold this order, so that a layout is neither lost nor paid for with a copy. What is stored in checkpoints
-is the logical order, see flat_ranges.py of dist_checkpointing.
+is the logical order, see logical.py and flat_ranges.py of dist_checkpointing.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
-
-from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -34,6 +34,49 @@ def check_dense(name: str, param: nn.Parameter) -> None:
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
             "overlaps (contiguous, channels_last, transposed); make it so with .data = .data.contiguous()"
         )
+
+
+def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError where a parameter that requires grad shares elements with another of these tensors.
+
+    named: tensors of any shape and dtype, on any device, with their names. Moved into a flat buffer, or sharded, a
+    parameter would share its elements no more.
+    """
+    # Without elements, or on no device, it has no memory.
+    held = [(name, tensor) for name, tensor in named if tensor.numel() and not tensor.is_meta]
+    held.sort(key=lambda item: (str(item[1].device), item[1].data_ptr()))
+    for place, (name, tensor) in enumerate(held):
+        for other_name, other in held[place + 1 :]:
+            if other.device != tensor.device or other.data_ptr() >= _end(tensor):
+                break
+            if (tensor.requires_grad or other.requires_grad) and _have_common(tensor, other):
+                raise ValueError(
+                    f"{name} and {other_name} share memory, and would not once they are trained here: must be one "
+                    "nn.Parameter under both names (b.weight = a.weight), or have memory of their own "
+                    "(.data = .data.clone())"
+                )
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last element in memory; a number, as data_ptr gives the first one's."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr() + reach * tensor.element_size()
+
+
+def _have_common(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose ranges of memory overlap, any shapes and dtypes, have a byte in common.
+
+    Not so where each has other columns of one matrix.
+    """
+    first = min(one.data_ptr(), other.data_ptr())
+    taken = torch.zeros(max(_end(one), _end(other)) - first, dtype=torch.bool, device="cpu")
+    _bytes_of(taken, one, start=one.data_ptr() - first).fill_(True)
+    return bool(_bytes_of(taken, other, start=other.data_ptr() - first).any())
+
+
+def _bytes_of(memory: torch.Tensor, tensor: torch.Tensor, *, start: int) -> torch.Tensor:
+    size = tensor.element_size()
+    return memory.as_strided((*tensor.shape, size), (*(stride * size for stride in tensor.stride()), 1), start)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -66,11 +109,3 @@ def in_order_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     A view where the two have one order, else a copy.
     """
     return values.permute(memory_order(like)).reshape(-1)
-
-
-def memory_piece(key: str, param: torch.Tensor) -> LogicalPiece:
-    """How a parameter's memory, any shape, dense layout and dtype, maps to the tensor stored under `key`."""
-    piece = identity_piece(key, tuple(param.shape))
-    return LogicalPiece(
-        key, piece.shape, dense_strides(param), 0, global_shape=piece.global_shape, global_offset=piece.global_offset
-    )

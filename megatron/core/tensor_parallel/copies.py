@@ -1,0 +1,45 @@
+"""CopiedWithGroups: lets copy.deepcopy, and with it averages of weights (EMA), copy layers that have process groups."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.tensor_parallel.param_attributes import copy_marks
+
+
+class CopiedWithGroups(nn.Module):
+    """A module whose copies share its process groups, and on whose copied parameters is written what is on its own.
+
+    torch refuses to copy a group, and drops what is written on a parameter: the copy's gradients would be reduced as
+    those of a parameter that no rank has a part of.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        for param in self.parameters():
+            copy_marks(copy.deepcopy(param, memo), param)
+        for module in self.modules():
+            memo.update((id(group), group) for group in _groups_in(vars(module), set()))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:
+    """All process groups that a value leads to, but not through modules."""
+    if id(value) in seen or isinstance(value, (nn.Module, Tensor, type, FunctionType, ModuleType, str, bytes)):
+        return
+    seen.add(id(value))
+    if isinstance(value, ProcessGroup):
+        yield value
+        return
+    parts = [value] if isinstance(value, Mapping) else [getattr(value, "__dict__", {})]
+    inside = [part for mapping in parts for part in mapping.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        inside += value
+    for part in inside:
+        yield from _groups_in(part, seen)

@@ -1,0 +1,106 @@
+"""Two wrappers, or two optimizers, over one process group whose gradients come in another order on each rank."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
+from tests.harness import run_on_ranks
+
+STEPS = 5
+RATES = {"lr": 1e-2, "weight_decay": 0.0}
+ZERO1 = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+# Fields of the wrapper's configuration, and of the optimizer's.
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": ({}, {}),
+    "zero1": (ZERO1, {"use_distributed_optimizer": True}),
+    "zero2": ({**ZERO1, "shard_gradients": True}, {"optimizer": "distributed_fused_adam"}),
+}
+
+
+def _nets() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(5)
+    first = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    return first, copy.deepcopy(first)
+
+
+def _loss(first: nn.Module, second: nn.Module, step: int, *, rank: int) -> Tensor:
+    """Odd ranks call the second module first, and so have its gradients last."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + step))
+    if rank % 2 == 0:
+        outputs = first(x) * 3, second(x)
+    else:
+        late = second(x)
+        outputs = first(x) * 3, late
+    return (outputs[0] + outputs[1]).square().mean()
+
+
+def _expected() -> list[Tensor]:
+    """The parameters that AdamW on one process, with the mean of the ranks' losses, comes to."""
+    nets = _nets()
+    params = [param for net in nets for param in net.parameters()]
+    optimizer = torch.optim.AdamW(params, **RATES)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (_loss(*nets, step, rank=rank) / dist.get_world_size()).backward()
+        optimizer.step()
+    return params
+
+
+def _two_wrappers(mode: str) -> None:
+    settings, optimizing = MODES[mode]
+    nets = _nets()
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=16, **settings)
+    wrapped = [DistributedDataParallel(ModelParallelConfig(), ddp_config, net) for net in nets]
+    config = OptimizerConfig(clip_grad=0.0, **RATES, **optimizing)
+    optimizers = [get_megatron_optimizer(config, [chunk]) for chunk in wrapped]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        _loss(*wrapped, step, rank=dist.get_rank()).backward()
+        # In another order than that in which they were built, alike on all ranks.
+        for chunk, optimizer in list(zip(wrapped, optimizers))[:: 1 if step % 2 else -1]:
+            chunk.finish_grad_sync()
+            optimizer.step()
+    for chunk, net in zip(wrapped, nets):
+        chunk.wait_params(net.parameters())
+    torch.testing.assert_close([param for net in nets for param in net.parameters()], _expected())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_wrappers_in_one_backward_reduce_the_gradients_of_each(mode: str) -> None:
+    run_on_ranks(_two_wrappers, 2, mode)
+
+
+def _two_optimizers(settings: dict[str, Any]) -> None:
+    nets = _nets()
+    optimizers = [DistributedFusedAdam(net.parameters(), **RATES, **settings) for net in nets]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step == 3:
+            with optimizers[0].no_sync(), optimizers[1].no_sync():
+                (_loss(*nets, step, rank=dist.get_rank()) / 2).backward()
+            (_loss(*nets, step, rank=dist.get_rank()) / 2).backward()
+        else:
+            _loss(*nets, step, rank=dist.get_rank()).backward()
+        for optimizer in optimizers[:: 1 if step % 2 else -1]:
+            optimizer.step()
+    for net, optimizer in zip(nets, optimizers):
+        optimizer.wait_params(net.parameters())
+    torch.testing.assert_close([param for net in nets for param in net.parameters()], _expected())
+
+
+SMALL = {"bucket_cap_mb": 256 / 2**20}
+
+
+@pytest.mark.parametrize("settings", [SMALL, {**SMALL, "overlap_param_sync": True}, {"overlap_grad_sync": False}])
+def test_two_optimizers_in_one_backward_reduce_the_gradients_of_each(settings: dict[str, Any]) -> None:
+    run_on_ranks(_two_optimizers, 2, settings)
