@@ -253,12 +253,10 @@ class Draw:
 
     def spare_units(self) -> None:
         """Leaves out what sharded units do not take: places that only some ranks run, reentrant checkpoints of several
-        calls, and collections of several types, of which each would be a unit that is never called.
+        calls.
         """
         self.optional = []
         for index, part in enumerate(self.net.parts):
-            if part.kind == "collections" and part._dtype() is None:
-                part.inner.to(FP32)
             if part.recompute and self.net.order.count(index) > 1:
                 part.recompute = False
 

@@ -275,6 +275,13 @@ def test_a_list_whose_members_are_units_is_none_though_all_of_them_are_of_anothe
     assert [unit.name for unit in units] == ["layers.0", "layers.1", "layers.2", ""]
 
 
+def test_members_of_lists_that_nobody_calls_are_no_layers() -> None:
+    inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    net = nn.ModuleDict({"a": nn.ModuleList([nn.ParameterList([torch.ones(2)]), inner, nn.Linear(2, 2)])})
+    units = find_units(net, repeated_layers(net), experts_apart=True)
+    assert [unit.name for unit in units] == ["a.1.0", "a.1.1", "a.2", ""]
+
+
 def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
     net = Net()
     net.layers[2][0].weight = net.layers[0][0].weight

@@ -366,6 +366,12 @@ def _refusals() -> None:
     empty.extra = nn.Parameter(torch.zeros(0, 3))
     with pytest.raises(ValueError, match=r"parameter extra has shape \(0, 3\), no elements"):
         wrap_net(empty)
+    # Nobody calls a list or dict of parameters, so nothing would gather it.
+    for collection in (nn.ParameterList([torch.ones(4)]), nn.ParameterDict({"gain": torch.ones(4)})):
+        mixed = Net()
+        mixed.lists = nn.ModuleDict({"a": nn.ModuleList([collection.to(torch.bfloat16)])})
+        with pytest.raises(ValueError, match=r"bfloat16 among others that are float32.* a module of its own"):
+            wrap_net(mixed)
     twice = wrap_net(Net()).module
     for config in (FSDP2, None):
         with pytest.raises(ValueError, match=r"table\.weight is a DTensor: .* before"):

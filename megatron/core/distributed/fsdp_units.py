@@ -75,10 +75,13 @@ def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> 
 
 
 def repeated_layers(root: nn.Module) -> list[nn.Module]:
-    """The members of the outermost ModuleLists: in a model of layers, the layers."""
+    """The members of the outermost ModuleLists: in a model of layers, the layers. Lists in lists have layers as well."""
     found: list[nn.Module] = []
     for child in root.children():
-        found += list(child.children()) if isinstance(child, nn.ModuleList) else repeated_layers(child)
+        if isinstance(root, nn.ModuleList) and _is_called(child):
+            found.append(child)
+        else:
+            found += repeated_layers(child)
     return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
@@ -112,17 +115,22 @@ def _apart(
         if kind_of(param) != main:
             raise ValueError(
                 f"parameter {name} of {type(module).__name__} is {_words(kind_of(param))} among others that are "
-                f"{_words(main)}: with TorchFullyShardedDataParallel a module's own parameters must be of one kind; "
-                "put it in a module of its own"
+                f"{_words(main)}: with TorchFullyShardedDataParallel the parameters of a module, and of lists and "
+                "dicts in it, must be of one kind; put it in a module of its own, which is called"
             )
     for child in module.children():
         if child in stop:
             continue
         kinds = {kind_of(param) for name, param in child.named_parameters() if not _is_below(name, child, cut=stop)}
-        if len(kinds) == 1 and kinds != {main}:
+        if len(kinds) == 1 and kinds != {main} and _is_called(child):
             yield child, kinds.pop()
         elif kinds - {main}:
             yield from _apart(child, main, kind_of=kind_of, stop=stop)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward, before which its parameters are gathered; lists and dicts of modules have none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _check_not_shared(root: nn.Module, units: Sequence[Unit]) -> None:
