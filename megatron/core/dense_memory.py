@@ -42,6 +42,12 @@ def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     named: tensors of any shape and dtype, on any device, with their names. Moved into a flat buffer, or sharded, a
     parameter would share its elements no more.
     """
+    # Addresses may be read of parameters whose values may not.
+    with torch._C.DisableTorchFunctionSubclass():
+        _check_apart(named)
+
+
+def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     # Without elements, or on no device, it has no memory.
     held = [(name, tensor) for name, tensor in named if tensor.numel() and not tensor.is_meta]
     held.sort(key=lambda item: (str(item[1].device), item[1].data_ptr()))

@@ -73,9 +73,17 @@ def _reads_raise_until_the_gather() -> None:
     assert {type(param) for param in net.parameters()} == {nn.Parameter}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_reads_between_step_and_gather_raise(ranks: int) -> None:
-    run_on_ranks(_reads_raise_until_the_gather, ranks)
+def test_reads_between_step_and_gather_raise() -> None:
+    run_on_ranks(_reads_raise_until_the_gather, 2)
+
+
+def test_one_rank_has_new_values_at_once() -> None:
+    net = _net()
+    optimizer = DistributedFusedAdam(net.parameters(), lr=0.1, overlap_param_sync=True)
+    _loss(net, 0).backward()
+    optimizer.step()
+    before = _net()[0].weight
+    assert not torch.equal(net[0].weight, before) and torch.equal(copy.deepcopy(net)[0].weight, net[0].weight)
 
 
 def _compiled() -> None:

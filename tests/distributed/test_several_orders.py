@@ -104,3 +104,40 @@ SMALL = {"bucket_cap_mb": 256 / 2**20}
 @pytest.mark.parametrize("settings", [SMALL, {**SMALL, "overlap_param_sync": True}, {"overlap_grad_sync": False}])
 def test_two_optimizers_in_one_backward_reduce_the_gradients_of_each(settings: dict[str, Any]) -> None:
     run_on_ranks(_two_optimizers, 2, settings)
+
+
+def _begun_in_backward() -> None:
+    nets = _nets()
+    optimizers = [DistributedFusedAdam(net.parameters(), **RATES, **SMALL) for net in nets]
+    for net, optimizer in zip(nets, optimizers):
+        optimizer.init_params()
+        net(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+    # Neither zero_grad was called: the second optimizer's iteration begins when the first has begun to reduce.
+    with pytest.raises(RuntimeError, match="parameter .* in one backward.*zero_grad of both before the backward"):
+        _loss(*nets, 0, rank=0).backward()
+
+
+def test_iterations_that_begin_inside_one_backward_are_an_error_that_names_both() -> None:
+    run_on_ranks(_begun_in_backward, 2)
+
+
+def _in_turn() -> list[int]:
+    """How many gradients of the first module are under way at the end of its backward, in iterations apart."""
+    nets = _nets()
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=16)
+    wrapped = [DistributedDataParallel(ModelParallelConfig(), settings, net) for net in nets]
+    found = []
+    for _ in range(4):
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+            chunk(torch.ones(1, 5)).sum().backward()
+            found.append(sum(group.is_moving for group in chunk.bucket_groups))
+            chunk.finish_grad_sync()
+    return found
+
+
+def test_iterations_that_follow_each_other_overlap_as_alone() -> None:
+    for found in run_on_ranks(_in_turn, 2):
+        # The first iteration shows in which order gradients come.
+        assert found[:2] == [0, 0] and all(number > 1 for number in found[2:]), found

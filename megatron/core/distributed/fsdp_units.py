@@ -75,7 +75,7 @@ def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> 
 
 
 def repeated_layers(root: nn.Module) -> list[nn.Module]:
-    """The members of the outermost ModuleLists: in a model of layers, the layers. Lists in lists have layers as well."""
+    """The members of the outermost ModuleLists, and of lists in these: in a model of layers, the layers."""
     found: list[nn.Module] = []
     for child in root.children():
         if isinstance(root, nn.ModuleList) and _is_called(child):

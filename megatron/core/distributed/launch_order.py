@@ -9,19 +9,20 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 Where gradients are reduced in each backward, see [Note: passes] in passes.py.
 
 [Note: several orders] Two wrappers, or two optimizers, may send over the same process groups, each with an order of its
-own. As gradients of both come in one backward, ranks would interleave the two differently. So an order that is not
-alone launches only where the program says when: reductions at the end of a backward or in `finish`, gathers with the
-update. What ends with the same backward does in the order in which it was built. With process groups of their own, or
-one launch order for both, they overlap.
+own. Where gradients of both come in one backward, ranks would interleave the two differently. So an order whose
+iteration is not over when another's begins launches only where the program says when: reductions at the end of a
+backward or in `finish`, gathers with the update; and so does the other. What ends with the same backward does in the
+order in which it was built. With process groups of their own, or one launch order for both, they overlap; so they do
+where one begins its iterations when those of the other are over.
 """
 
-import gc
 import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
@@ -96,15 +97,12 @@ class LaunchOrder(ParamGathers):
         self._warned: set[str] = set()
         # Weakly: they lead to an optimizer, which nobody may use any more.
         self._ends: list[weakref.ref[BackwardEnd]] = []
+        # See [Note: several orders]: from the beginning of an iteration to `finish`, and whether others' are under way.
+        self.is_open = self._is_held = False
+        self._has_warned = False
+        # The backward in which the last gradient came; none has this number.
+        self._last_task = -2
         add_sender(self, sends_over)
-        if senders_beside(self):
-            # Those out of use may wait to be collected.
-            gc.collect()
-        if senders_beside(self) and group_rank(stage_group) == 0:
-            logger.warning(
-                "another wrapper or optimizer sends over the same process groups: while both are in use, nothing is "
-                "sent during backward or forward; give each groups of its own, or chunks of a model one launch_order"
-            )
 
     def attach(self, chunk: ChunkSync) -> None:
         """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
@@ -146,9 +144,39 @@ class LaunchOrder(ParamGathers):
         return end
 
     def close_ends(self) -> None:
-        """Calls now what is due after the backward that is over."""
-        for end in filter(None, [end() for end in self._ends]):
+        """Calls now what is due after the backward that is over, if it is one that another order has a part in."""
+        for end in filter(None, [end() for end in self._ends]) if self._is_held else ():
             end.close()
+
+    def make_way(self, other: "LaunchOrder") -> bool:
+        """Launches nothing more in backward until the end of this iteration, in which that of `other` begins.
+
+        Whether it can: not where a part may be launched already, which then goes before all that `other` does.
+        """
+        if self._is_held:
+            return True
+        if self._overlap and self._sequence.may_have_begun:
+            if self._last_task == torch._C._current_graph_task_id():
+                raise RuntimeError(
+                    f"gradients of {self.first_name()} and of {other.first_name()} come in one backward, and belong to "
+                    "two wrappers or optimizers over the same process groups: ranks could mix them up. Call "
+                    f"{self._words.zero} of both before the backward, or give each process groups of its own"
+                )
+            return False
+        self._is_held = True
+        if not self._has_warned and group_rank(self.stage_group) == 0:
+            self._has_warned = True
+            logger.warning(
+                "iterations of %s and of %s overlap over the same process groups: nothing of either is sent during "
+                "backward and forward; give each wrapper or optimizer groups of its own, or chunks one launch_order",
+                self.first_name(),
+                other.first_name(),
+            )
+        return True
+
+    def first_name(self) -> str:
+        """The name of one of the parameters, for messages."""
+        return next((entry.name for group in self._groups for entry in group.entries), "no parameter")
 
     # Gradients.
 
@@ -165,6 +193,7 @@ class LaunchOrder(ParamGathers):
         self._end_finished(is_reset=False)
         self._start()
         self._begun_by = {*begun_by, caller}
+        self._open()
 
     def gradient_came(self, group: SyncedGroup, param: nn.Parameter) -> None:
         """Takes a gradient that autograd left in `param.grad`, if it left one, and counts it."""
@@ -183,10 +212,11 @@ class LaunchOrder(ParamGathers):
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
             return
         self._sequence.came(group.number, part=self._passes.groups_with(group.number))
+        self._last_task = torch._C._current_graph_task_id()
         if not self._overlap:
             return
         is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING
-        if senders_beside(self):
+        if self._is_held:
             return
         if is_complete:
             self._launch(self._sequence.ready(group.number))
@@ -229,6 +259,7 @@ class LaunchOrder(ParamGathers):
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
             return
         self._check_usable()
+        self.is_open = False
         problem = self._chunks.find_problem()
         if not (is_replayed := self._phase is Phase.REPLAYED):
             self._launch_last()
@@ -355,7 +386,7 @@ class LaunchOrder(ParamGathers):
     def note_update(self) -> None:
         """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
         self.ledger.note("an update of the parameters by the optimizer")
-        if senders_beside(self):
+        if self._is_held:
             # In a forward, each rank may need another order's first.
             self._launch_gathers()
 
@@ -365,6 +396,16 @@ class LaunchOrder(ParamGathers):
         return self._in_order()[::-1]
 
     # Inside.
+
+    def _open(self) -> None:
+        """Notes that an iteration is under way."""
+        if self.is_open:
+            return
+        self.is_open = True
+        others = [order for order in senders_beside(self) if order.is_open]
+        # All of them make way, not only those up to the first that does.
+        answers = [order.make_way(self) for order in others]
+        self._is_held = any(answers)
 
     def _end_earlier(self) -> None:
         for order in senders_beside(self, earlier=True):
@@ -377,6 +418,7 @@ class LaunchOrder(ParamGathers):
     @contextmanager
     def _taking(self, group: SyncedGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
+        self._open()
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
             # Nobody waited for its gather, so forward took the values from before the optimizer's step.
             raise RuntimeError(
@@ -430,6 +472,7 @@ class LaunchOrder(ParamGathers):
         if self._phase is Phase.CLOSED:
             self._check_usable()
         self._phase = Phase.COLLECTING
+        self.is_open = False
         self._begun_by = set()
         self._sequence.start()
         self._launched.clear()

@@ -25,6 +25,7 @@ from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.layout import Fragment, Span
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.distributed.transient_buffer import GradMemory, SumMemory, TransientBuffer
+from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 
@@ -237,6 +238,11 @@ class TransientGroup(SyncedGroup):
     def wire_dtype(self) -> torch.dtype:
         """The all-gather dtype of parameters."""
         return self._buffer.wire_dtype
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether parameters have old values on this rank between an update and the end of the gather."""
+        return self._buffer.is_staged or group_size(self._buffer.data_parallel_group) > 1
 
     def staged_shard(self) -> torch.Tensor:
         """The place to which an optimizer writes this rank's new parameters for the next gather.

@@ -195,7 +195,7 @@ class ShardedParams:
 
     def mark_awaited(self) -> None:
         """Lets reads of all parameters raise until their gathers, which are due, have come."""
-        mark_awaited(param for param, groups in self.groups_of.items() if groups)
+        mark_awaited(param for param, groups in self.groups_of.items() if any(group.is_awaited for group in groups))
 
     def _mark_arrived(self, group: TransientGroup) -> None:
         states = (ParamState.ARRIVED, ParamState.CURRENT)

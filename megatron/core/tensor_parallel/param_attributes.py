@@ -4,7 +4,6 @@ that gradient stands.
 Only these functions know the attributes' names; everything else asks `param_facts`.
 """
 
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +61,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
     """Writes on a parameter what is written on another, by layers and users; both: any shape and dtype."""
-    vars(destination).update(_marks(source))
+    vars(destination).update(_marks_in(vars(source)))
 
 
 def mark_partial_gradient(param: nn.Parameter | None, *, partial: bool = True) -> None:
@@ -135,16 +134,11 @@ def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
     return bool(vars(param).get("zero_out_wgrad", False))
 
 
-def _marks(param: nn.Parameter) -> dict[str, Any]:
-    return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}
-
-
 def _store_marks_alone(param: nn.Parameter) -> None:
-    # torch asks a parameter for its state where it is pickled. Weakly, or it would keep itself alive.
-    vars(param)["__getstate__"] = partial(_stored_marks, weakref.ref(param))
+    # torch asks a parameter for its state where it is pickled. Of the dictionary: with the parameter itself it would
+    # keep itself alive, and with a weak reference torch could not swap it for another.
+    vars(param)["__getstate__"] = partial(_marks_in, vars(param))
 
 
-def _stored_marks(param: "weakref.ref[nn.Parameter]") -> dict[str, Any]:
-    found = param()
-    assert found is not None, "it is being pickled"
-    return _marks(found)
+def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS}

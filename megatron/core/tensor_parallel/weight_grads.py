@@ -43,10 +43,6 @@ class GradOwner:
     def __init__(self, main_grad: Tensor, take: Callable[[nn.Parameter, WeightGrad], None]) -> None:
         self.main_grad, self.take = main_grad, take
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A weight that was stored belongs to nobody: neither wrapper nor process groups come along.
-        return type(None), ()
-
 
 def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
     """Sets the object that accumulates a parameter's gradients, any shape and dtype; None: autograd alone."""
