@@ -49,7 +49,11 @@ def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     # Without elements, or on no device, it has no memory.
-    held = [(name, tensor) for name, tensor in named if tensor.numel() and not tensor.is_meta]
+    held = [
+        (name, tensor)
+        for name, tensor in named
+        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided and tensor.data_ptr()
+    ]
     held.sort(key=lambda item: (str(item[1].device), item[1].data_ptr()))
     for place, (name, tensor) in enumerate(held):
         for other_name, other in held[place + 1 :]:
@@ -72,7 +76,7 @@ def _end(tensor: torch.Tensor) -> int:
 def _have_common(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors whose ranges of memory overlap, any shapes and dtypes, have a byte in common.
 
-    Not so where each has other columns of one matrix.
+    Not so where each has other columns of one matrix. Takes a byte of the host for each byte of the two ranges.
     """
     first = min(one.data_ptr(), other.data_ptr())
     taken = torch.zeros(max(_end(one), _end(other)) - first, dtype=torch.bool, device="cpu")

@@ -208,7 +208,8 @@ def destroy_model_parallel() -> None:
     if dist.is_initialized() and dist.group.WORLD is _REGISTRY.world:
         for group in reversed(_REGISTRY.made):
             dist.destroy_process_group(group)
-    vars(_REGISTRY).update(vars(_Registry()))
+    # Whoever sends over groups of their own goes on.
+    vars(_REGISTRY).update(vars(_Registry(senders=_REGISTRY.senders)))
 
 
 def model_parallel_is_initialized() -> bool:
@@ -238,9 +239,9 @@ def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGr
 
 
 def add_sender(sender: Any, groups: Iterable[ProcessGroup | None]) -> None:
-    """Registers an object that launches collectives over these groups, for as long as somebody else has it.
+    """Registers, by weak reference, an object that launches collectives over groups.
 
-    Groups of one rank, and None, do not count.
+    None and groups of one rank are ignored.
     """
     _REGISTRY.senders[sender] = frozenset(group for group in groups if group is not None and group_size(group) > 1)
 

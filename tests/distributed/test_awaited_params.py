@@ -49,7 +49,6 @@ def _reads_raise_until_the_gather() -> None:
         optimizer.param_sync,
         net.state_dict,
         lambda: net(torch.ones(1, 5)),
-        optimizer.state_dict,
     ]
     for step, wait in enumerate(waits):
         for module, steps in ((net, optimizer), (plain, expected)):
@@ -63,8 +62,6 @@ def _reads_raise_until_the_gather() -> None:
         assert weight.shape == (6, 5) and weight.dtype == torch.float32 and weight.requires_grad and weight.is_leaf
         assert weight.numel() == 30 and weight.stride() == (5, 1) and isinstance(weight, nn.Parameter)
         wait()
-        if wait == optimizer.state_dict:
-            optimizer.wait_params(net.parameters())
         for read in READS.values():
             if read is not READS["copy_"] and read is not READS["numpy"]:
                 read(weight)

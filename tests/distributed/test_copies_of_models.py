@@ -30,12 +30,15 @@ def _groups_are_shared(fields: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel(2, **experts)
     model = small_model(small_config(**{**sizes, **experts, **fields}))
     copied = copy.deepcopy(model)
+    layers = [model.decoder.layers[0].self_attention.linear_proj, copied.decoder.layers[0].self_attention.linear_proj]
+    assert layers[0] is not layers[1] and layers[0].tp_group is layers[1].tp_group is not None
     averaged = AveragedModel(model).module
     named = dict(model.named_parameters())
     for other in (copied, averaged):
         assert list(dict(other.named_parameters())) == list(named)
         for name, param in other.named_parameters():
-            assert param is not named[name] and param_facts(param) == param_facts(named[name]), name
+            assert param is not named[name] and torch.equal(param, named[name]), name
+            assert param_facts(param) == param_facts(named[name]), name
     # The model's own gradients, and then the same of the copy, reduced over ranks as its marks say.
     found = []
     for one in (model, copied):

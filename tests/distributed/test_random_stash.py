@@ -181,7 +181,7 @@ def _train(*flags: Flags) -> tuple[Trained, _Watch] | str:
     try:
         return train_here(argv_of(*flags), watch.watch), watch
     except ValueError as error:
-        if watch.has_started:
+        if watch.has_started or "--" not in str(error):
             raise
         return str(error)
 

@@ -17,7 +17,7 @@ def is_in_backward() -> bool:
 
 
 class BackwardEnd:
-    """Calls `then` once after each outermost backward in which `note` was called, and `before` before that.
+    """Calls `then` once after each outermost backward in which `note` was called; `before` runs first.
 
     [Note: inner backward] Activation recomputation runs a backward inside another, with callbacks of its own. When
     those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.

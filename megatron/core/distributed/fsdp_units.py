@@ -78,7 +78,7 @@ def repeated_layers(root: nn.Module) -> list[nn.Module]:
     """The members of the outermost ModuleLists, and of lists in these: in a model of layers, the layers."""
     found: list[nn.Module] = []
     for child in root.children():
-        if isinstance(root, nn.ModuleList) and _is_called(child):
+        if isinstance(root, nn.ModuleList) and _has_forward(child):
             found.append(child)
         else:
             found += repeated_layers(child)
@@ -122,13 +122,13 @@ def _apart(
         if child in stop:
             continue
         kinds = {kind_of(param) for name, param in child.named_parameters() if not _is_below(name, child, cut=stop)}
-        if len(kinds) == 1 and kinds != {main} and _is_called(child):
+        if len(kinds) == 1 and kinds != {main} and _has_forward(child):
             yield child, kinds.pop()
         elif kinds - {main}:
             yield from _apart(child, main, kind_of=kind_of, stop=stop)
 
 
-def _is_called(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     """Whether it has a forward, before which its parameters are gathered; lists and dicts of modules have none."""
     return type(module).forward is not nn.Module.forward
 

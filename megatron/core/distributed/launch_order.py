@@ -9,11 +9,11 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 Where gradients are reduced in each backward, see [Note: passes] in passes.py.
 
 [Note: several orders] Two wrappers, or two optimizers, may send over the same process groups, each with an order of its
-own. Where gradients of both come in one backward, ranks would interleave the two differently. So an order whose
-iteration is not over when another's begins launches only where the program says when: reductions at the end of a
-backward or in `finish`, gathers with the update; and so does the other. What ends with the same backward does in the
-order in which it was built. With process groups of their own, or one launch order for both, they overlap; so they do
-where one begins its iterations when those of the other are over.
+own; gradients of both may come in one backward, in another order on each rank. So where the iterations of two overlap
+in time, both defer: reductions go out at the end of a backward or in `finish`, gathers with the update. At the end of
+one backward, orders launch in the order in which they were built, so that each rank's backward must reach both. Where
+an iteration begins, the gathers that others owe go out. Orders whose iterations do not overlap, or that have process
+groups of their own, launch early as usual.
 """
 
 import logging
@@ -95,13 +95,13 @@ class LaunchOrder(ParamGathers):
         # Groups of which more may be started before the end.
         self._launched: deque[SyncedGroup] = deque()
         self._warned: set[str] = set()
-        # Weakly: they lead to an optimizer, which nobody may use any more.
+        # Weakly: an end leads to an optimizer, which must be freed once nobody uses it.
         self._ends: list[weakref.ref[BackwardEnd]] = []
-        # See [Note: several orders]: from the beginning of an iteration to `finish`, and whether others' are under way.
-        self.is_open = self._is_held = False
+        # See [Note: several orders]: from the beginning of an iteration to `finish`, and whether this one defers.
+        self.is_open = self._defers = False
         self._has_warned = False
-        # The backward in which the last gradient came; none has this number.
-        self._last_task = -2
+        # The backward in which the last gradient came, by autograd's number of it.
+        self._last_task: int | None = None
         add_sender(self, sends_over)
 
     def attach(self, chunk: ChunkSync) -> None:
@@ -145,26 +145,28 @@ class LaunchOrder(ParamGathers):
 
     def close_ends(self) -> None:
         """Calls now what is due after the backward that is over, if it is one that another order has a part in."""
-        for end in filter(None, [end() for end in self._ends]) if self._is_held else ():
+        for end in filter(None, [end() for end in self._ends]) if self._defers else ():
             end.close()
 
     def make_way(self, other: "LaunchOrder") -> bool:
-        """Launches nothing more in backward until the end of this iteration, in which that of `other` begins.
+        """Defers this iteration's launches to its end, as that of `other` begins over the same process groups.
 
-        Whether it can: not where a part may be launched already, which then goes before all that `other` does.
+        Returns False if a part may have been launched already. Raises RuntimeError if gradients of both have come in
+        one backward by then.
         """
-        if self._is_held:
+        if self._defers:
             return True
         if self._overlap and self._sequence.may_have_begun:
             if self._last_task == torch._C._current_graph_task_id():
                 raise RuntimeError(
                     f"gradients of {self.first_name()} and of {other.first_name()} come in one backward, and belong to "
                     "two wrappers or optimizers over the same process groups: ranks could mix them up. Call "
-                    f"{self._words.zero} of both before the backward, or give each process groups of its own"
+                    f"{self._words.zero} of the one and {other.zero_word} of the other before the backward, or give "
+                    "each process groups of its own"
                 )
             return False
-        self._is_held = True
-        if not self._has_warned and group_rank(self.stage_group) == 0:
+        self._defers = True
+        if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
             self._has_warned = True
             logger.warning(
                 "iterations of %s and of %s overlap over the same process groups: nothing of either is sent during "
@@ -173,6 +175,11 @@ class LaunchOrder(ParamGathers):
                 other.first_name(),
             )
         return True
+
+    @property
+    def zero_word(self) -> str:
+        """What the owner calls the method that begins an iteration, for messages."""
+        return self._words.zero
 
     def first_name(self) -> str:
         """The name of one of the parameters, for messages."""
@@ -193,7 +200,7 @@ class LaunchOrder(ParamGathers):
         self._end_finished(is_reset=False)
         self._start()
         self._begun_by = {*begun_by, caller}
-        self._open()
+        self.open()
 
     def gradient_came(self, group: SyncedGroup, param: nn.Parameter) -> None:
         """Takes a gradient that autograd left in `param.grad`, if it left one, and counts it."""
@@ -216,7 +223,7 @@ class LaunchOrder(ParamGathers):
         if not self._overlap:
             return
         is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING
-        if self._is_held:
+        if self._defers:
             return
         if is_complete:
             self._launch(self._sequence.ready(group.number))
@@ -333,7 +340,7 @@ class LaunchOrder(ParamGathers):
         self.leave()
 
     def leave(self) -> None:
-        """Nothing is sent any more."""
+        """Ends its part in [Note: several orders]: it launches nothing from now on."""
         remove_sender(self)
 
     # In a CUDA graph, whose capture ranks begin and end alike.
@@ -367,6 +374,7 @@ class LaunchOrder(ParamGathers):
     def forget_captured(self, gathered: Sequence[SyncedGroup]) -> None:
         """Begins an iteration after a capture, complete or aborted, since nothing of it has run."""
         self._phase = Phase.COLLECTING
+        self.is_open = False
         self._sequence.start()
         self._launched.clear()
         for group in self._groups:
@@ -386,9 +394,13 @@ class LaunchOrder(ParamGathers):
     def note_update(self) -> None:
         """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
         self.ledger.note("an update of the parameters by the optimizer")
-        if self._is_held:
+        if self._defers or any(order.is_open for order in senders_beside(self)):
             # In a forward, each rank may need another order's first.
-            self._launch_gathers()
+            self.launch_due_gathers()
+
+    def launch_due_gathers(self) -> None:
+        """Launches the gathers of all stale parameters, so that none is left to a forward. Collective."""
+        self._launch_gathers()
 
     @property
     def gather_order(self) -> list[SyncedGroup]:
@@ -397,15 +409,17 @@ class LaunchOrder(ParamGathers):
 
     # Inside.
 
-    def _open(self) -> None:
-        """Notes that an iteration is under way."""
+    def open(self) -> None:
+        """Notes that an iteration is under way; on all ranks of the groups at the same place of the program."""
         if self.is_open:
             return
         self.is_open = True
+        for order in senders_beside(self):
+            order.launch_due_gathers()
         others = [order for order in senders_beside(self) if order.is_open]
         # All of them make way, not only those up to the first that does.
         answers = [order.make_way(self) for order in others]
-        self._is_held = any(answers)
+        self._defers = any(answers)
 
     def _end_earlier(self) -> None:
         for order in senders_beside(self, earlier=True):
@@ -418,7 +432,7 @@ class LaunchOrder(ParamGathers):
     @contextmanager
     def _taking(self, group: SyncedGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
-        self._open()
+        self.open()
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
             # Nobody waited for its gather, so forward took the values from before the optimizer's step.
             raise RuntimeError(

@@ -127,6 +127,7 @@ class GradIntake:
         if self._mode is GradMode.KEEP:
             return
         if self._mode is GradMode.SYNC:
+            self._order.open()
             self._pass.note()
         self._notice_changes()
         if param in self._params.groups_of:

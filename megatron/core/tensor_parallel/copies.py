@@ -12,17 +12,18 @@ from megatron.core.tensor_parallel.param_attributes import copy_marks
 
 
 class CopiedWithGroups(nn.Module):
-    """A module whose copies share its process groups, and on whose copied parameters is written what is on its own.
+    """A module whose copies by copy.deepcopy share its process groups, and keep the marks of its parameters.
 
-    torch refuses to copy a group, and drops what is written on a parameter: the copy's gradients would be reduced as
-    those of a parameter that no rank has a part of.
+    torch cannot copy a group, and drops attributes of parameters, without which gradients would be reduced over the
+    wrong ranks.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for param in self.parameters():
             copy_marks(copy.deepcopy(param, memo), param)
+        seen: set[int] = set()
         for module in self.modules():
-            memo.update((id(group), group) for group in _groups_in(vars(module), set()))
+            memo.update((id(group), group) for group in _groups_in(vars(module), seen))
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(vars(self), memo))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 # What wrappers write, which is not stored or copied with a parameter: nobody wraps the other one.
-_OF_WRAPPERS = {"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"}
+_OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
 
 def clear_main_grad(param: nn.Parameter) -> None:
     """Takes that back from a parameter, any shape and dtype, with what kernels wrote of it."""
+    # set_grad_owner takes that one back.
     for name in _OF_WRAPPERS - {"grad_owner"}:
         vars(param).pop(name, None)
 
@@ -135,8 +136,9 @@ def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
 
 
 def _store_marks_alone(param: nn.Parameter) -> None:
-    # torch asks a parameter for its state where it is pickled. Of the dictionary: with the parameter itself it would
-    # keep itself alive, and with a weak reference torch could not swap it for another.
+    # torch.save and pickle read this attribute (torch._utils._get_obj_state). Bound to the dictionary, which then lives
+    # until it is collected: bound to the parameter it would keep that alive, and torch.utils.swap_tensors, of
+    # Module.to, refuses tensors with weak references.
     vars(param)["__getstate__"] = partial(_marks_in, vars(param))
 
 
