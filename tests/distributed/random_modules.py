@@ -260,6 +260,13 @@ class Draw:
             if part.recompute and self.net.order.count(index) > 1:
                 part.recompute = False
 
+    def settle_counts(self) -> None:
+        """Leaves out what is refused where gradients are released: that a part with reentrant recomputation,
+        which gives each of its uses a gradient, is used more often in a step than in the one before.
+        """
+        if any(self.net.parts[part].recompute and self.net.order.count(part) > 1 for part in self.net.order):
+            self.optional = []
+
     def loss(self, module: nn.Module, step: int, microbatch: int, rank: int) -> Tensor:
         """Runs a forward of the net or its wrapper: [], fp32."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):

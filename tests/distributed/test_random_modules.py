@@ -279,7 +279,7 @@ class Comparison:
         """The reference of weights that lie in memory as those of the wrapped net do."""
         before = list(one.net.parameters())
         strides = [p.stride() for p in (before if mode in FSDP2 else net.parameters())]
-        key = (inside, mode in FSDP2, tuple(strides))
+        key = (inside, mode in FSDP2, tuple(one.optional), tuple(strides))
         if key not in self.references:
             self.references[key] = Expected(one, inside=inside, strides=strides)
         return self.references[key]
@@ -290,6 +290,8 @@ class Comparison:
         inside = mode in FSDP2 or (one.rounds_inside and mode not in GATHERS_LATE)
         if mode in FSDP2:
             one.spare_units()
+        if mode.endswith("in backward"):
+            one.settle_counts()
         with default_dtype(one.default_dtype):
             net = deepcopy(one.net)
             one.add_hooks(net, factor=1 if takes_sums(one, mode) else dist.get_world_size(), inside=inside)
