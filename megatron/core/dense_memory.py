@@ -52,7 +52,10 @@ def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     held = [
         (name, tensor)
         for name, tensor in named
-        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided and tensor.data_ptr()
+        if tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta)
+        and tensor.numel()
+        and tensor.data_ptr()
     ]
     held.sort(key=lambda item: (str(item[1].device), item[1].data_ptr()))
     for place, (name, tensor) in enumerate(held):

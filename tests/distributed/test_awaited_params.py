@@ -23,7 +23,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "index": lambda param: param[0],
     "sum of two": lambda param: param + 1,
     "as an argument": lambda param: torch.nn.functional.linear(torch.ones(1, 5), param),
-    "str": str,
+    "a list": lambda param: torch.stack([param, param]),
+    "another type": lambda param: param.type(torch.float64),
     "address": lambda param: param.data_ptr(),
     "copy_": lambda param: param.copy_(torch.zeros(6, 5)),
 }
@@ -60,6 +61,8 @@ def _reads_raise_until_the_gather() -> None:
                 pytest.fail(f"{name} gave {read(weight)}")
         # What does not depend on values.
         assert weight.shape == (6, 5) and weight.dtype == torch.float32 and weight.requires_grad and weight.is_leaf
+        assert torch.zeros_like(weight).shape == weight.new_ones(6, 5).shape == (6, 5)
+        assert torch.is_floating_point(weight) and "wait_params" in repr(weight)
         assert weight.numel() == 30 and weight.stride() == (5, 1) and isinstance(weight, nn.Parameter)
         wait()
         for read in READS.values():

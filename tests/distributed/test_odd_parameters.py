@@ -119,6 +119,13 @@ def _columns() -> nn.Module:
     return Pair(values[:, :3], values[:, 3:])
 
 
+def _with_buffers_that_have_no_storage() -> nn.Module:
+    module = Pair(torch.ones(3, 2), torch.ones(3, 1))
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    module.register_buffer("rows", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
+    return module
+
+
 def _tied_by_name() -> nn.Module:
     module = Pair(torch.ones(3, 2), torch.ones(3, 1))
     module.second = module.first
@@ -150,7 +157,8 @@ def test_parameters_that_share_memory_are_refused(mode: str) -> None:
 
 def _allowed(mode: str) -> None:
     # DistributedFusedAdam takes dense memory alone.
-    for build in (_tied_by_name,) if mode == "fused adam" else (_columns, _tied_by_name):
+    others = () if mode == "fused adam" else (_columns, _with_buffers_that_have_no_storage)
+    for build in (_tied_by_name, *others):
         module = build()
         before = [param.detach().clone() for param in module.parameters()]
         _wrap(module, mode)

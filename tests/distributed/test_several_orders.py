@@ -142,3 +142,40 @@ def test_iterations_that_follow_each_other_overlap_as_alone() -> None:
     for found in run_on_ranks(_in_turn, 2):
         # The first iteration shows in which order gradients come.
         assert found[:2] == [0, 0] and all(number > 1 for number in found[2:]), found
+
+
+def _turns_and_together(mode: str) -> None:
+    """Steps in turn, in which one rank leaves a layer out; then both are called, in another order on each rank."""
+    nets, rank = _nets(), dist.get_rank()
+    settings, optimizing = MODES[mode]
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=16, **settings)
+    wrapped = [DistributedDataParallel(ModelParallelConfig(), ddp_config, net) for net in nets]
+    config = OptimizerConfig(clip_grad=0.0, **RATES, **optimizing)
+    optimizers = [get_megatron_optimizer(config, [chunk]) for chunk in wrapped]
+    plain = _nets()
+    params = [param for net in plain for param in net.parameters()]
+    expected = torch.optim.AdamW(params, **RATES)
+    x = torch.ones(2, 5)
+    for step in range(4):
+        expected.zero_grad()
+        for net in plain:
+            for other in range(dist.get_world_size()):
+                outputs = net[0](x) if step == 2 and other == 0 else net(x)
+                (outputs.square().sum() * (other + 1) / dist.get_world_size()).backward()
+        expected.step()
+        for chunk, optimizer in zip(wrapped, optimizers):
+            optimizer.zero_grad()
+            # Of a wrapper that is not called itself, its module's hooks wait.
+            outputs = chunk.module[0](x) if step == 2 and rank == 0 else chunk(x)
+            (outputs.square().sum() * (rank + 1)).backward()
+        for chunk, optimizer in zip(wrapped, optimizers):
+            chunk.finish_grad_sync()
+            optimizer.step()
+        with torch.no_grad():
+            found = {place: wrapped[place](x) for place in ((0, 1) if rank == 0 else (1, 0))}
+        torch.testing.assert_close([found[0], found[1]], [net(x) for net in plain])
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_what_one_has_begun_or_owes_goes_out_before_the_other_begins(mode: str) -> None:
+    run_on_ranks(_turns_and_together, 2, mode)

@@ -25,10 +25,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
-from megatron.core.distributed.backward_end import BackwardEnd
+from megatron.core.distributed.backward_end import BackwardEnd, is_in_backward
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.chunk_sync import ChunkSync, StageChunks
 from megatron.core.distributed.iteration_phase import Phase
@@ -100,8 +101,9 @@ class LaunchOrder(ParamGathers):
         # See [Note: several orders]: from the beginning of an iteration to `finish`, and whether this one defers.
         self.is_open = self._defers = False
         self._has_warned = False
-        # The backward in which the last gradient came, by autograd's number of it.
+        # The backward in which the last gradient came, by autograd's number of it, and whether it came to its end.
         self._last_task: int | None = None
+        self._has_ended = False
         add_sender(self, sends_over)
 
     def attach(self, chunk: ChunkSync) -> None:
@@ -151,20 +153,25 @@ class LaunchOrder(ParamGathers):
     def make_way(self, other: "LaunchOrder") -> bool:
         """Defers this iteration's launches to its end, as that of `other` begins over the same process groups.
 
-        Returns False if a part may have been launched already. Raises RuntimeError if gradients of both have come in
-        one backward by then.
+        What may have been launched in part is launched whole. Returns False where an error has broken this one off.
+        Raises RuntimeError if gradients of both come in one backward, and some of this one's have been launched.
         """
         if self._defers:
             return True
         if self._overlap and self._sequence.may_have_begun:
-            if self._last_task == torch._C._current_graph_task_id():
+            # Where each backward is a pass, this one has not ended.
+            if is_in_backward() and (self._passes.scope is not PassScope.ITERATION or not self._has_ended):
                 raise RuntimeError(
                     f"gradients of {self.first_name()} and of {other.first_name()} come in one backward, and belong to "
                     "two wrappers or optimizers over the same process groups: ranks could mix them up. Call "
                     f"{self._words.zero} of the one and {other.zero_word} of the other before the backward, or give "
                     "each process groups of its own"
                 )
-            return False
+            if not self._has_ended:
+                # An error has broken its backward off: it is reset, or nobody uses it any more.
+                return False
+            # All of it, before anything of the other's: ranks may have launched unlike parts. What comes now is late.
+            self._launch(self._sequence.rest())
         self._defers = True
         if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
             self._has_warned = True
@@ -175,6 +182,9 @@ class LaunchOrder(ParamGathers):
                 other.first_name(),
             )
         return True
+
+    def _note_end(self) -> None:
+        self._has_ended = True
 
     @property
     def zero_word(self) -> str:
@@ -219,7 +229,10 @@ class LaunchOrder(ParamGathers):
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
             return
         self._sequence.came(group.number, part=self._passes.groups_with(group.number))
-        self._last_task = torch._C._current_graph_task_id()
+        if self._overlap and self._last_task != (task := torch._C._current_graph_task_id()):
+            self._last_task, self._has_ended = task, False
+            if task != -1:
+                Variable._execution_engine.queue_callback(self._note_end)
         if not self._overlap:
             return
         is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING

@@ -9,10 +9,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 # Attributes that are made of a tensor's values; all others tell what it is.
-_OF_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-_OF_FORM = {
+_VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# What tells the form alone, or makes other tensors of that form.
+_FORM_METHODS = {
+    torch.empty_like,
+    torch.full_like,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+    torch.ones_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.zeros_like,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_shared,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_zeros,
+    torch.Tensor.retain_grad,
+    torch.Tensor.type,
     torch.Tensor.dim,
     torch.Tensor.element_size,
     torch.Tensor.get_device,
@@ -37,11 +56,17 @@ class AwaitedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.Tensor.__repr__:
+            return f"AwaitedParameter of shape {tuple(args[0].shape)}, {args[0].dtype}: call wait_params to see values"
         is_accessor = func.__name__ in ("__get__", "__set__", "__delete__")
-        if func not in _OF_FORM and not (is_accessor and func.__self__.__name__ not in _OF_VALUES):
-            shape = next((tuple(arg.shape) for arg in args if isinstance(arg, cls)), "")
+        # type() with an argument converts.
+        is_conversion = func is torch.Tensor.type and len(args) + len(kwargs or {}) > 1
+        if is_conversion or (
+            func not in _FORM_METHODS and not (is_accessor and func.__self__.__name__ not in _VALUE_ATTRIBUTES)
+        ):
+            shape = next(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
             raise RuntimeError(
-                f"a parameter of shape {shape} is read (by {getattr(func, '__qualname__', func)}) after "
+                f"a parameter of shape {shape} is accessed (by {getattr(func, '__qualname__', func)}) after "
                 "DistributedFusedAdam.step and before the gather of its new values, which overlap_param_sync puts off "
                 "to the forward of its module: call wait_params([parameter]) or param_sync() first"
             )
@@ -50,7 +75,10 @@ class AwaitedParameter(nn.Parameter):
 
 
 def mark_awaited(params: Iterable[nn.Parameter]) -> None:
-    """Lets reads of these parameters, any shapes and dtypes, raise; not of those that have a class of their own."""
+    """Lets reads of these parameters, any shapes and dtypes, raise RuntimeError.
+
+    Not of those of a class of the user's own, which must stay theirs.
+    """
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__ = AwaitedParameter
