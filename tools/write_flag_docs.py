@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
-from megatron.training.command_line.refusals import NO_EFFECT_HINTS, refusal
+from megatron.training.command_line.harmless_flags import HARMLESS
+from megatron.training.command_line.refusals import refusal
 from megatron.training.command_line.registry import flag_table
 from megatron.training.command_line.values import choice_names, text_of_value
 
@@ -24,7 +25,7 @@ Written by `python -m tools.write_flag_docs`; do not edit.
 Every flag may be given on the command line (`--flag value` or `--flag=value`, never abbreviated) or in the YAML file of
 `--config`, under its *name in files*. The command line wins over the file, the file over defaults. `--print-config`
 prints the result as such a file. Of {total} known flags, {works} work, {no_effect} are accepted and change
-nothing, and {refused} are refused.
+nothing, {default_only} are refused unless they are given their defaults, and {refused} are refused.
 """
 
 
@@ -36,7 +37,9 @@ def flags_page(table: FlagTable) -> str:
         lines += [f"### {title}", "", "| flag | name in files | value | default | meaning |", "|---|---|---|---|---|"]
         lines += [_working_row(flag) for flag in flags]
         lines.append("")
-    lines += _no_effect_section(table) + _refused_section(table)
+    lines += _no_effect_section(table)
+    lines += _refused_section(table, FlagState.DEFAULT_ONLY, title="Flags that are refused unless given their defaults")
+    lines += _refused_section(table, FlagState.REFUSED, title="Flags that are refused")
     return "\n".join(lines)
 
 
@@ -65,19 +68,20 @@ def _working_row(flag: Flag) -> str:
 
 
 def _no_effect_section(table: FlagTable) -> list[str]:
-    lines = ["## Flags that are accepted and have no effect", "", "One notice names those that were given.", ""]
-    flags = table.in_state(FlagState.NO_EFFECT)
-    hinted = [flag for flag in flags if flag.flags[0] in NO_EFFECT_HINTS]
-    lines += [f"- {_names([flag])}: {NO_EFFECT_HINTS[flag.flags[0]]}" for flag in hinted]
-    lines += [f"- {_names(flag for flag in flags if flag not in hinted)}", ""]
-    return lines
-
-
-def _refused_section(table: FlagTable) -> list[str]:
+    lines = ["## Flags that are accepted and have no effect", ""]
+    lines += ["No number of any run can change by them. One notice names those that were given. Each", ""]
     by_reason: dict[str, list[Flag]] = defaultdict(list)
-    for flag in table.in_state(FlagState.REFUSED):
+    for flag in table.in_state(FlagState.NO_EFFECT):
+        by_reason[HARMLESS[flag.flags[0]]].append(flag)
+    lines += [f"- {reason}: {_names(flags)}" for reason, flags in by_reason.items()]
+    return [*lines, ""]
+
+
+def _refused_section(table: FlagTable, state: FlagState, *, title: str) -> list[str]:
+    by_reason: dict[str, list[Flag]] = defaultdict(list)
+    for flag in table.in_state(state):
         by_reason[refusal(flag)].append(flag)
-    lines = ["## Flags that are refused", ""]
+    lines = [f"## {title}", ""]
     lines += [f"- {_names(flags)}: {reason}" for reason, flags in by_reason.items()]
     return [*lines, ""]
 

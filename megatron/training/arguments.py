@@ -12,10 +12,10 @@ from megatron.training.command_line.config_builder import config_from_args, core
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
 from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
-from megatron.training.command_line.refusals import no_effect_notice
+from megatron.training.command_line.refusals import AGREED_VALUES, no_effect_notice, refusal
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.command_line.validation import read_launcher, validate_args
-from megatron.training.command_line.values import yaml_of_value
+from megatron.training.command_line.values import text_of_value, yaml_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file, shown_flags
 from megatron.training.model_presets import preset_file, table_of_models, tiny
 
@@ -114,7 +114,9 @@ def _named_first(words: Sequence[str]) -> dict[str, str]:
 
 
 def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
-    """Raises the problems that are known already; says which flags change nothing."""
+    """Raises the problems that are known already, with values that would train another model; says which flags change
+    nothing.
+    """
     without_effect = []
     for flag in flags:
         # Refused flags never get this far.
@@ -122,8 +124,13 @@ def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
             continue
         value = vars(args)[flag.dest]
         # Scripts pass many flags at their defaults; nothing is lost, so nothing is said.
-        if value != flag.default:
+        if value == flag.default or value in AGREED_VALUES.get(flag.flags[0], ()):
+            continue
+        if flag.state is FlagState.NO_EFFECT:
             without_effect.append(flag)
+        else:
+            given = "" if flag.constant is not None else f" is {text_of_value(value)}"
+            problems.append(f"{flag.flags[0]}{given}: {refusal(flag)}")
     if problems:
         raise CommandLineError("; ".join(problems))
     if without_effect and is_first_rank():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.training.command_line.flag_table import Flag, FlagState
+from megatron.training.command_line.harmless_flags import HARMLESS
 from megatron.training.command_line.known_flags import KNOWN_FLAGS_FILE, known_flag, load_known_flags
-from megatron.training.command_line.refusals import NO_EFFECT_HINTS, REFUSALS, refusal
+from megatron.training.command_line.refusals import MISSING, NO_EFFECT_HINTS, REFUSALS, refusal
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from tests.functional_tests.case import FOLDER, read_bases, read_cases
 from tests.functional_tests.expectations import EXPECTATIONS
@@ -124,13 +125,14 @@ def test_working_flags_keep_megatrons_names_and_defaults(flag: Flag) -> None:
 
 
 def test_refusals_advise_only_what_a_user_can_do() -> None:
-    for flag in flag_table().in_state(FlagState.REFUSED):
-        assert len(refusal(flag)) > 30, flag.flags[0]
+    for flag in [*flag_table().in_state(FlagState.REFUSED), *flag_table().in_state(FlagState.DEFAULT_ONLY)]:
+        assert len(refusal(flag)) > 25, flag.flags[0]
     names = {word: flag for flag in flag_table().flags for word in flag.flags}
-    for sentence in [text for _, text in REFUSALS] + list(NO_EFFECT_HINTS.values()):
+    for sentence in [text for _, text in (*REFUSALS, *MISSING)] + list(NO_EFFECT_HINTS.values()):
         advised = [word.strip(",:;()") for word in sentence.split() if word.startswith("--")]
         refused = [word for word in advised if word in names and names[word].state is FlagState.REFUSED]
         unknown = [word for word in advised if word not in names and word not in ("--max-restarts", "--dsa")]
         assert not refused + unknown, sentence
-    assert set(NO_EFFECT_HINTS) <= set(names)
+    accepted = {flag.flags[0] for flag in flag_table().in_state(FlagState.NO_EFFECT)}
+    assert set(NO_EFFECT_HINTS) <= accepted and set(HARMLESS) == accepted
     assert set(MODEL_SHAPE_DESTS) <= {flag.dest for flag in _working()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_field import FieldSpec, field_spec
+from megatron.training.command_line.harmless_flags import HARMLESS
 from megatron.training.command_line.known_flags import KnownFlag, KnownFlags
 
 
@@ -22,11 +23,10 @@ class FlagState(enum.Enum):
 
     WORKS = "works"
     NO_EFFECT = "no effect"
+    DEFAULT_ONLY = "refused but for its default"
     REFUSED = "refused"
 
 
-# Those of tier 1 work: some field has their name.
-_STATE_OF_TIER = {2: FlagState.NO_EFFECT, 3: FlagState.REFUSED}
 # What each kind of flag without a value leaves in the arguments.
 _CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
@@ -210,6 +210,13 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def _state_of_known(row: KnownFlag) -> FlagState:
+    # Those of tier 1 work: some field has their name.
+    if row.tier == 3:
+        return FlagState.REFUSED
+    return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
+
+
 def _flag_of_known(row: KnownFlag) -> Flag:
     # Flags of --x/--no-x are all refused, so which of the two was given does not matter.
     takes_no_value = row.action in _CONSTANTS
@@ -218,7 +225,7 @@ def _flag_of_known(row: KnownFlag) -> Flag:
         dest=row.dest,
         default=_typed_default(row.default, row.type),
         group=row.group,
-        state=_STATE_OF_TIER[row.tier],
+        state=_state_of_known(row),
         type_name="flag" if takes_no_value else row.type if row.type in _WORD_PARSERS else "str",
         parse=_WORD_PARSERS.get(row.type, str),
         constant=_CONSTANTS.get(row.action),

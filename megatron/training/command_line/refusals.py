@@ -5,7 +5,7 @@ Pure text. Patterns are tried in order against the flag's first option string; t
 
 import re
 
-from megatron.training.command_line.flag_table import Flag
+from megatron.training.command_line.flag_table import Flag, FlagState
 
 _INFERENCE = (
     "serving is outside this framework: train here, export the checkpoint and serve it with an inference engine"
@@ -18,6 +18,8 @@ _ENCODER = "only decoder models exist here: use --num-layers and --seq-length"
 _TE_OVERLAP = "tensor-parallel overlap inside Transformer Engine's kernels is not used here: remove it"
 _NO_FP8 = "8- and 4-bit training does not exist here: use --bf16"
 _MUP = "width-dependent scaling does not exist here: set --init-method-std and --lr yourself"
+_OTHER_MODEL = "models that need it cannot be trained here"
+_VARIANT = f"of --experimental-attention-variant none exists here: {_OTHER_MODEL}"
 _DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
 _MTP = "multi-token prediction is set by --mtp-num-layers and --mtp-loss-scaling-factor alone"
 _RESTART = "restart belongs to the launcher: use torchrun --max-restarts and --load, a run resumes bit for bit"
@@ -181,24 +183,56 @@ VALUE_REFUSALS = {
     ("--optimizer", "dist_muon"): "give muon, with --use-distributed-optimizer to shard it",
 }
 
-# Accepted flags that would change the model or its numbers elsewhere: the notice says what to do here.
+# Of flags that no configuration has, and that are refused unless they are given their defaults: what to do instead.
+MISSING: tuple[tuple[str, str], ...] = (
+    (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this one"),
+    (r"--experimental-attention-variant$|--linear-", _VARIANT),
+    (r"--dsa-", _DSA),
+    (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
+    (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
+    (r"--use-mup$|--mup-", _MUP),
+    (r"--apply-layernorm-1p$", f"weights of norms start at 1 and are stored as they are: {_OTHER_MODEL}"),
+    (r"--apply-residual-connection-post-layernorm$", f"norms are before what they feed: {_OTHER_MODEL}"),
+    (r"--fp32-residual-connection$", "the residual stream has the precision of --bf16 or --fp16: remove it"),
+    (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
+    (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
+    (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
+    (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
+    (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
+    (r"--lr-warmup-init$", "the learning rate starts from 0: set --lr-warmup-iters alone"),
+    (r"--dataloader-type$", "samples come in the order of --dataloader-type single: remove it"),
+    (r"--iterations-to-skip$", "no iterations are skipped: remove what they read from --data-path"),
+    (r"--fim-", _FIM_TOKENS),
+    (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
+    (r"--full-validation$|--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
+    (r"--multiple-validation-sets$", "there is one validation set: give it by --valid-data-path, or --split"),
+    (r"--start-eval-at-iter$", "validation runs at every --eval-interval iterations: remove it"),
+    (r"--test-mode$", "use --skip-train to evaluate alone"),
+    (r"--pretrained-checkpoint$", "use --load with --finetune"),
+    (r"--load-main-params-from-ckpt$", "masters come with the optimizer's state, and else from the weights: remove it"),
+    (r"--non-persistent-", "there is one kind of checkpoint: set --save-interval, with --save-retain-interval"),
+    (r"--ckpt-convert-", "convert it before the run, by tools/convert_megatron_core.py (docs/checkpoints.md)"),
+    (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
+    (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: remove it"),
+    (r"--muon-scalar-optimizer$", "what Muon leaves out goes to AdamW: remove it"),
+    (r"--spec$", "the layers follow from the model's flags: remove it, or give model_provider to pretrain()"),
+    (r"--yaml-cfg$", "use --config, which takes a file of flags"),
+    (r"--error-injection-rate$", "errors are not injected here: remove it"),
+)
+
+# Values other than the default that ask for what is done anyway.
+AGREED_VALUES = {"--dataloader-type": ("single",), "--muon-coefficient-type": ("simple",)}
+
+# Accepted flags for which another one does here what they are given for.
 NO_EFFECT_HINTS = {
     "--use-flash-attn": "use --attention-backend",
-    "--fp8-format": "training stays in the precision of --bf16, --fp16 or fp32",
-    "--fp8-param-gather": "parameters keep the precision of --bf16, --fp16 or fp32",
-    "--spec": "the layer spec is chosen by the model flags",
-    "--yaml-cfg": "use --config",
-    "--test-mode": "use --skip-train",
-    "--muon-coefficient-type": "Newton-Schulz steps have the coefficients of torch.optim.Muon",
-    "--muon-scalar-optimizer": "what Muon leaves out goes to AdamW",
     "--wandb-project": "use --tensorboard-dir",
-    "--pretrained-checkpoint": "use --load with --finetune",
 }
 
 
 def refusal(flag: Flag) -> str:
     """Why a flag is refused and what to use instead, to be read after the flag's name."""
-    for pattern, sentence in REFUSALS:
+    for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
         if re.match(pattern, flag.flags[0]):
             return f"not supported; {sentence}"
     return f"not supported; {GROUP_REFUSALS[flag.group]}"

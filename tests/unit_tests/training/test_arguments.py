@@ -1,6 +1,7 @@
 """Parsing of flags: names, values, what is refused and how; configuration files are in test_arguments_files.py."""
 
 import argparse
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron.training.arguments import (
 )
 from megatron.training.command_line.flag_table import Flag, FlagState
 from megatron.training.command_line.parser import REFUSED, build_parser
+from megatron.training.command_line.refusals import AGREED_VALUES
 from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
 from megatron.training.config import CheckpointConfig
 
@@ -124,6 +126,29 @@ def test_every_accepted_flag_takes_megatrons_number_of_words_and_every_refused_f
             args, leftovers = parser.parse_known_args([*_words_for(flag), "--unknown"])
             assert leftovers == ["--unknown"]
             assert vars(args)[flag.dest] is not None
+
+
+def _other_value(flag: Flag) -> list[str]:
+    """The flag with a value that is not its default."""
+    if flag.constant is not None:
+        return [flag.flags[0]]
+    drawn = {"int": "7", "float": "0.7"}.get(flag.type_name, "x")
+    values = [str(choice) for choice in flag.choices or [drawn]]
+    silent = {str(flag.default), *AGREED_VALUES.get(flag.flags[0], ())}
+    others = [value for value in values if value not in silent]
+    return [flag.flags[0], *others[:1] * (flag.nargs if isinstance(flag.nargs, int) else 1)]
+
+
+@pytest.mark.parametrize("flag", flag_table().in_state(FlagState.DEFAULT_ONLY), ids=lambda flag: flag.dest)
+def test_flags_that_would_train_another_model_are_refused_with_value_and_advice(flag: Flag) -> None:
+    words = _other_value(flag)
+    given = rf" is .*{re.escape(words[1])}" if words[1:] else ""
+    assert re.match(rf"{flag.flags[0]}{given}.*: not supported; .{{20,}}", error_of(" ".join(words)))
+
+
+def test_such_flags_may_say_what_happens_anyway() -> None:
+    said = "--lr-warmup-init 0 --dataloader-type single --fp8-recipe delayed --linear-conv-kernel-dim 4 --fim-rate 0.5"
+    assert parse_args(argv=said.split()).dataloader_type == "single"
 
 
 def test_flags_without_effect_are_named_once_in_one_line_on_the_first_rank(
