@@ -9,6 +9,7 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 OUT=${OUT:-$(mktemp -d)}
+mkdir -p "$OUT"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads cost more than they give at this size
 
 if [ -f "${1:-}" ]; then

@@ -4,11 +4,14 @@ What they tell each other later, when one fails, is failure_board.py's.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +34,9 @@ Settings = Mapping[str, str]
 # What torch needs, besides the number of processes, for them to find each other.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _ALL_IS_WELL = "all is well"
+# A store answers at once; one that thousands of ranks ask together, a little later.
+_ANSWER_WITHIN = timedelta(seconds=10)
+_RETRY_SECONDS = 0.2
 _SETTINGS_SHOWN, _RANKS_SHOWN = 5, 8
 # Arguments that may differ between machines, or that each rank reads for itself: only whether there is a value counts.
 _OF_ONE_MACHINE = frozenset(
@@ -123,20 +129,65 @@ class MeetingPoint:
         )
 
     def connect(self, timeout: timedelta) -> dist.Store:
-        """A connection to the store. Raises OSError where nobody serves it in time."""
-        try:
-            if self.serves:
+        """A connection to the store. Raises OSError where nobody serves it in time, or another program has its port."""
+        if self.serves:
+            try:
                 _serve(self.host, self.port, world_size=self.world_size)
-            # Who has come is counted by agree_on_settings, which can name the others.
-            store = dist.TCPStore(self.host, self.port, self.world_size, False, timeout, wait_for_workers=False)
-        except dist.DistNetworkError as error:
+            except dist.DistNetworkError as error:
+                raise OSError(self._cannot_serve(error)) from error
+        self._wait_for_listener(timeout)
+        store = self._connect_to_listener(timeout)
+        if store is None:
             raise OSError(
-                f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within {_minutes(timeout)}, "
-                "where rank 0 or its torchrun should be"
-            ) from error
+                f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is answered by another program than this run's "
+                "rank 0 or its torchrun: give a MASTER_PORT that nobody uses"
+            )
         # Whatever a run before torchrun's restart has left is not this one's. Nodes that join a run restart it too, and
         # torchrun does not count that.
         return dist.PrefixStore(f"attempt {self.attempt} of {self.world_size} ranks", store)
+
+    def _cannot_serve(self, error: dist.DistNetworkError) -> str:
+        if "EADDRINUSE" in str(error):
+            return (
+                f"MASTER_PORT is {self.port}, and another program uses that port of this machine: give another, or end "
+                "that program (an earlier run, perhaps)"
+            )
+        return f"cannot listen at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
+
+    def _wait_for_listener(self, timeout: timedelta) -> None:
+        """Waits until somebody listens at the port, who need not be of this run."""
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                socket.create_connection((self.host, self.port), timeout=5).close()
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise OSError(
+                        f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
+                        f"{_minutes(timeout)}, where rank 0 or its torchrun should be"
+                    ) from error
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return
+
+    def _connect_to_listener(self, timeout: timedelta) -> dist.Store | None:
+        """A connection to who listens; None where it is no store, so that it never answers or not as one does."""
+        found: list[dist.Store] = []
+
+        def connect() -> None:
+            with contextlib.suppress(dist.DistNetworkError):
+                # Who has come is counted by agree_on_settings, which can name the others.
+                found.append(
+                    dist.TCPStore(self.host, self.port, self.world_size, False, _ANSWER_WITHIN, wait_for_workers=False)
+                )
+
+        # torch waits for ever for an answer, and cannot be interrupted.
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(_ANSWER_WITHIN.total_seconds())
+        for store in found:
+            store.set_timeout(timeout)
+        return next(iter(found), None)
 
 
 @functools.cache

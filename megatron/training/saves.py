@@ -73,4 +73,4 @@ class RunSaves:
 
 
 def _warn(error: CheckpointError) -> None:
-    print_rank_0(f"WARNING: {error}: training goes on, earlier checkpoints are as they were, the next save tries again")
+    print_rank_0(f"WARNING: {error}: earlier checkpoints are as they were, and the next save tries again")
