@@ -1,5 +1,6 @@
 """Settings of activation offloading to host memory; the mechanism is in activation_offload/."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -117,11 +118,15 @@ def validate_offload_with_recompute(
             "fine_grained_activation_offloading is set and recompute_granularity is full, which keeps nothing of a "
             "layer: use selective"
         )
+    recomputed = recomputed_parts(recompute_modules or [], config.offload_modules)
+    if recomputed:
+        pairs = ", ".join(f"{inner} (recomputed by {outer})" for inner, outer in recomputed.items())
+        raise ValueError(f"offload_modules has {pairs}, which recompute_modules makes again: drop one of each pair")
+
+
+def recomputed_parts(recompute_modules: Sequence[str], offload_modules: Sequence[str]) -> dict[str, str]:
+    """Of the offloaded parts those that a recomputed part makes again, with that one."""
     # The outer part runs again and makes what the inner one saves; a norm's dropped output is what qkv_linear saves,
     # and queries, keys and values that are dropped what core_attn does.
-    recomputed = (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear"), ("mla_up_proj", "core_attn"))
-    for outer, inner in recomputed:
-        if outer in (recompute_modules or []) and inner in config.offload_modules:
-            raise ValueError(
-                f"offload_modules has {inner} and recompute_modules has {outer}, which recomputes it: drop one of them"
-            )
+    pairs = (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear"), ("mla_up_proj", "core_attn"))
+    return {inner: outer for outer, inner in pairs if outer in recompute_modules and inner in offload_modules}

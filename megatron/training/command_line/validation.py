@@ -5,6 +5,8 @@ A configuration's own fields are checked by its class.
 
 import argparse
 import os
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,13 +20,14 @@ from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.transformer.moe.flex_backends import require_flex_backend
 from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.moe.router_config import RouterConfig
+from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.training.command_line.config_builder import (
     config_checks,
     config_from_args,
     core_transformer_config_from_args,
     flags_named_in_errors,
 )
-from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.fault_checks import check_faults
 from megatron.training.command_line.flag_table import flags_of_class
 from megatron.training.command_line.fully_sharded_checks import check_fully_sharded
@@ -45,23 +48,38 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     for name, value in (defaults or {}).items():
         if vars(args).get(name) is None:
             vars(args)[name] = value
-    # From here on, each check may rely on what the ones before it made sure of.
     check_checkpoints(args)
     check_required(args)
-    check_tokenizer(args)
-    check_data(args)
-    check_layout(args)
-    check_batches(args)
-    derive_length(args)
-    _check_rest(args)
+    wrong = _errors_of(args, check_tokenizer, check_data)
+    # Each of these may rely on what the ones before it made sure of, and all others on these.
+    chain = _errors_of(args, _check_sizes)
+    wrong += chain or _errors_of_rest(args)
+    if wrong:
+        # All of them, a line each. Several configurations have some fields in common.
+        raise CommandLineError("\nerror: ".join(dict.fromkeys(wrong)))
     return args
 
 
-def _check_rest(args: argparse.Namespace) -> None:
-    """What does not rely on each other, and derives what configurations need. A run ends with the first that is wrong;
-    a plan tells of all, a line each.
-    """
-    wrong: list[str] = []
+def _errors_of(args: argparse.Namespace, *checks: Callable[[argparse.Namespace], object]) -> list[str]:
+    """What each of the checks says is wrong."""
+    wrong = []
+    for check in checks:
+        try:
+            check(args)
+        except CommandLineError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    check_layout(args)
+    check_batches(args)
+    derive_length(args)
+
+
+def _errors_of_rest(args: argparse.Namespace) -> list[str]:
+    """What does not rely on each other, and derives what configurations need."""
+    settle_meanings(args)
     checks = (
         check_rotation,
         check_positions,
@@ -75,19 +93,49 @@ def _check_rest(args: argparse.Namespace) -> None:
         check_faults,
         check_upcycling_flags,
     )
+    wrong = _errors_of(args, *checks)
     # Configurations last, because they need the derived values; before any process group exists.
-    for check in (*checks, derive_shapes, derive_run_state, *config_checks(), check_flex_backend):
-        try:
-            check(args)
-        except CommandLineError as error:
-            if not args.dry_run:
-                raise
-            wrong.append(str(error))
-            if check in (derive_shapes, derive_run_state):
-                break
-    if wrong:
-        # Several configurations have some fields in common.
-        raise CommandLineError("\nerror: ".join(dict.fromkeys(wrong)))
+    derived = _errors_of(args, derive_shapes) or _errors_of(args, derive_run_state)
+    return wrong + (derived or _errors_of(args, *config_checks(), check_flex_backend))
+
+
+def settle_meanings(args: argparse.Namespace) -> None:
+    """Sets what follows from other flags where these leave one meaning alone, and says so in a line each."""
+    notes = [note for settle in (_settle_recompute, _settle_offload, _settle_context) if (note := settle(args))]
+    if args.multi_latent_attention and not _is_set(args, "position_embedding_type"):
+        # Its positions are rotary in any case.
+        args.position_embedding_type = "rope"
+    if notes and is_first_rank():
+        print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
+
+
+def _settle_recompute(args: argparse.Namespace) -> str | None:
+    number = args.recompute_num_layers
+    if number is None or args.recompute_granularity == "full" or args.recompute_method is not None:
+        return None
+    args.recompute_num_layers = None
+    return f"--recompute-num-layers {number} has no effect without --recompute-granularity full"
+
+
+def _settle_offload(args: argparse.Namespace) -> str | None:
+    dropped = recomputed_parts(args.recompute_modules or [], args.offload_modules)
+    kept = [part for part in args.offload_modules if part not in dropped]
+    if not dropped or not kept:
+        return None
+    args.offload_modules = kept
+    parts = ", ".join(f"{part} (made again by {outer})" for part, outer in dropped.items())
+    return f"--offload-modules goes without {parts}, as --recompute-modules says"
+
+
+def _settle_context(args: argparse.Namespace) -> str | None:
+    size, heads = args.context_parallel_size, args.num_attention_heads // args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    shared = (groups or 1) // args.tensor_model_parallel_size
+    splits = heads % size == 0 and shared % size == 0 and shared > 0
+    if size == 1 or args.attention_dropout == 0 or _is_set(args, "cp_comm_type") or not splits:
+        return None
+    args.cp_comm_type = "a2a"
+    return f"--cp-comm-type is a2a, as p2p has no dropout and --attention-dropout is {args.attention_dropout}"
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:

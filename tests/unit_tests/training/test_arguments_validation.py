@@ -11,6 +11,10 @@ from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import flag_table
 
 LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
+OFFLOADED = (
+    "--num-experts 2 --moe-grouped-gemm --disable-bias-linear --min-offloaded-tensor-size 1 "
+    "--fine-grained-activation-offloading --offload-modules "
+)
 MINIMAL = {
     "--num-layers": "2",
     "--hidden-size": "64",
@@ -103,9 +107,9 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ("--apply-wd-to-qk-layernorm", "", ["--apply-wd-to-qk-layernorm needs --qk-layernorm"]),
         ("--q-lora-rank 8", "", ["--q-lora-rank is 8: needs --multi-latent-attention"]),
         (
-            "--multi-latent-attention --max-position-embeddings 32",
-            "--position-embedding-type",
-            ["--multi-latent-attention has rotary", "--position-embedding-type is learned_absolute"],
+            "--multi-latent-attention --position-embedding-type none",
+            "",
+            ["--multi-latent-attention has rotary", "--position-embedding-type is none"],
         ),
         ("--multi-latent-attention --rotary-percent 0.5", "", ["--rotary-percent is 0.5", "--qk-pos-emb-head-dim"]),
         (
@@ -226,7 +230,42 @@ def test_contradictions_name_the_flags_and_the_fix(words: str, drop: str, fragme
         validated(words, drop)
     message = str(caught.value)
     assert all(fragment in message for fragment in fragments), message
-    assert "Config." not in message and "\n" not in message
+    assert "Config." not in message and "\n" not in message.replace("\nerror: --", ""), message
+
+
+@pytest.mark.parametrize(
+    ("words", "dest", "value", "note"),
+    [
+        ("--recompute-num-layers 1", "recompute_num_layers", None, "--recompute-num-layers 1 has no effect without"),
+        ("--multi-latent-attention --max-position-embeddings 32", "position_embedding_type", "rope", None),
+        (
+            OFFLOADED + "expert_fc1 qkv_linear --recompute-granularity selective --recompute-modules moe",
+            "offload_modules",
+            ["qkv_linear"],
+            "--offload-modules goes without expert_fc1 (made again by moe)",
+        ),
+        (
+            "--context-parallel-size 2 --attention-dropout 0.1",
+            "cp_comm_type",
+            "a2a",
+            "--cp-comm-type is a2a, as p2p",
+        ),
+        ("--context-parallel-size 2 --attention-dropout 0", "cp_comm_type", "p2p", None),
+    ],
+)
+def test_flags_that_leave_one_meaning_get_it_and_a_note(
+    words: str,
+    dest: str,
+    value: object,
+    note: str | None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    drop = "--position-embedding-type" if "--multi-latent" in words else ""
+    assert vars(validated(words, drop))[dest] == value
+    said = capsys.readouterr().err
+    assert note in said if note is not None else "note:" not in said
 
 
 @pytest.mark.parametrize(
