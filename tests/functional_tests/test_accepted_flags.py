@@ -35,7 +35,7 @@ class _Runs:
         self._plain = self._run([])
 
     def changed_by(self, flags: Sequence[Flag]) -> Iterator[str]:
-        """Those of the flags by which, alone, a run logs other numbers or fails."""
+        """Yields each of the flags by which, alone, a run logs other numbers or fails."""
         if self._is_same(flags):
             return
         if len(flags) == 1:

@@ -125,7 +125,7 @@ def validate_offload_with_recompute(
 
 
 def recomputed_parts(recompute_modules: Sequence[str], offload_modules: Sequence[str]) -> dict[str, str]:
-    """Of the offloaded parts those that a recomputed part makes again, with that one."""
+    """Returns the offloaded parts that a recomputed part makes again, each with that part."""
     # The outer part runs again and makes what the inner one saves; a norm's dropped output is what qkv_linear saves,
     # and queries, keys and values that are dropped what core_attn does.
     pairs = (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear"), ("mla_up_proj", "core_attn"))
