@@ -1,6 +1,7 @@
 """Two wrappers, or two optimizers, over one process group whose gradients come in another order on each rank."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
@@ -179,3 +181,54 @@ def _turns_and_together(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
 def test_what_one_has_begun_or_owes_goes_out_before_the_other_begins(mode: str) -> None:
     run_on_ranks(_turns_and_together, 2, mode)
+
+
+def _after_an_error(mode: str, *, is_early: bool) -> None:
+    """Rank 1 alone has an error, in the backward or before it; both reset, and go on as if it had not been."""
+    nets = _nets()
+    if mode == "fused adam":
+        optimizers = [DistributedFusedAdam(net.parameters(), **RATES, **SMALL) for net in nets]
+        modules, finish, reset = list(nets), [o.grad_sync for o in optimizers], [o.reset_iteration for o in optimizers]
+    else:
+        settings, optimizing = MODES[mode]
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=16, **settings)
+        modules = [DistributedDataParallel(ModelParallelConfig(), ddp_config, net) for net in nets]
+        config = OptimizerConfig(clip_grad=0.0, **RATES, **optimizing)
+        optimizers = [get_megatron_optimizer(config, [chunk]) for chunk in modules]
+        finish, reset = [m.finish_grad_sync for m in modules], [m.reset_iteration for m in modules]
+    for attempt in range(STEPS + 1):
+        step = attempt - (attempt > 2)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        is_broken = attempt == 2 and dist.get_rank() == 1
+        try:
+            if is_broken and is_early:
+                raise ArithmeticError
+            loss = _loss(*modules, step, rank=dist.get_rank())
+            if is_broken:
+                loss.register_hook(_fail)
+            loss.backward()
+            for one in finish:
+                one()
+        except (ArithmeticError, RemoteRankError):
+            assert attempt == 2
+            for one in reset:
+                one()
+            continue
+        assert attempt != 2
+        for optimizer in optimizers:
+            optimizer.step()
+    for net, module in zip(nets, modules):
+        if mode != "fused adam":
+            module.wait_params(net.parameters())
+    torch.testing.assert_close([param for net in nets for param in net.parameters()], _expected())
+
+
+def _fail(grad: Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "fused adam"])
+def test_an_error_on_one_rank_is_reset_in_both(mode: str, is_early: bool) -> None:
+    run_on_ranks(partial(_after_an_error, is_early=is_early), 2, mode, timeout=60)

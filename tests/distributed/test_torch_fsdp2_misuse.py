@@ -427,3 +427,21 @@ def test_a_torch_without_what_is_needed_is_refused_by_version() -> None:
 def test_without_what_torch_2_13_has_new_training_is_the_same() -> None:
     for plain, older in run_on_ranks(_on_older_torch, 2):
         assert older == plain
+
+
+def _scaled() -> None:
+    found = []
+    for factor in (1.0, 0.5):
+        wrapped = wrap_net(Net())
+        wrapped.zero_grad_buffer()
+        _backward(wrapped)
+        wrapped.finish_grad_sync()
+        wrapped.scale_gradients(factor)
+        found.append(_grads(wrapped))
+    for whole, half in zip(*found, strict=True):
+        torch.testing.assert_close(half, whole * 0.5, rtol=0, atol=0)
+    assert any(grad.any() for grad in found[0])
+
+
+def test_reduced_gradients_are_scaled() -> None:
+    run_on_ranks(_scaled, 2)

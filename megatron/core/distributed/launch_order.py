@@ -101,6 +101,9 @@ class LaunchOrder(ParamGathers):
         # See [Note: several orders]: from the beginning of an iteration to `finish`, and whether this one defers.
         self.is_open = self._defers = False
         self._has_warned = False
+        # After an error: how many backwards others have run, and what launches an optimizer's passes up to that.
+        self.num_backwards = 1
+        self.make_up: Callable[[int], None] | None = None
         # The backward in which the last gradient came, by autograd's number of it, and whether it came to its end.
         self._last_task: int | None = None
         self._has_ended = False
@@ -182,6 +185,22 @@ class LaunchOrder(ParamGathers):
                 other.first_name(),
             )
         return True
+
+    def catch_up_earlier(self) -> None:
+        """After an error on this rank: launches the passes that orders built earlier have at the end of each backward,
+        as other ranks have before they hear of the error. Collective with their backwards.
+        """
+        for order in senders_beside(self, earlier=True) if self._defers else ():
+            order.catch_up(self.num_backwards)
+
+    def catch_up(self, num_backwards: int) -> None:
+        """Launches what others have launched in so many backwards of this iteration, and this rank has not."""
+        if not (self.is_open and self._defers):
+            return
+        if self.make_up is not None:
+            self.make_up(num_backwards)
+        elif self._has_chunk_passes:
+            self._launch_rest()
 
     def _note_end(self) -> None:
         self._has_ended = True
@@ -602,10 +621,15 @@ class LaunchOrder(ParamGathers):
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
         self._chunks.stop()
+        self.catch_up_earlier()
         if self._passes.scope is PassScope.ALL and not self._sequence.may_have_begun:
             self._launch_last()
         else:
             self._launch_rest()
+        earlier = senders_beside(self, earlier=True)
+        for order in senders_beside(self) if self._defers else ():
+            if order not in earlier:
+                order.catch_up(self.num_backwards)
         late = [False] * len(self._sequence.order)
         self._agree_sync(Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
         self._abandon()

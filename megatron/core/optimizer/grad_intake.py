@@ -54,6 +54,10 @@ class _AfterGrad:
             intake.gradient_came(param)
 
 
+def _no_passes(num_backwards: int) -> None:
+    """What an optimizer that is gone owes."""
+
+
 def check_free(name: str, param: nn.Parameter) -> None:
     """Raises ValueError for a parameter, any shape and dtype, whose gradients somebody else takes."""
     if is_wrapped(param):
@@ -90,6 +94,9 @@ class GradIntake:
         self._params, self._order, self._scaling, self._overlap = params, order, scaling, overlap
         self._mode = GradMode.SYNC
         self._pass = order.backward_end(self._end_pass)
+        make_up = weakref.WeakMethod(self._make_up)
+        # Weakly, as the order is registered with others, which must not keep an optimizer alive.
+        order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
         self._handles: list[Any] = []
         self._sums = _Sums.GROWING
         # Passes that have ended since sums were last whole, or forgotten.
@@ -163,15 +170,20 @@ class GradIntake:
     def reset(self, num_backwards: int) -> None:
         """Tells the other ranks that this one has aborted the iteration; see DistributedFusedAdam.reset_iteration."""
         self._pass.forget()
+        self._order.num_backwards = num_backwards
+        self._order.catch_up_earlier()
         if self._sums is _Sums.STEPPED:
             self._go_on()
         if self._sums is _Sums.GROWING:
-            # What the other ranks launch before they hear of it.
-            while self._num_passes < num_backwards:
-                self._end_pass()
+            self._make_up(num_backwards)
             self._params.take_over_rest()
         self._order.reset()
         self.forget()
+
+    def _make_up(self, num_backwards: int) -> None:
+        """Launches what the other ranks launch before they hear of an error."""
+        while self._sums is _Sums.GROWING and self._num_passes < num_backwards:
+            self._end_pass()
 
     def forget(self) -> None:
         """All gradients are gone. Collective only after an error in a backward."""

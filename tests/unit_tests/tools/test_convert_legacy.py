@@ -163,3 +163,5 @@ def test_what_is_no_such_checkpoint_is_named(
     files[3].unlink()
     assert f"has no {files[3].parent.name}/model_optim_rng.pt" in refusal()
     assert "iter_0000009 has no mp_rank_XX" in refusal("--ckpt-step", "9")
+    (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").write_text("soon")
+    assert "holds 'soon': must be an iteration number or 'release'" in refusal()

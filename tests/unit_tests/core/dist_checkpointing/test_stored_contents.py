@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, list_tensors, load, load_common, save
+from megatron.core.dist_checkpointing.manifest import FileEntry
 from tests.fuzz.checkpoint_damage import Harm, vouch
 
 FORMAT_1 = Path(__file__).parent / "format_1"
@@ -59,6 +60,12 @@ def change_metadata(folder, change):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     (folder / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
     vouch(folder)
+
+
+def test_pieces_with_gaps_are_no_checksum_of_a_file():
+    piece = {"key": "w", "start": 4, "bytes": 8, "crc32": 1}
+    with pytest.raises(ValueError, match="pieces leave gaps"):
+        FileEntry.from_json({"bytes": 12, "pieces": [piece]})
 
 
 @pytest.mark.parametrize(
