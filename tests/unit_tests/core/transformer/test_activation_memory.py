@@ -234,7 +234,7 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (DENSE, {"recompute_modules": ["mlp"]}, "recompute_modules is mlp and recompute_granularity is None"),
         (DENSE, {**full("block", 1), "recompute_activations": True}, "recompute_activations is selective"),
         (DENSE, selective("mlps"), "must be one of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, shared_exp"),
-        (OF_LATENTS, offload("core_attn", **selective("mla_up_proj")), "has core_attn and recompute_modules has mla_u"),
+        (OF_LATENTS, offload("core_attn", **selective("mla_up_proj")), "has core_attn .recomputed by mla_up_proj"),
         (DENSE, selective("moe"), "recompute_modules has moe: the model needs a layer with experts"),
         ({**MOE, "moe_layer_freq": 1}, selective("mlp"), "recompute_modules has mlp: the model needs a dense layer"),
         ({**MOE, "moe_grouped_gemm": False}, selective("moe_act"), "the model needs grouped experts"),
@@ -254,7 +254,7 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (DENSE, {"cpu_offloading_num_layers": 4}, "cpu_offloading_num_layers is 4: must be less than num_layers .4."),
         (DENSE, {**WHOLE_LAYERS, "recompute_activations": True}, "cpu_offloading_num_layers is 3 and recompute_gran"),
         (DENSE, offload("core_attn", **full("block", 1)), "full, which keeps nothing"),
-        (MOE, offload("moe_act", **selective("moe")), "offload_modules has moe_act and recompute_modules has moe"),
+        (MOE, offload("moe_act", **selective("moe")), "offload_modules has moe_act .recomputed by moe."),
     ],
 )
 def test_contradictions_are_refused(base: dict[str, Any], fields: dict[str, Any], message: str) -> None:
