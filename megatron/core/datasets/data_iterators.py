@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.samplers import MegatronPretrainingSampler
 
 Batch = dict[str, torch.Tensor]
+
+
+# How often a worker looks whether its trainer is still there.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,19 +213,28 @@ class _PrepareWorker:
     """Keeps signals that are meant for the whole job from ending a worker.
 
     On Ctrl-C or SIGTERM the trainer shall finish its step and save, for which it needs its workers. They end when
-    the iterator goes (a SIGTERM after `let_go` counts), and by themselves when the trainer is gone.
+    the iterator goes (a SIGTERM after `let_go` counts), and by themselves when the trainer is gone, however it went.
     """
 
     def __init__(self) -> None:
+        self._trainer = os.getpid()
         # Shared memory without a lock: it is read in a signal handler.
         self._may_end = multiprocessing.RawValue("b", 0)
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_terminate)
+        # DataLoader's workers look for their parent only while they wait for work, and a queue's own thread can block
+        # the end of a process for ever.
+        threading.Thread(target=self._end_with_trainer, daemon=True).start()
 
     def let_go(self) -> None:
         self._may_end.value = 1
+
+    def _end_with_trainer(self) -> None:
+        while os.getppid() == self._trainer:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         if self._may_end.value:
