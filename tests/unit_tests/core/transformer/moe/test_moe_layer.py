@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit_tests.core.transformer.moe.small_experts import (
     EXPERTS,
     GPT_OSS,
@@ -166,3 +167,9 @@ def test_grouped_layer_reads_nothing_on_the_host(fields: dict[str, Any]) -> None
         layer.router.aux_losses.finalize_step(None)
         with pytest.raises(DataDependentOutputException):
             moe_layer(grouped=False, params_dtype=torch.bfloat16)(x)
+
+
+def test_an_overlapped_shared_expert_needs_its_size() -> None:
+    fields = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap is True: needs a moe_shared_expert_intermediate"):
+        TransformerConfig(**fields, moe_shared_expert_overlap=True, moe_token_dispatcher_type="alltoall")
