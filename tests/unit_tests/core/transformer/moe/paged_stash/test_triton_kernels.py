@@ -41,7 +41,8 @@ def test_many_random_operations_agree_with_the_model(interpreted: Interpreted, s
         (6, 14, 7000, 2),
         (7, 15, 3000, 1),
         (7, 7, 20001, 0),  # without gaps: words of 16 bytes, whatever the width
-        (7, 7, 20002, 1),  # and 7 single bytes at the end
+        (7, 7, 20002, 0),  # and 7 single bytes at the end
+        (7, 7, 20002, 1),
         (4096, 2**31 + 16, 3, 0),  # beyond what 32 bits address
     ],
 )
