@@ -113,7 +113,7 @@ class StaticTree:
 
 
 def signature(values: Any) -> Hashable:
-    """What values of one StaticTree have in common: structure, shapes and dtypes of tensors, and all other values.
+    """Returns what all values of one StaticTree share: structure, shapes and dtypes of tensors, all other values.
 
     Raises ValueError for what is neither a tensor nor a plain constant: it could change without being seen.
     """

@@ -83,7 +83,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """What the model of --model says, and over it what the file of --config says, by name in the arguments."""
+    """Returns the values of the model of --model, and over them those of the file of --config, by argument name."""
     named = _named_first(words)
     values = {}
     if "config" in named:

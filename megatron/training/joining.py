@@ -113,7 +113,7 @@ class MeetingPoint:
 
     @classmethod
     def of_environment(cls) -> "MeetingPoint":
-        """What torchrun set, or somebody in its place. Raises ValueError where a part is missing."""
+        """Reads what torchrun, or somebody in its place, has set. Raises ValueError where a part is missing."""
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if missing:
             raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
@@ -166,6 +166,7 @@ class MeetingPoint:
                         f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
                         f"{_minutes(timeout)}, where rank 0 or its torchrun should be"
                     ) from error
+                # Nothing tells when another machine begins to listen.
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
@@ -207,7 +208,7 @@ def _visit(store: dist.Store, rank: int) -> str:
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, str]:
-    """What all ranks of a run must have the same, by flag, as text: everything but where files are."""
+    """Returns the settings that all ranks must share, by flag, as text: everything but where files are."""
     settings = {"WORLD_SIZE": str(args.world_size), "the version of torch": str(torch.__version__)}
     for flag in shown_flags(args, flag_table()):
         value = vars(args)[flag.dest]

@@ -91,13 +91,12 @@ class _Collections(nn.Module):
         super().__init__()
         self.factors = nn.ParameterList([torch.rand(WIDTH, dtype=FP32).to(dtype) + 0.5 for dtype in dtypes[:2]])
         self.named = nn.ParameterDict({"shift": torch.randn(SEQUENCE, WIDTH, dtype=FP32).to(dtypes[2])})
-        if has_scalar:
-            self.gain = nn.Parameter(torch.tensor(0.75, dtype=dtypes[0]))
+        self.gain = nn.Parameter(torch.tensor(0.75, dtype=dtypes[0])) if has_scalar else None
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.factors
         out = x * first + (x * second).tanh() + self.named["shift"]
-        return out * self.gain if hasattr(self, "gain") else out
+        return out if self.gain is None else out * self.gain
 
 
 class _Empty(nn.Module):

@@ -3,7 +3,6 @@
 import copy
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,25 +18,10 @@ from megatron.core.distributed import (
 )
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
+from tests.distributed.wrapper_modes import wrapper_modes
 from tests.harness import run_on_ranks
 
-OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 8}
-SHARDED = {"use_distributed_optimizer": True}
-GATHERED = {**SHARDED, **OVERLAPPED, "overlap_param_gather": True}
-RELEASED = {"release_gradients": True}
-IN_BACKWARD = {"optimizer_in_backward": True, "optimizer_in_backward_clip": "exact"}
-ZERO2 = {**SHARDED, "optimizer": "distributed_fused_adam"}
-# Fields of the wrapper's configuration, and of the optimizer's.
-MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ddp": ({}, {}),
-    "ddp, overlapped": (OVERLAPPED, {}),
-    "zero1": (SHARDED, SHARDED),
-    "zero1, overlapped": (GATHERED, SHARDED),
-    "zero2": ({**SHARDED, "shard_gradients": True}, ZERO2),
-    "zero2, overlapped": ({**GATHERED, "shard_gradients": True}, ZERO2),
-    "ddp in backward": ({**RELEASED, **OVERLAPPED}, IN_BACKWARD),
-    "zero1 in backward": ({**RELEASED, **GATHERED}, {**SHARDED, **IN_BACKWARD}),
-}
+MODES = wrapper_modes(bucket_size=8)
 
 
 class Net(nn.Module):

@@ -34,6 +34,7 @@ from megatron.core.optimizer import (
 from tests.counts import long_count
 from tests.distributed.fused_adam_runs import Reference
 from tests.distributed.random_modules import Draw, Net, draw
+from tests.distributed.wrapper_modes import IN_BACKWARD, RELEASED, Modes, wrapper_modes
 from tests.harness import run_on_ranks
 
 STEPS = 3
@@ -41,24 +42,8 @@ STEPS = 3
 # of tensors, where torch's kernel takes elements one by one ([Note: ends of parameters]).
 RATE, DECAY, BETAS = 0.01, 0.1, (0.5, 0.75)
 DETERMINISTIC = ModelParallelConfig(deterministic_mode=True)
-OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 40}
-SHARDED = {"use_distributed_optimizer": True}
-GATHERED = {**SHARDED, **OVERLAPPED, "overlap_param_gather": True}
-RELEASED = {"release_gradients": True}
-IN_BACKWARD = {"optimizer_in_backward": True, "optimizer_in_backward_clip": "exact"}
-ZERO2 = {**SHARDED, "optimizer": "distributed_fused_adam"}
-# Fields of the wrapper's configuration, and of the optimizer's.
-WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ddp": ({}, {}),
-    "ddp, overlapped": (OVERLAPPED, {}),
-    "zero1": (SHARDED, SHARDED),
-    "zero1, overlapped": (GATHERED, SHARDED),
-    "zero2": ({**SHARDED, "shard_gradients": True}, ZERO2),
-    "zero2, overlapped": ({**GATHERED, "shard_gradients": True}, ZERO2),
-    "ddp in backward": ({**RELEASED, **OVERLAPPED}, IN_BACKWARD),
-    "zero1 in backward": ({**RELEASED, **GATHERED}, {**SHARDED, **IN_BACKWARD}),
-}
-FSDP2: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+WRAPPERS = wrapper_modes(bucket_size=40)
+FSDP2: Modes = {
     "fsdp2": ({}, {}),
     "fsdp2, kept": ({"reshard_after_forward": False}, {}),
     "fsdp2 in backward": (RELEASED, IN_BACKWARD),

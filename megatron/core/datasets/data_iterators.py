@@ -2,10 +2,10 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +28,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.samplers import MegatronPretrainingSampler
 
 Batch = dict[str, torch.Tensor]
-
-
-# How often a worker looks whether its trainer is still there.
-_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +222,22 @@ class _PrepareWorker:
         signal.signal(signal.SIGTERM, self._on_terminate)
         # DataLoader's workers look for their parent only while they wait for work, and a queue's own thread can block
         # the end of a process for ever.
-        threading.Thread(target=self._end_with_trainer, daemon=True).start()
+        if sys.platform == "linux":
+            threading.Thread(target=self._end_with_trainer, daemon=True).start()
 
     def let_go(self) -> None:
         self._may_end.value = 1
 
     def _end_with_trainer(self) -> None:
-        while os.getppid() == self._trainer:
-            time.sleep(_LOOK_SECONDS)
+        try:
+            trainer = os.pidfd_open(self._trainer)
+        except ProcessLookupError:
+            os._exit(1)
+        # Readable when it has ended. Another process may have had its number by the time it was opened.
+        ended = select.poll()
+        ended.register(trainer, select.POLLIN)
+        if os.getppid() == self._trainer:
+            ended.poll()
         os._exit(1)
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ class BackwardEnd:
             self._then()
 
     def forget(self) -> None:
-        """As if none had begun."""
+        """Drops the backward that is noted: `then` is not called for it."""
         self._is_open, self._task = False, None
 
     def _call_back(self, *unused: Any) -> None:

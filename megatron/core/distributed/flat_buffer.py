@@ -37,7 +37,7 @@ class BufferType(Enum):
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the parameters of one buffer have in common. is_expert: they are reduced over the experts' own ranks.
+    """Properties that all parameters of a buffer share. is_expert: they are reduced over the experts' own ranks.
 
     completed_later: their gradients, which do not stand, are changed after they are reduced, and so kept until then.
     """

@@ -88,7 +88,7 @@ class WaitForGroups:
 
 
 class NoWait:
-    """What such a hook is stored or copied as."""
+    """A hook that does nothing: it takes the place of WaitForGroups in a stored or copied module."""
 
     def __call__(self, *unused: Any) -> None:
         pass

@@ -207,7 +207,7 @@ class LaunchOrder(ParamGathers):
 
     @property
     def zero_word(self) -> str:
-        """What the owner calls the method that begins an iteration, for messages."""
+        """The name of the owner's method that begins an iteration, for messages."""
         return self._words.zero
 
     def first_name(self) -> str:
@@ -562,7 +562,7 @@ class LaunchOrder(ParamGathers):
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """What nobody need agree on: passes of all groups have been launched whole, what has come since is late."""
+        """Launches what is left of the iteration. Of passes of all groups that is the gathers: later gradients are late."""
         if self._passes.scope is PassScope.ALL:
             self._end_gathers()
         else:

@@ -24,8 +24,10 @@ _ABSENT = "no such parameter"
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """What a rank is about to wrap. replicas: the ranks that share its dense, and its expert parameters; params: names
-    of both, with what shapes buffers and sums.
+    """The module that a rank is about to wrap, in words.
+
+    replicas: the ranks that share its dense, and its expert parameters; params: names of both, with what shapes buffers
+    and sums.
     """
 
     rank: int
@@ -49,7 +51,7 @@ def settings_of_all_ranks(
     disable_bucketing: bool,
     chunk: int,
 ) -> dict[str, object]:
-    """What buffers, scales and collectives come from, besides the parameters; by name. chunk: number of the chunk."""
+    """Returns, by name, all settings that buffers, scales and collectives depend on. chunk: number of the chunk."""
     of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
     return {
         **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},

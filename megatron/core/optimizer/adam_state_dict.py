@@ -82,7 +82,7 @@ class AdamShard:
 
 
 def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
-    """What torch.distributed.checkpoint saves at any number of ranks, and fills at any other.
+    """Returns the state that torch.distributed.checkpoint saves at any number of ranks, and fills at any other.
 
     {"state": {index: {"step", "exp_avg", "exp_avg_sq", "fp32_param"}}, "param_groups": [...]} as of torch.optim, with
     the masters besides; the same keys on all ranks. The values have the parameters' shapes and are fp32 (fp64 where

@@ -66,7 +66,7 @@ class AwaitedParameter(nn.Parameter):
         ):
             shape = next(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
             raise RuntimeError(
-                f"a parameter of shape {shape} is accessed (by {getattr(func, '__qualname__', func)}) after "
+                f"a parameter of shape {shape} is accessed (by {func.__name__}) after "
                 "DistributedFusedAdam.step and before the gather of its new values, which overlap_param_sync puts off "
                 "to the forward of its module: call wait_params([parameter]) or param_sync() first"
             )

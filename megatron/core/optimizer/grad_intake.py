@@ -55,7 +55,7 @@ class _AfterGrad:
 
 
 def _no_passes(num_backwards: int) -> None:
-    """What an optimizer that is gone owes."""
+    """Launches nothing: the optimizer is gone."""
 
 
 def check_free(name: str, param: nn.Parameter) -> None:

@@ -15,7 +15,7 @@ from megatron.core.distributed.transient_buffer import MemoryPolicy, ParamMemory
 
 
 class LateBuffer(TransientBuffer):
-    """As TransientBuffer, whose flat parameters, where `memory` asks for these, are allocated by `move_in`.
+    """A TransientBuffer whose flat parameters, where `memory` asks for these, are allocated by `move_in`.
 
     Where buffers are made behind a first backward the model has whole gradients: a second copy of all parameters, for
     as long as they are moved, has room when these are reduced and freed.

@@ -245,4 +245,4 @@ def _describe(name: str, param: nn.Parameter) -> str:
 
 
 def _nothing() -> None:
-    """What an order forgets of gradients that were not taken: the optimizer's zero_grad does."""
+    """Drops nothing when an order begins anew: the optimizer's zero_grad drops gradients that were not taken."""

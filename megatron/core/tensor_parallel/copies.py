@@ -1,7 +1,8 @@
 """CopiedWithGroups: lets copy.deepcopy, and with it averages of weights (EMA), copy layers that have process groups."""
 
+import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, Self
 
@@ -38,9 +39,14 @@ def _groups_in(value: Any, seen: set[int]) -> Iterator[ProcessGroup]:
     if isinstance(value, ProcessGroup):
         yield value
         return
-    parts = [value] if isinstance(value, Mapping) else [getattr(value, "__dict__", {})]
-    inside = [part for mapping in parts for part in mapping.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        inside += value
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = value
+    else:
+        # Numbers and other objects without attributes of their own lead nowhere.
+        with contextlib.suppress(TypeError):
+            inside = vars(value).values()
     for part in inside:
         yield from _groups_in(part, seen)

@@ -19,7 +19,7 @@ from megatron.training.command_line.known_flags import KnownFlag, KnownFlags
 
 
 class FlagState(enum.Enum):
-    """What happens when a flag is given."""
+    """How a flag is treated when it is given."""
 
     WORKS = "works"
     NO_EFFECT = "no effect"
@@ -61,7 +61,7 @@ class Flag:
         return self.nargs is not None
 
     def unwrapped(self, values: list[Any]) -> Any:
-        """What a list of words means as the flag's value."""
+        """Returns the flag's value for a list of words."""
         return values[0] if self.unwraps and len(values) == 1 else values
 
 

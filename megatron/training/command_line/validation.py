@@ -61,7 +61,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def _errors_of(args: argparse.Namespace, *checks: Callable[[argparse.Namespace], object]) -> list[str]:
-    """What each of the checks says is wrong."""
+    """Runs each check; returns their errors."""
     wrong = []
     for check in checks:
         try:
@@ -78,7 +78,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 
 
 def _errors_of_rest(args: argparse.Namespace) -> list[str]:
-    """What does not rely on each other, and derives what configurations need."""
+    """Runs the checks that do not rely on each other, and derives values for configurations; returns all errors."""
     settle_meanings(args)
     checks = (
         check_rotation,
@@ -139,7 +139,7 @@ def _settle_context(args: argparse.Namespace) -> str | None:
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """As layers do, but on ranks without such a layer too, which would wait for the others; a plan needs no GPU."""
+    """Checks the back end that layers need, on ranks without such a layer too: they would wait for the others."""
     with flags_named_in_errors(), without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 
