@@ -248,12 +248,13 @@ class LaunchOrder(ParamGathers):
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
             return
         self._sequence.came(group.number, part=self._passes.groups_with(group.number))
-        if self._overlap and self._last_task != (task := torch._C._current_graph_task_id()):
+        if not self._overlap:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._last_task:
             self._last_task, self._has_ended = task, False
             if task != -1:
                 Variable._execution_engine.queue_callback(self._note_end)
-        if not self._overlap:
-            return
         is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING
         if self._defers:
             return
@@ -562,7 +563,7 @@ class LaunchOrder(ParamGathers):
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """Launches what is left of the iteration. Of passes of all groups that is the gathers: later gradients are late."""
+        """Launches what is left: of passes of all groups only the gathers, as what comes later is a late gradient."""
         if self._passes.scope is PassScope.ALL:
             self._end_gathers()
         else:
