@@ -13,7 +13,6 @@ from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.static_parts import padded_parts
 from megatron.training.arguments import parse_args
-from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.graph_checks import check_graphs
 from megatron.training.command_line.registry import flag_table
 from megatron.training.command_line.yaml_config import config_text
@@ -61,11 +60,7 @@ def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
 def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:
     """Why no such graph can be had, as far as flags say it; `args` has what is asked for from now on."""
     asked.give_to(args)
-    try:
-        check_graphs(args)
-    except CommandLineError as error:
-        return [str(error)]
-    return []
+    return [*check_graphs(args)]
 
 
 def failures_of(graph: StepGraph) -> list[str]:

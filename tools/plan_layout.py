@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron.training.dry_run.plan import plan_run  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 
 _FRONT = 12
+_SECONDS_BETWEEN_LINES = 10
 # A size without a unit that is below is taken for one whose unit was forgotten.
 _LEAST_BYTES = 1_000_000
 _NOT_COUNTED = "what passes take and free again, as logits and messages, and what the allocator keeps"
@@ -61,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             model_provider=pretrain_gpt.model_provider,
             forward_step=pretrain_gpt.forward_step,
         )
-        found = search(request.space, costs, limit=memory - kept, most=max(_FRONT, own.top))
+        progress = _Progress()
+        found = search(request.space, costs, limit=memory - kept, most=max(_FRONT, own.top), progress=progress)
         _print_head(found, request, device=device, memory=memory, kept=kept)
-        verified = _print_found(found, own, memory=memory, kept=kept)
+        verified = _print_found(found, own, memory=memory, kept=kept, progress=progress)
         if own.json:
             Path(own.json).write_text(json.dumps(found_as_json(found, verified=verified), indent=1), encoding="utf-8")
     if not found.front:
@@ -125,7 +128,23 @@ def _print_wrapped(text: str) -> None:
     print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
 
 
-def _print_found(found: Found, own: argparse.Namespace, *, memory: int, kept: int) -> list[dict[str, Any]]:
+class _Progress:
+    """Prints to stderr what a search does: at once, then every 10 s; each time it is called with new words."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._next = self._start
+
+    def __call__(self, doing: str) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _SECONDS_BETWEEN_LINES
+            print(f"{now - self._start:4.0f} s: {doing}", file=sys.stderr, flush=True)
+
+
+def _print_found(
+    found: Found, own: argparse.Namespace, *, memory: int, kept: int, progress: _Progress
+) -> list[dict[str, Any]]:
     """The table, and the flags of the first layouts that a plan of whole stages finds to fit with all they take."""
     if not found.front:
         assert found.nearest is not None, "the search raises where there is none"
@@ -144,6 +163,7 @@ def _print_found(found: Found, own: argparse.Namespace, *, memory: int, kept: in
     for number, advice in enumerate(found.front, start=1):
         if fitting == own.top:
             break
+        progress(f"dry run of layout {number}")
         verified.append({"layout": number, **_dry_run(advice, own.gpus)})
         over = verified[-1]["peak"] - memory
         if over > 0:

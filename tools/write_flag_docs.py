@@ -28,6 +28,29 @@ prints the result as such a file. Of {total} known flags, {works} work, {no_effe
 nothing, {default_only} are refused unless they are given their defaults, and {refused} are refused.
 """
 
+# Kinds of Megatron-LM's own training configurations that cannot be trained here, each with the flags that say so.
+CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gated delta net and other linear attention", ("--experimental-attention-variant", "--linear-attention-freq")),
+    ("sparse attention with an indexer (DSA)", ("--dsa-indexer-topk",)),
+    ("Mamba and hybrid models", ("--is-hybrid-model", "--hybrid-layer-pattern", "--hybrid-override-pattern")),
+    ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
+    ("Muon with clipped attention scores", ("--qk-clip",)),
+    ("maximal update parametrization", ("--use-mup",)),
+    ("attention with an output gate", ("--attention-output-gate",)),
+    ("norms with weights around 0", ("--apply-layernorm-1p",)),
+    ("a residual stream in fp32", ("--fp32-residual-connection",)),
+    ("experts in a latent space", ("--moe-latent-size",)),
+    ("hyper-connections", ("--enable-mhc-connections",)),
+    ("layers of several shapes", ("--heterogeneous-layers-config-path",)),
+    ("a layer specification of Megatron-LM's own", ("--spec",)),
+    ("several or full validation sets", ("--full-validation", "--multiple-validation-sets")),
+    ("weights from another kind of checkpoint", ("--pretrained-checkpoint", "--ckpt-convert-format")),
+    ("batches in cyclic order, or skipped", ("--dataloader-type", "--iterations-to-skip")),
+    ("Megatron-FSDP", ("--use-megatron-fsdp",)),
+    ("reinforcement learning", ("--perform-rl-step",)),
+    ("inference", ("--inference-dynamic-batching",)),
+)
+
 
 def flags_page(table: FlagTable) -> str:
     """The text of docs/flags.md."""
@@ -37,6 +60,7 @@ def flags_page(table: FlagTable) -> str:
         lines += [f"### {title}", "", "| flag | name in files | value | default | meaning |", "|---|---|---|---|---|"]
         lines += [_working_row(flag) for flag in flags]
         lines.append("")
+    lines += _configurations_section(table)
     lines += _no_effect_section(table)
     lines += _refused_section(table, FlagState.DEFAULT_ONLY, title="Flags that are refused unless given their defaults")
     lines += _refused_section(table, FlagState.REFUSED, title="Flags that are refused")
@@ -65,6 +89,29 @@ def _working_row(flag: Flag) -> str:
     default = "" if flag.default is None or flag.constant is not None else f"`{text_of_value(flag.default)}`"
     help_text = flag.help.replace("|", "\\|").replace("*", "\\*")
     return f"| {names} | `{flag.dest}` | {values} | {default} | {help_text} |"
+
+
+def _configurations_section(table: FlagTable) -> list[str]:
+    by_name = {name: flag for flag in table.flags for name in flag.flags}
+    lines = [
+        "## Configurations that cannot be trained",
+        "",
+        "Megatron-LM's repository has configurations of training runs for its tests. Those of BERT, T5, retrieval",
+        "and vision models need other programs than `pretrain_gpt.py`. GPT configurations with these flags end with an",
+        "error that names them. Earlier versions accepted flags marked \\* with a notice and trained another model.",
+        "",
+        "| configurations with | flags | why, and what to do |",
+        "|---|---|---|",
+    ]
+    for title, names in CONFIGURATIONS:
+        flags = [by_name[name] for name in names]
+        shown = ", ".join(
+            f"`{flag.flags[0]}`" + ("\\*" if flag.state is FlagState.DEFAULT_ONLY else "") for flag in flags
+        )
+        found = dict.fromkeys(refusal(flag).removeprefix("not supported; ") for flag in flags)
+        reasons = [one for one in found if not any(one != other and other.startswith(one) for other in found)]
+        lines.append(f"| {title} | {shown} | {'; '.join(reasons)} |")
+    return [*lines, ""]
 
 
 def _no_effect_section(table: FlagTable) -> list[str]:

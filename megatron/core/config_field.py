@@ -8,7 +8,7 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -53,14 +53,38 @@ def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
 def validate_fields(config: Any) -> None:
     """Checks every field of a dataclass instance against its FieldSpec and annotation.
 
-    Raises ValueError naming class, field, value and what would be right.
+    Raises ValueError with a line for each wrong field, naming class, field, value and what would be right.
     """
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
+    problems = field_problems(type(config), vars(config))
+    if problems:
+        raise ValueError("\n".join(problems.values()))
+
+
+def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns, by field name, messages about those `values` that FieldSpec or annotation of a dataclass exclude."""
+    hints = typing.get_type_hints(config_class)
+    problems = {}
+    for field in dataclasses.fields(config_class):
         spec = field_spec(field)
-        if spec is not None:
-            where = f"{type(config).__name__}.{field.name}"
-            _check_value(where, vars(config)[field.name], spec=spec, hint=hints[field.name])
+        if spec is None or field.name not in values:
+            continue
+        try:
+            _check_value(f"{config_class.__name__}.{field.name}", values[field.name], spec=spec, hint=hints[field.name])
+        except ValueError as error:
+            problems[field.name] = str(error)
+    return problems
+
+
+def check_together(*checks: Callable[[], object]) -> None:
+    """Runs every check; raises ValueError with the messages of those that raise one, a line each."""
+    messages: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            messages += str(error).splitlines()
+    if messages:
+        raise ValueError("\n".join(dict.fromkeys(messages)))
 
 
 def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:

@@ -132,7 +132,7 @@ def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
             given = "" if flag.constant is not None else f" is {text_of_value(value)}"
             problems.append(f"{flag.flags[0]}{given}: {refusal(flag)}")
     if problems:
-        raise CommandLineError("; ".join(problems))
+        raise CommandLineError("\n".join(problems))
     if without_effect and is_first_rank():
         print(no_effect_notice(without_effect), file=sys.stderr, flush=True)
 

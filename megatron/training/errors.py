@@ -53,8 +53,9 @@ def exit_on_user_error() -> Iterator[None]:
         message = _message_for_user(error)
         if message is None:
             raise
-        _say(f"error: {message}")
         usage = isinstance(error, CommandLineError)
+        for problem in message.splitlines() if usage else [message]:
+            _say(f"error: {problem}")
         raise SystemExit(USAGE_EXIT_CODE if usage else FAILURE_EXIT_CODE) from error
 
 

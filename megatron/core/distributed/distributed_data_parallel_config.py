@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import check_together, config_field, validate_fields
 
 
 @dataclass(kw_only=True)
@@ -103,10 +103,12 @@ class DistributedDataParallelConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        self.validate_bucket_size()
-        self.validate_overlap()
-        self.validate_reduction()
-        self.validate_transient_gradients()
+        check_together(
+            self.validate_bucket_size,
+            self.validate_overlap,
+            self.validate_reduction,
+            self.validate_transient_gradients,
+        )
 
     def validate_bucket_size(self) -> None:
         if self.bucket_size is not None and self.num_buckets is not None:

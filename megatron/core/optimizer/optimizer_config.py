@@ -4,11 +4,12 @@ Learning-rate and weight-decay schedules are in megatron/core/optimizer_param_sc
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import check_together, config_field, validate_fields
 from megatron.core.optimizer.in_backward_config import InBackwardConfig
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.offload_config import OptimizerOffloadConfig
@@ -74,19 +75,22 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        self.validate_learning_rate()
-        self.validate_precision()
-        self.validate_stored_types(self.optimizer)
-        self.validate_offload(self.optimizer)
-        self.validate_in_backward(
+        in_backward = partial(
+            self.validate_in_backward,
             self.optimizer,
             clip_grad=self.clip_grad,
             fp16=self.fp16,
             offloads=self.optimizer_cpu_offload,
             has_graph=self.optimizer_cuda_graph,
         )
-        if self.optimizer_cuda_graph:
-            self.validate_device_step()
+        check_together(
+            self.validate_learning_rate,
+            self.validate_precision,
+            partial(self.validate_stored_types, self.optimizer),
+            partial(self.validate_offload, self.optimizer),
+            in_backward,
+            *([self.validate_device_step] if self.optimizer_cuda_graph else []),
+        )
 
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import check_together, config_field, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe.moe_config import (
     layers_with_experts,
     validate_grouped_gemm,
     validate_moe,
+    validate_moe_layer_freq,
 )
 from megatron.core.transformer.moe.paged_stash_config import (
     validate_paged_stash,
@@ -104,20 +106,24 @@ class TransformerConfig(
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        validate_precision(self)
         resolve_yarn(self, multi_latent_attention=self.multi_latent_attention)
         if isinstance(self.moe_layer_freq, str):
             self.moe_layer_freq = parse_layer_pattern(self.moe_layer_freq, field="moe_layer_freq")
         if isinstance(self.window_attn_skip_freq, str):
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
-        validate_heads(self)
-        # Derived fields come after the checks that name what the user gave.
-        fill_in_sizes(self)
-        validate_gated_unit(self)
-        validate_moe(self, num_layers=self.num_layers)
-        validate_activation_memory(self)
-        validate_layout_of_layers(self)
-        validate_stash(self)
+        # Other checks go through the layers by this pattern.
+        validate_moe_layer_freq(self, self.num_layers)
+        check_together(
+            partial(validate_precision, self),
+            partial(validate_heads, self),
+            # Derived fields come after the checks that name what the user gave.
+            partial(fill_in_sizes, self),
+            partial(validate_gated_unit, self),
+            partial(validate_moe, self, num_layers=self.num_layers),
+            partial(validate_activation_memory, self),
+            partial(validate_layout_of_layers, self),
+            partial(validate_stash, self),
+        )
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
         if self.output_layer_init_method is None:
@@ -159,8 +165,7 @@ def validate_gated_unit(config: TransformerConfig) -> None:
     for name, unset in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if vars(config)[name] != unset:
             raise ValueError(
-                f"{name} is {vars(config)[name]} but gated_linear_unit is False: it needs a gated feed-forward layer, "
-                "such as --quick-geglu or --swiglu"
+                f"{name} is {vars(config)[name]} but feed-forward layers are not gated: add --quick-geglu or --swiglu"
             )
 
 
@@ -251,24 +256,42 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     """Raises ValueError where layers, heads, widths or experts cannot be cut into the parts of the parallel layout, and
     for what they cannot do yet.
     """
-    tensor_size = config.tensor_model_parallel_size
+    check_together(
+        partial(validate_tensor_split, config),
+        partial(validate_layout_of_stages, config),
+        partial(validate_layout_of_contexts, config),
+        partial(validate_layout_of_experts, config),
+        partial(validate_parallel_layout, config),
+    )
+
+
+def validate_tensor_split(config: TransformerConfig) -> None:
+    """Raises ValueError where heads or widths cannot be cut into tensor-parallel parts."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
     cut = ["num_attention_heads", "num_query_groups"]
     cut += ["ffn_hidden_size"] if 0 in has_experts else []
     cut += ["moe_shared_expert_intermediate_size"] if config.moe_shared_expert_intermediate_size is not None else []
-    for name in cut:
-        check_multiple(name, vars(config)[name], of="tensor_model_parallel_size", size=tensor_size)
+    size = config.tensor_model_parallel_size
+    check_together(
+        *(partial(check_multiple, name, vars(config)[name], of="tensor_model_parallel_size", size=size) for name in cut)
+    )
+
+
+def validate_layout_of_stages(config: TransformerConfig) -> None:
+    """Raises ValueError where layers cannot be cut into pipeline stages, or stages not have what is asked for."""
     validate_pipeline_split(config, num_layers=config.num_layers)
     layout = config.pipeline_model_parallel_layout
     validate_mtp(config, pipeline_layout=layout, letters=mtp_layers_in_layout(layout) if layout else 0)
     validate_offload_in_stages(config)
-    context_size = config.context_parallel_size
-    exchanges = validate_context_parallel(config, num_layers=config.num_layers, context_parallel_size=context_size)
+
+
+def validate_layout_of_contexts(config: TransformerConfig) -> None:
+    """Raises ValueError where attention cannot be exchanged between context-parallel ranks as asked for."""
+    size = config.context_parallel_size
+    exchanges = validate_context_parallel(config, num_layers=config.num_layers, context_parallel_size=size)
     for name in ("num_attention_heads", "num_query_groups") if "a2a" in exchanges else ():
         sizes = "tensor_model_parallel_size x context_parallel_size, for cp_comm_type a2a"
-        check_multiple(name, vars(config)[name], of=sizes, size=tensor_size * context_size)
-    validate_layout_of_experts(config)
-    validate_parallel_layout(config)
+        check_multiple(name, vars(config)[name], of=sizes, size=config.tensor_model_parallel_size * size)
 
 
 def validate_offload_in_stages(config: TransformerConfig) -> None:

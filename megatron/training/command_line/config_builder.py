@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron.core.config_field import field_spec
+from megatron.core.config_field import field_problems, field_spec
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
@@ -45,16 +45,42 @@ def core_transformer_config_from_args(
         return config_class(**{**_field_values(config_class, args), **derived})
 
 
-def config_checks() -> list[Callable[[argparse.Namespace], Any]]:
-    """One for each configuration, which builds it and drops it, so that it checks its own fields before anything
-    starts.
-    """
-    return [
+def problems_of_call(call: Callable[[], object]) -> list[str]:
+    """Calls it; returns the messages of the ValueError that it raises, in flags instead of fields, or none."""
+    try:
+        with flags_named_in_errors():
+            call()
+    except CommandLineError as error:
+        return str(error).splitlines()
+    return []
+
+
+def problems_of_config(config_class: type[Any], args: argparse.Namespace) -> list[str]:
+    """Returns the contradictions that a configuration finds in the arguments that have its fields' names."""
+    return problems_of_call(partial(config_from_args, config_class, args))
+
+
+def problems_of_configs(args: argparse.Namespace) -> list[str]:
+    """Returns the contradictions that configurations find in their own fields, before anything starts."""
+    builders: list[Callable[[argparse.Namespace], Any]] = [
         partial(core_transformer_config_from_args, config_class=config_class)
         if issubclass(config_class, TransformerConfig)
         else partial(config_from_args, config_class)
         for config_class in CONFIG_CLASSES
     ]
+    return [problem for builder in builders for problem in problems_of_call(partial(builder, args))]
+
+
+def invalid_values(args: argparse.Namespace) -> dict[str, str]:
+    """Returns, by argument name, messages about values that are wrong whatever the other arguments are."""
+    wrong = {}
+    for config_class in CONFIG_CLASSES:
+        dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
+        # None was not given; whether that will do is another question.
+        values = {name: value for name, value in _field_values(config_class, args).items() if value is not None}
+        problems = field_problems(config_class, values)
+        wrong.update({dests[name]: with_flag_names(message, flag_table()) for name, message in problems.items()})
+    return wrong
 
 
 def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -80,9 +106,16 @@ def flags_named_in_errors() -> Iterator[None]:
         raise CommandLineError(with_flag_names(str(error), flag_table())) from None
 
 
+# Fields off the command line that follow from a flag of another name.
+_DERIVED_FIELDS = {
+    "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+}
+
+
 def with_flag_names(message: str, table: FlagTable) -> str:
     """`OptimizerConfig.min_lr is 2` -> `--min-lr is 2`; words that are no field, or belong to code, stay."""
-    flags = {}
+    flags = dict(_DERIVED_FIELDS)
     for flag in table.in_state(FlagState.WORKS):
         assert flag.field is not None
         # A flag that switches something off does not stand for its field: `add_bias_linear is True` is no

@@ -7,7 +7,7 @@ import os
 
 
 class CommandLineError(ValueError):
-    """A flag or configuration file that cannot be honoured; the text is a line for the user, of a plan one for each."""
+    """Flags or a configuration file that cannot be honoured; the text has a line for each problem."""
 
 
 def is_first_rank() -> bool:

@@ -1,32 +1,32 @@
 """Which flags contradict --use-torch-fsdp2; those of gradients are TorchFullyShardedDataParallelConfig's matter."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
-from megatron.training.command_line.config_builder import config_from_args
-from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.config_builder import problems_of_config
 
 _OFFLOADED = "what is kept for backward goes to the host, gathered parameters among it, whose memory is not there then"
 
 
-def check_fully_sharded(args: argparse.Namespace) -> None:
-    """Raises CommandLineError where something needs whole parameters, or is there only for buckets of gradients."""
+def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
+    """Yields contradictions with what needs whole parameters, or exists only for buckets of gradients."""
     if not args.use_torch_fsdp2:
         if not args.torch_fsdp2_reshard_after_forward:
-            raise CommandLineError(
+            yield (
                 "--torch-fsdp2-no-reshard-after-forward is given without --use-torch-fsdp2: add it, or drop the first"
             )
         if args.init_model_with_meta_device:
-            raise CommandLineError(
+            yield (
                 "--init-model-with-meta-device is given without --use-torch-fsdp2: in all other modes each rank holds "
                 "whole parameters; add it, or drop the first"
             )
         return
     for words, is_set, why in _contradictions(args):
         if is_set:
-            raise CommandLineError(f"{words} and --use-torch-fsdp2 is given: {why}; leave one of them out")
-    config_from_args(TorchFullyShardedDataParallelConfig, args)
+            yield f"{words} and --use-torch-fsdp2 is given: {why}; leave one of them out"
+    yield from problems_of_config(TorchFullyShardedDataParallelConfig, args)
 
 
 def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:

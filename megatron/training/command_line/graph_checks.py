@@ -1,21 +1,21 @@
 """Which flags contradict CUDA graphs; that there is a GPU is graphed_step.py's matter, as tools may do without."""
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
 from megatron.core.transformer.moe.moe_config import layers_with_experts
-from megatron.training.command_line.errors import CommandLineError
 
 
-def check_graphs(args: argparse.Namespace) -> None:
-    """Raises CommandLineError where a part of what would be captured reads the device, or changes from step to step."""
+def check_graphs(args: argparse.Namespace) -> Iterator[str]:
+    """Yields flags under which a part of what would be captured reads the device, or changes from step to step."""
     if args.cuda_graph_modules and args.cuda_graph_impl != "local":
-        raise CommandLineError(
+        yield (
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
             f"{args.cuda_graph_impl}: modules are captured by local alone; set it, or leave the modules out"
         )
-    check_optimizer_graph(args)
+    yield from check_optimizer_graph(args)
     if args.cuda_graph_impl == "none":
         return
     for name, is_set, why in _contradictions(args):
@@ -24,24 +24,25 @@ def check_graphs(args: argparse.Namespace) -> None:
             # None: a short form of the flag was given.
             shown = "given" if value in (True, None) else " ".join(value) if isinstance(value, list) else value
             flag = f"--{name.replace('_', '-')}"
-            raise CommandLineError(f"{flag} is {shown} and --cuda-graph-impl is {args.cuda_graph_impl}: {why}")
+            yield f"{flag} is {shown} and --cuda-graph-impl is {args.cuda_graph_impl}: {why}"
 
 
-def check_optimizer_graph(args: argparse.Namespace) -> None:
-    """Raises CommandLineError for flags that contradict a graph of the optimizer's step.
+def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
+    """Yields flags that contradict a graph of the optimizer's step.
 
     OptimizerConfig checks its own fields.
     """
     if not args.optimizer_cuda_graph:
         return
     if args.cuda_graph_impl != "full_iteration":
-        raise CommandLineError(
+        yield (
             f"--optimizer-cuda-graph is given and --cuda-graph-impl is {args.cuda_graph_impl}: the step is a part of "
             "the whole iteration's graph; set --cuda-graph-impl full_iteration, or drop --optimizer-cuda-graph"
         )
+        return
     start, end = args.start_weight_decay, args.end_weight_decay
     if args.weight_decay_incr_style != "constant" and start != end:
-        raise CommandLineError(
+        yield (
             f"--start-weight-decay is {start} and --end-weight-decay is {end}: with --optimizer-cuda-graph weight "
             "decay stays as it was captured, so use --weight-decay alone"
         )

@@ -1,13 +1,12 @@
 """What follows from --optimizer for other flags, and which contradict it; OptimizerConfig checks its own fields."""
 
 import argparse
+from collections.abc import Iterator
 
-from megatron.training.command_line.errors import CommandLineError
 
-
-def check_optimizer(args: argparse.Namespace) -> None:
-    """Sets what distributed_fused_adam and --optimizer-in-backward imply; CommandLineError where they cannot be had."""
-    _check_in_backward(args)
+def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
+    """Sets what distributed_fused_adam and --optimizer-in-backward imply; yields what contradicts them."""
+    yield from _check_in_backward(args)
     args.shard_gradients = args.optimizer == "distributed_fused_adam"
     if not args.shard_gradients:
         return
@@ -32,13 +31,13 @@ def check_optimizer(args: argparse.Namespace) -> None:
     ]
     for words, is_set, why in contradictions:
         if is_set:
-            raise CommandLineError(
+            yield (
                 f"{words} and --optimizer is distributed_fused_adam: {why}; leave it out, or use --optimizer adam with "
                 "--use-distributed-optimizer"
             )
 
 
-def _check_in_backward(args: argparse.Namespace) -> None:
+def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
     args.release_gradients = args.optimizer_in_backward
     if not args.optimizer_in_backward:
         return
@@ -54,7 +53,7 @@ def _check_in_backward(args: argparse.Namespace) -> None:
     ]
     for words, is_set, why in refused:
         if is_set:
-            raise CommandLineError(
+            yield (
                 f"{words} and --optimizer-in-backward is given: gradients get their memory during each backward, and "
                 f"{why}; leave out one of the two"
             )
@@ -80,7 +79,7 @@ def _check_in_backward(args: argparse.Namespace) -> None:
     for words, is_set, why in needs_exact:
         if is_set:
             chosen = "not given" if clip is None else clip
-            raise CommandLineError(
+            yield (
                 f"{words} and --optimizer-in-backward-clip is {chosen}: {why}; it must be exact, or "
                 "--optimizer-in-backward be left out"
             )

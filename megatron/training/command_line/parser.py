@@ -55,7 +55,8 @@ class _Refuse(argparse.Action):
         self.flag = flag
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        vars(namespace).setdefault(REFUSED, []).append(f"{option_string}: {refusal(self.flag)}")
+        given = f" is {' '.join(values)}" if values else ""
+        vars(namespace).setdefault(REFUSED, []).append(f"{option_string}{given}: {refusal(self.flag)}")
 
 
 class _StoreUnwrapped(argparse.Action):

@@ -5,9 +5,11 @@ A configuration's own fields are checked by its class.
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +24,13 @@ from megatron.core.transformer.moe.moe_config import MoEConfig
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.training.command_line.config_builder import (
-    config_checks,
     config_from_args,
     core_transformer_config_from_args,
     flags_named_in_errors,
+    invalid_values,
+    problems_of_call,
+    problems_of_config,
+    problems_of_configs,
 )
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.fault_checks import check_faults
@@ -42,43 +47,39 @@ _MOST_PLANNED_RANKS = 1 << 18
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
     """Completes and checks the arguments in place; `defaults` fill arguments that are None.
 
-    Raises CommandLineError (a ValueError) naming the flags that clash and what to do. Every rank finds the same.
+    Raises CommandLineError (a ValueError) with a line for each problem, which names the flags and what to do. Every
+    rank finds the same. After an error the arguments are of no use.
     """
     # The user comes first: a script's default never replaces what was given.
     for name, value in (defaults or {}).items():
         if vars(args).get(name) is None:
             vars(args)[name] = value
-    check_checkpoints(args)
-    check_required(args)
-    wrong = _errors_of(args, check_tokenizer, check_data)
-    # Each of these may rely on what the ones before it made sure of, and all others on these.
-    chain = _errors_of(args, _check_sizes)
-    wrong += chain or _errors_of_rest(args)
-    if wrong:
-        # All of them, a line each. Several configurations have some fields in common.
-        raise CommandLineError("\nerror: ".join(dict.fromkeys(wrong)))
+    invalid = invalid_values(args)
+    problems = [*check_required(args), *invalid.values()]
+    replaced = _replace_invalid(args, invalid)
+    problems += [problem for problem in _contradictions(args) if not _names_any(replaced, problem)]
+    if problems:
+        raise CommandLineError("\n".join(dict.fromkeys(problems)))
     return args
 
 
-def _errors_of(args: argparse.Namespace, *checks: Callable[[argparse.Namespace], object]) -> list[str]:
-    """Runs each check; returns their errors."""
-    wrong = []
-    for check in checks:
-        try:
-            check(args)
-        except CommandLineError as error:
-            wrong.append(str(error))
-    return wrong
+def _replace_invalid(args: argparse.Namespace, wrong: Iterable[str]) -> list[str]:
+    """Replaces missing and invalid values, so that other checks can go on; returns the flags of these arguments."""
+    table = flag_table()
+    missing = [name for name in _needed(args) if vars(args)[name] is None or vars(args)[name] < 1]
+    for name in (*wrong, *missing):
+        vars(args)[name] = 1 if name in missing else table.by_dest[name].default
+    return [flag for name in (*wrong, *missing) for flag in table.by_dest[name].flags]
 
 
-def _check_sizes(args: argparse.Namespace) -> None:
-    check_layout(args)
-    check_batches(args)
-    derive_length(args)
+def _names_any(flags: Iterable[str], problem: str) -> bool:
+    return not set(flags).isdisjoint(re.findall(r"--[\w-]+", problem))
 
 
-def _errors_of_rest(args: argparse.Namespace) -> list[str]:
-    """Runs the checks that do not rely on each other, and derives values for configurations; returns all errors."""
+def _contradictions(args: argparse.Namespace) -> list[str]:
+    """Derives arguments from others; returns a message for each contradiction."""
+    problems = [*check_checkpoints(args), *check_data(args), *_check_sizes(args)]
+    settle_tokenizer(args)
     settle_meanings(args)
     checks = (
         check_rotation,
@@ -92,11 +93,26 @@ def _errors_of_rest(args: argparse.Namespace) -> list[str]:
         check_graphs,
         check_faults,
         check_upcycling_flags,
+        derive_shapes,
+        derive_run_state,
     )
-    wrong = _errors_of(args, *checks)
+    for check in checks:
+        problems += check(args)
     # Configurations last, because they need the derived values; before any process group exists.
-    derived = _errors_of(args, derive_shapes) or _errors_of(args, derive_run_state)
-    return wrong + (derived or _errors_of(args, *config_checks(), check_flex_backend))
+    found = problems_of_configs(args)
+    found = found or problems_of_call(partial(check_flex_backend, args))
+    # They check a part of the same in other words.
+    told = {_first_flag(problem) for problem in problems}
+    return problems + [problem for problem in found if _first_flag(problem) not in told]
+
+
+def _first_flag(problem: str) -> str:
+    return problem.partition(" ")[0]
+
+
+def _check_sizes(args: argparse.Namespace) -> list[str]:
+    """Runs checks each of which relies on those before it; returns the messages of the first that has some."""
+    return [*check_layout(args)] or check_batches(args) or [*derive_length(args)]
 
 
 def settle_meanings(args: argparse.Namespace) -> None:
@@ -144,44 +160,54 @@ def check_flex_backend(args: argparse.Namespace) -> None:
         require_flex_backend(core_transformer_config_from_args(args))
 
 
-def check_required(args: argparse.Namespace) -> None:
+def _needed(args: argparse.Namespace) -> list[str]:
+    """Returns the arguments that have no sensible default and count something."""
+    sizes = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
+    return sizes if args.skip_train or args.train_samples is not None else [*sizes, "train_iters"]
+
+
+def check_required(args: argparse.Namespace) -> Iterator[str]:
     """Every run needs a model, a sequence length and a batch; a training run also an end and a learning rate."""
-    # These have no sensible default in the configurations either.
-    needed = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
-    if not args.skip_train:
-        needed += ["lr"] if args.train_samples is not None else ["train_iters", "lr"]
-    missing = [f"--{name.replace('_', '-')}" for name in needed if vars(args)[name] is None]
+    needed = _needed(args)
+    all_needed = needed if args.skip_train else [*needed, "lr"]
+    missing = [f"--{name.replace('_', '-')}" for name in all_needed if vars(args)[name] is None]
     if missing:
         hint = " (or --use-checkpoint-args with --load)" if "--num-layers" in missing else ""
         hint += " (or --train-samples)" if "--train-iters" in missing else ""
-        raise CommandLineError(f"missing {', '.join(missing)}: give a value for each{hint}")
-    # Here, before other values are divided by these or derived from them.
+        yield f"missing {', '.join(missing)}: give a value for each{hint}"
     for name in needed:
-        if name != "lr" and vars(args)[name] < 1:
+        if vars(args)[name] is not None and vars(args)[name] < 1:
             hint = "; --skip-train only evaluates" if name == "train_iters" else ""
-            raise CommandLineError(f"--{name.replace('_', '-')} is {vars(args)[name]}: must be at least 1{hint}")
+            yield f"--{name.replace('_', '-')} is {vars(args)[name]}: must be at least 1{hint}"
 
 
-def check_tokenizer(args: argparse.Namespace) -> None:
+def settle_tokenizer(args: argparse.Namespace) -> None:
     """Sets the type where scripts name it by its files alone."""
     if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
         args.tokenizer_type = "GPT2BPETokenizer"
 
 
-def check_data(args: argparse.Namespace) -> None:
-    data = config_from_args(DataConfig, args)
-    if not data.names_data():
-        raise CommandLineError("no data: give --data-path PREFIX, or --mock-data to train on made-up tokens")
+def check_data(args: argparse.Namespace) -> Iterator[str]:
+    wrong = problems_of_config(DataConfig, args)
+    if wrong:
+        yield from wrong
+        return
+    if not config_from_args(DataConfig, args).names_data():
+        yield "no data: give --data-path PREFIX, or --mock-data to train on made-up tokens"
     needs_train = args.valid_data_path is not None or args.test_data_path is not None
     if needs_train and args.train_data_path is None and not args.skip_train:
-        raise CommandLineError("--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train")
+        yield "--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train"
 
 
-def check_batches(args: argparse.Namespace) -> None:
+def check_batches(args: argparse.Namespace) -> list[str]:
     """Sets the global batch if unset; checks every batch size of the run."""
-    if args.global_batch_size is None and args.step_batch_size_schedule is None:
-        args.global_batch_size = args.micro_batch_size * args.data_parallel_size
-    args.global_batch_size = batch_sizes(args).schedule.final_size
+
+    def derive() -> None:
+        if args.global_batch_size is None and args.step_batch_size_schedule is None:
+            args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+        args.global_batch_size = batch_sizes(args).schedule.final_size
+
+    return problems_of_call(derive)
 
 
 def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
@@ -198,85 +224,83 @@ def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
         )
 
 
-def derive_length(args: argparse.Namespace) -> None:
+def derive_length(args: argparse.Namespace) -> Iterator[str]:
     """Sets --train-iters from --train-samples; a run's length and its schedules must be in the same unit."""
     if args.train_samples is not None:
         iterations = batch_sizes(args).running.iterations_within(args.train_samples)
         # Equal after a first validation of the same arguments.
         if args.train_iters not in (None, iterations):
-            raise CommandLineError(
-                f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give one of them"
-            )
+            yield (f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give one of them")
         if iterations < 1:
-            raise CommandLineError(f"--train-samples is {args.train_samples}: must be at least one global batch")
+            yield f"--train-samples is {args.train_samples}: must be at least one global batch"
         args.train_iters = iterations
-        check_units(args, other="iters", unit="samples")
+        yield from check_units(args, other="iters", unit="samples")
     elif args.train_iters is not None:
-        check_units(args, other="samples", unit="iters")
+        yield from check_units(args, other="samples", unit="iters")
 
 
-def check_units(args: argparse.Namespace, *, other: str, unit: str) -> None:
+def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[str]:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if vars(args)[f"{name}_{other}"]:
             flag = f"--{name.replace('_', '-')}"
-            raise CommandLineError(
+            yield (
                 f"{flag}-{other} is {vars(args)[f'{name}_{other}']}, but the length of the run is --train-{unit}: "
                 f"use {flag}-{unit}"
             )
 
 
-def check_upcycling_flags(args: argparse.Namespace) -> None:
+def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
     """Experts are made of a checkpoint, in a model that has some."""
     if not args.moe_use_upcycling:
         return
     for flag, value in (("--num-experts", args.num_experts), ("--load", args.load)):
         if value is None:
-            raise CommandLineError(f"--moe-use-upcycling needs {flag}: give it, or drop the flag")
+            yield f"--moe-use-upcycling needs {flag}: give it, or drop the flag"
 
 
-def check_positions(args: argparse.Namespace) -> None:
+def check_positions(args: argparse.Namespace) -> Iterator[str]:
     if args.max_position_embeddings is None:
         # The table of learned positions is part of the weights: its size must not follow a run's --seq-length.
         if args.position_embedding_type == "learned_absolute":
-            raise CommandLineError(
+            yield (
                 "--position-embedding-type learned_absolute needs --max-position-embeddings: "
                 f"give at least --seq-length ({args.seq_length}), or use --position-embedding-type rope"
             )
         args.max_position_embeddings = args.seq_length
     if args.seq_length > args.max_position_embeddings:
-        raise CommandLineError(
+        yield (
             f"--seq-length is {args.seq_length}: must be at most --max-position-embeddings "
             f"({args.max_position_embeddings})"
         )
 
 
-def check_rotation(args: argparse.Namespace) -> None:
+def check_rotation(args: argparse.Namespace) -> Iterator[str]:
     """Sets the kind of positions from the older flag for it; settings of a rotation need one."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
-        raise CommandLineError("--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor")
-    name_yarn_once(args)
+        yield "--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor"
+    yield from name_yarn_once(args)
     if args.position_embedding_type == "rope":
         return
     # Old scripts give it beside rope, where it says nothing new.
     if not args.add_position_embedding and args.position_embedding_type != "none":
-        raise CommandLineError("--no-position-embedding is no longer enough: add --position-embedding-type none")
+        yield "--no-position-embedding is no longer enough: add --position-embedding-type none"
     names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
     for name in (*names, "rope_type"):
         if _is_set(args, name):
             flag = f"--{name.replace('_', '-')}"
-            raise CommandLineError(f"{flag} needs --position-embedding-type rope: add it, or drop {flag}")
+            yield f"{flag} needs --position-embedding-type rope: add it, or drop {flag}"
 
 
-def name_yarn_once(args: argparse.Namespace) -> None:
+def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
     """Sets --rope-type where --position-embedding-type says yarn, which is a kind of rope."""
     if args.position_embedding_type == "yarn":
         if args.rope_type == "rope":
-            raise CommandLineError("--position-embedding-type is yarn and --rope-type is rope: drop one of them")
+            yield "--position-embedding-type is yarn and --rope-type is rope: drop one of them"
         args.position_embedding_type, args.rope_type = "rope", "yarn"
     if args.rope_type == "yarn" and args.use_rope_scaling:
-        raise CommandLineError(
+        yield (
             "--use-rope-scaling and --rope-type yarn both stretch frequencies: give one of them; yarn takes "
             "--rotary-scaling-factor"
         )
@@ -287,46 +311,44 @@ def _is_set(args: argparse.Namespace, name: str) -> bool:
     return bool(vars(args)[name] != flag_table().by_dest[name].default)
 
 
-def check_attention(args: argparse.Namespace) -> None:
+def check_attention(args: argparse.Namespace) -> Iterator[str]:
     if args.multi_latent_attention and args.position_embedding_type != "rope":
-        raise CommandLineError(
+        yield (
             f"--multi-latent-attention has rotary positions and --position-embedding-type is "
             f"{args.position_embedding_type}: add --position-embedding-type rope"
         )
     if args.multi_latent_attention and args.rotary_percent != 1:
-        raise CommandLineError(
+        yield (
             f"--rotary-percent is {args.rotary_percent}: with --multi-latent-attention all of --qk-pos-emb-head-dim "
             "rotate, drop it"
         )
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
-        raise CommandLineError(
-            "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms"
-        )
+        yield ("--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms")
     # 1 is what Megatron's own default passes along in scripts that print their arguments; it means "not given".
     if not args.group_query_attention and args.num_query_groups not in (None, 1):
-        raise CommandLineError(
+        yield (
             f"--num-query-groups is {args.num_query_groups} without --group-query-attention: add it or drop the groups"
         )
 
 
-def check_experts(args: argparse.Namespace) -> None:
+def check_experts(args: argparse.Namespace) -> Iterator[str]:
     """Flags of expert layers are contradictory in a dense model, not ignored; a router must be able to learn."""
     if args.num_experts is not None:
-        if config_from_args(RouterConfig, args).has_constant_weights:
-            raise CommandLineError(
+        if not problems_of_config(RouterConfig, args) and config_from_args(RouterConfig, args).has_constant_weights:
+            yield (
                 "--moe-router-topk is 1: the weight of a single expert is always 1, so its router would not learn; "
                 "must be at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
             )
         return
     for flag in flags_of_class(MoEConfig, {}):
         if _is_set(args, flag.dest):
-            raise CommandLineError(f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}")
+            yield f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}"
 
 
-def check_schedule(args: argparse.Namespace) -> None:
+def check_schedule(args: argparse.Namespace) -> Iterator[str]:
     for unit in ("iters", "samples"):
         if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
-            raise CommandLineError(
+            yield (
                 f"--lr-wsd-decay-{unit} belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: "
                 "change one of them"
             )
@@ -334,57 +356,53 @@ def check_schedule(args: argparse.Namespace) -> None:
         # The schedule compares with its own length; here it is only known to be the run's.
         if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
             if warmup >= length and warmup > 0:
-                raise CommandLineError(
+                yield (
                     f"--lr-warmup-{unit} is {warmup}: must be less than --train-{unit} ({length}) or --lr-decay-{unit}"
                 )
 
 
-def check_checkpoints(args: argparse.Namespace) -> None:
+def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
         # Step 0 is a step: only None and False mean "not given".
         value = vars(args)[name]
         if value is not None and value is not False and args.load is None:
-            raise CommandLineError(f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint")
+            yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
     if args.skip_train and args.load is None:
-        raise CommandLineError("--skip-train evaluates what --load holds: give the folder of the checkpoint")
+        yield "--skip-train evaluates what --load holds: give the folder of the checkpoint"
     for name in ("save_interval", "async_save", "save_retain_interval"):
         if vars(args)[name] and args.save is None:
-            raise CommandLineError(f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints")
+            yield f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints"
 
 
-def check_logging(args: argparse.Namespace) -> None:
+def check_logging(args: argparse.Namespace) -> Iterator[str]:
     if args.log_progress and args.save is None:
-        raise CommandLineError("--log-progress needs --save: progress.txt stands beside the checkpoints")
+        yield "--log-progress needs --save: progress.txt stands beside the checkpoints"
     if args.record_routing is not None and args.num_experts is None:
-        raise CommandLineError(
-            f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
-        )
+        yield (f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing")
     absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
     if args.profile and absent:
-        raise CommandLineError(
-            f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are"
-        )
+        yield (f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are")
 
 
-def derive_shapes(args: argparse.Namespace) -> None:
+def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
     """Sets what scripts expect to find filled in: head width and feed-forward width."""
     if args.kv_channels is None and args.multi_latent_attention:
         args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
-            raise CommandLineError(
+            yield (
                 f"--hidden-size is {args.hidden_size}: must be divisible by --num-attention-heads "
                 f"({args.num_attention_heads}), or give --kv-channels"
             )
-        args.kv_channels = args.hidden_size // args.num_attention_heads
+        args.kv_channels = max(1, args.hidden_size // args.num_attention_heads)
     if args.ffn_hidden_size is None:
         args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, swiglu=args.swiglu)
 
 
-def derive_run_state(args: argparse.Namespace) -> None:
+def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     """Sets precision and where the run starts."""
     if args.fp16 and args.bf16:
-        raise CommandLineError("--fp16 and --bf16 are both given: choose one precision")
+        yield "--fp16 and --bf16 are both given: choose one precision"
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     # Loading a checkpoint sets these to where it was saved; training does not move them.
     args.iteration = 0

@@ -1,6 +1,6 @@
 """The best layouts of a model: which fit, and which of these nothing beats in both memory and time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,14 +26,18 @@ class Found:
     fitting: int
 
 
-def search(space: Space, costs: LayoutCosts, *, limit: int, most: int) -> Found:
+# Is told what the search does, often; says it to the user, or not.
+Progress = Callable[[str], None]
+
+
+def search(space: Space, costs: LayoutCosts, *, limit: int, most: int, progress: Progress) -> Found:
     """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
     micro_batch = space.fixed.get("micro_batch")
     if micro_batch and space.global_batch % micro_batch:
         raise CommandLineError(
             f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
         )
-    compared, known = _costs(space, costs, limit=limit)
+    compared, known = _costs(space, costs, limit=limit, progress=progress)
     fitting = [one for one in known if one[0].num_bytes <= limit]
     if not compared:
         raise CommandLineError(
@@ -41,13 +45,13 @@ def search(space: Space, costs: LayoutCosts, *, limit: int, most: int) -> Found:
             f"data-parallel ranks that divide the global batch of {space.global_batch}; sizes that were given: "
             f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
         )
-    front = _front(fitting, costs, limit=limit, most=most)
+    front = _front(fitting, costs, limit=limit, most=most, progress=progress)
     nearest = None
     if not front:
         if known and not fitting:
             # Parameters of more than twice a limit are not looked at any further: here this leaves out nothing that
             # needs less than what is known.
-            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known))
+            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
             why = costs.last_refusal or "the parameters of a rank alone take more than twice the memory"
@@ -55,11 +59,15 @@ def search(space: Space, costs: LayoutCosts, *, limit: int, most: int) -> Found:
     return Found(tuple(front), nearest, compared, len(fitting))
 
 
-def _costs(space: Space, costs: LayoutCosts, *, limit: int) -> tuple[int, list[tuple[Cost, Layout]]]:
+def _costs(
+    space: Space, costs: LayoutCosts, *, limit: int, progress: Progress
+) -> tuple[int, list[tuple[Cost, Layout]]]:
     """The number of layouts, and those with costs."""
+    total = sum(1 for _ in space.layouts())
     compared = 0
     known: list[tuple[Cost, Layout]] = []
     for layout in space.layouts():
+        progress(f"{compared} of {total} layouts compared")
         compared += 1
         cost = costs.cost(layout, limit=limit)
         if cost is not None:
@@ -67,7 +75,9 @@ def _costs(space: Space, costs: LayoutCosts, *, limit: int) -> tuple[int, list[t
     return compared, known
 
 
-def _front(fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int) -> list[Advice]:
+def _front(
+    fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int, progress: Progress
+) -> list[Advice]:
     """Those that the run does not refuse and that fit by their own facts."""
     found: list[Advice] = []
     smallest = float("inf")
@@ -76,6 +86,7 @@ def _front(fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int
             break
         if cost.num_bytes > smallest * _PROGRESS:
             continue
+        progress(f"{len(fitting)} layouts fit, {len(found)} of the best looked at closely")
         advice = costs.advice(layout)
         if advice is not None and advice.num_bytes <= limit:
             found.append(advice)

@@ -20,7 +20,10 @@ TINY = "--model-scale tiny --seq-length 64 --global-batch-size 32".split()
 def _found(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[str, dict[str, Any]]:
     path = tmp_path / "found.json"
     plan_layout.main([*words, *TINY, "--json", str(path)])
-    return capsys.readouterr().out, json.loads(path.read_text())
+    printed = capsys.readouterr()
+    # Before anything is known: the search may take minutes.
+    assert re.match(r" +0 s: 0 of [1-9]\d* layouts compared\n", printed.err)
+    return printed.out, json.loads(path.read_text())
 
 
 # What is given keeps the number of layouts, and the time of the test, small.

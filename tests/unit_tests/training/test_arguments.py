@@ -31,7 +31,7 @@ MINIMAL = (
 def error_of(words: str) -> str:
     with pytest.raises(CommandLineError) as caught:
         parse_args(argv=words.split())
-    assert "\n" not in str(caught.value)
+    assert all("--" in line or line.startswith("unexpected word") for line in str(caught.value).splitlines())
     return str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_words_become_values(words: str, dest: str, value: object) -> None:
         ("--img-h", ["only text models"]),
         (
             "--num-layer 3 --batch-size 4",
-            ["unknown flag --num-layer; did you mean --num-layers?; --batch-size: not supported; "],
+            ["unknown flag --num-layer; did you mean --num-layers?\n--batch-size is 4: not supported; "],
         ),
         ("--softmax-type hard", ["--softmax-type", "vanilla"]),
     ],
@@ -198,7 +198,7 @@ def _redefine_seed(parser: argparse.ArgumentParser) -> None:
 def test_scripts_add_flags_and_reuse_names_that_do_nothing_here() -> None:
     args = parse_args(_provider, argv=["--num-classes", "3"])
     assert (args.color, args.num_classes) == (7, 3)
-    with pytest.raises(CommandLineError, match="--num-classes: not supported"):
+    with pytest.raises(CommandLineError, match="--num-classes is 3: not supported"):
         parse_args(argv=["--num-classes", "3"])
     with pytest.raises(argparse.ArgumentError, match="--seed"):
         parse_args(_redefine_seed, argv=[])
@@ -230,3 +230,10 @@ def test_transformer_config_follows_from_model_flags() -> None:
     assert not config.add_bias_linear
     dense = core_transformer_config_from_args(validate_args(parse_args(argv=MINIMAL.split())))
     assert (dense.ffn_hidden_size, dense.num_query_groups, dense.activation_func) == (256, 4, F.gelu)
+
+
+def test_the_error_of_an_attention_variant_names_it_and_not_what_depends_on_it() -> None:
+    words = f"{MINIMAL} --experimental-attention-variant gdn --linear-attention-freq 4 --apply-wd-to-qk-layernorm"
+    message = error_of(words)
+    assert message.startswith("--experimental-attention-variant is gdn: not supported; ")
+    assert "qk-layernorm" not in message

@@ -1,6 +1,8 @@
 """Checks across flags: what clashes is named with the fix, what follows from other flags is filled in."""
 
 import argparse
+import re
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.layout_checks import check_layout
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
 
 LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
 OFFLOADED = (
@@ -230,7 +232,62 @@ def test_contradictions_name_the_flags_and_the_fix(words: str, drop: str, fragme
         validated(words, drop)
     message = str(caught.value)
     assert all(fragment in message for fragment in fragments), message
-    assert "Config." not in message and "\n" not in message.replace("\nerror: --", ""), message
+    assert all("--" in line for line in message.splitlines()), message
+    assert not names_of_fields(message), message
+
+
+def names_of_fields(message: str) -> set[str]:
+    """Words of a message that are fields of a configuration, and no values of a flag."""
+    words = set(re.findall(r"(?<![-\w/])[A-Za-z]\w*_\w+", message.replace("Config.", "")))
+    values = {value for flag in flag_table().flags for value in flag.choices or ()}
+    return words & {field.name for config_class in CONFIG_CLASSES for field in fields(config_class)} - values
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    words = """
+        --hidden-size 66 --hidden-dropout 2 --adam-beta1 3 --clip-grad -1 --min-lr 1 --fp16 --bf16 --lr-warmup-iters 50
+        --finetune --ckpt-step 3 --save-interval 2 --num-query-groups 3 --rotary-percent 0.5 --num-experts 4
+        --moe-router-topk 7 --moe-shared-expert-overlap --moe-token-dispatcher-type flex --tensor-model-parallel-size 3
+        --position-embedding-type none --overlap-param-gather --profile-ranks 9 --profile --optimizer-cuda-graph
+        --non-finite-policy rewind --log-progress
+    """
+    with pytest.raises(CommandLineError) as caught:
+        validated(words)
+    lines = str(caught.value).splitlines()
+    expected = [
+        "--hidden-size is 66: must be divisible by --num-attention-heads",
+        "--hidden-dropout is 2.0: must be less than 1",
+        "--adam-beta1 is 3.0: must be less than 1",
+        "--clip-grad is -1.0: must be at least 0",
+        "--min-lr is 1.0: must be at most --lr",
+        "--fp16 and --bf16 are both given",
+        "--lr-warmup-iters is 50: must be less than --train-iters (10)",
+        "--finetune needs --load",
+        "--ckpt-step needs --load",
+        "--save-interval needs --save",
+        "--num-query-groups is 3 without --group-query-attention",
+        "--rotary-percent needs --position-embedding-type rope",
+        "--moe-router-topk is 7: must be at most --num-experts (4)",
+        "--moe-token-dispatcher-type is flex but --moe-expert-rank-capacity-factor is not set",
+        "world size is 1: must be a multiple of --tensor-model-parallel-size",
+        "--num-attention-heads is 4: must be a multiple of --tensor-model-parallel-size (3)",
+        "--overlap-param-gather is set: needs --use-distributed-optimizer",
+        "--profile-ranks has 9: must be below the 1 processes",
+        "--optimizer-cuda-graph is given and --cuda-graph-impl is none",
+        "--non-finite-policy is rewind: needs --save and --save-interval",
+        "--log-progress needs --save",
+    ]
+    assert [line for line in expected if not any(one.startswith(line) for one in lines)] == []
+    assert all("--" in line for line in lines) and not names_of_fields(str(caught.value))
+
+
+def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
+    with pytest.raises(CommandLineError) as caught:
+        validated("--num-experts 0 --moe-router-topk 3 --moe-grouped-gemm --num-layers 0 --recompute-num-layers 9")
+    assert str(caught.value).splitlines() == [
+        "--num-layers is 0: must be at least 1",
+        "--num-experts is 0: must be at least 1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +369,7 @@ def test_copies_and_virtual_stages_follow_from_the_layout(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "12")
     args = parse_args(argv=f"--seq-length 32 --num-layers 8 {words}".split())
-    check_layout(args)
+    assert [*check_layout(args)] == []
     assert (args.data_parallel_size, args.sequence_parallel, args.virtual_pipeline_model_parallel_size) == expected
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import check_together, config_field, validate_fields
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
@@ -91,6 +91,16 @@ def validate_moe(config: MoEConfig, *, num_layers: int) -> None:
                 "not set: give --num-experts or drop the factor"
             )
         return
+    check_together(
+        partial(validate_expert_parts, config),
+        partial(validate_dispatcher, config),
+        partial(validate_router, config, num_experts=config.num_moe_experts),
+        partial(validate_capacity, config),
+    )
+
+
+def validate_expert_parts(config: MoEConfig) -> None:
+    """Raises ValueError for parts of expert layers that need others."""
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
     if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:
@@ -98,10 +108,6 @@ def validate_moe(config: MoEConfig, *, num_layers: int) -> None:
             "moe_expert_rank_capacity_factor is set but moe_grouped_gemm is not: experts that run one after the other "
             "wait for the number of their rows, give --moe-grouped-gemm"
         )
-    validate_dispatcher(config)
-    validate_moe_layer_freq(config, num_layers)
-    validate_router(config, num_experts=config.num_moe_experts)
-    validate_capacity(config)
 
 
 def validate_dispatcher(config: MoEConfig) -> None:
@@ -142,6 +148,8 @@ def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int,
 def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
     """Raises ValueError where the layer pattern does not fit the layers."""
     freq = config.moe_layer_freq
+    if config.num_moe_experts is None:
+        return
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
     # One entry a layer, also where the user gave one number.

@@ -73,8 +73,11 @@ def test_unset_fields_follow_from_others() -> None:
             "moe_router_score_function is sigmoid but moe_router_load_balancing_type is sinkhorn",
         ),
         ({"moe_grouped_gemm": True}, "moe_grouped_gemm is set but num_moe_experts is not"),
-        ({"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0 but gated_linear_unit is False"),
-        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0 but gated_linear_unit is False"),
+        (
+            {"activation_func_clamp_value": 7.0},
+            "activation_func_clamp_value is 7.0 but feed-forward layers are not gated",
+        ),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0 but feed-forward layers are not gated"),
         ({"num_moe_experts": 2, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries.*num_layers is 2"),
         ({"num_moe_experts": 2, "moe_layer_freq": [1, 2]}, r"moe_layer_freq is \[1, 2\]: entries must be 0"),
         ({"num_moe_experts": 2, "moe_layer_freq": 0}, "moe_layer_freq is 0: must be at least 1"),
