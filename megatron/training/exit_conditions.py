@@ -4,6 +4,8 @@ Each rank only notes its own reason; the training step sums the notes over ranks
 """
 
 import enum
+import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.group_collectives import message_device
 from megatron.core.process_groups_config import group_size
 from megatron.training.config import TrainingConfig
+from megatron.training.console import print_rank_0
 
 
 class ExitReason(enum.Enum):
@@ -37,6 +40,7 @@ class ExitConditions:
         self.config = config
         self._signalled = False
         self._start = time.monotonic()
+        self._shutdown_seconds = shutdown_seconds() if config.exit_signal_handler else math.inf
 
     def local_reasons(self) -> list[bool]:
         """Which of LOCAL_REASONS hold on this rank."""
@@ -54,6 +58,17 @@ class ExitConditions:
         flag = torch.tensor(int(self._signalled), dtype=torch.int64, device=message_device([dist.group.WORLD]))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
+
+    def warn_of_slow_save(self, *, step_seconds: float, save_seconds: float | None) -> None:
+        """Prints a line, once, if torchrun would kill the ranks before a step and a save are done."""
+        if save_seconds is None or step_seconds + save_seconds <= self._shutdown_seconds:
+            return
+        print_rank_0(
+            f"WARNING: a save took {save_seconds:.3g} s and a step {step_seconds:.3g} s, but torchrun kills the ranks "
+            f"{self._shutdown_seconds:g} s after SIGTERM (--exit-signal-handler): set TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
+            f"above {math.ceil(step_seconds + save_seconds)}"
+        )
+        self._shutdown_seconds = math.inf
 
     def at_interval(self, iteration: int) -> bool:
         """Whether --exit-interval ends the run after `iteration`."""
@@ -74,3 +89,10 @@ class ExitConditions:
 
     def _receive(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled = True
+
+
+def shutdown_seconds() -> float:
+    """Returns how long torchrun lets ranks live on after SIGTERM; for ever where it has not started this process."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return math.inf
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torch.distributed.launcher.api

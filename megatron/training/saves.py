@@ -3,6 +3,7 @@
 What is in a checkpoint is decided in checkpointing.py.
 """
 
+import time
 from collections.abc import Callable
 
 from megatron.core.dist_checkpointing import CheckpointError, PendingSave, StagingMemory
@@ -21,15 +22,18 @@ class RunSaves:
     def __init__(self, *, in_background: bool, on_save: Callable[[int], None]) -> None:
         self._staging = StagingMemory() if in_background else None
         self._on_save = on_save
-        self._pending: tuple[int, PendingSave] | None = None
-        # The newest checkpoint that this run has written.
+        # Iteration, save, and when it began.
+        self._pending: tuple[int, PendingSave, float] | None = None
+        # The newest checkpoint that this run has written, and how long a save beside or between steps took.
         self.latest: int | None = None
+        self.seconds: float | None = None
 
     def save(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
         """A checkpoint from which the run goes on: where it cannot be written, training does, and a line says why."""
         self.finish()
+        start = time.perf_counter()
         try:
-            self._pending = iteration, begin(self._staging)
+            self._pending = iteration, begin(self._staging), start
         except CheckpointError as error:
             _warn(error)
             return
@@ -54,12 +58,13 @@ class RunSaves:
         """Waits until the save under way, if any, is complete, or has failed."""
         if self._pending is None:
             return
-        (iteration, pending), self._pending = self._pending, None
+        (iteration, pending, start), self._pending = self._pending, None
         try:
             pending.finish()
         except CheckpointError as error:
             _warn(error)
         else:
+            self.seconds = time.perf_counter() - start
             self._note(iteration)
 
     def abandon(self) -> None:

@@ -114,6 +114,7 @@ def train(run: TrainingRun) -> ExitReason | None:
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
             run.saves.poll()
+            exits.warn_of_slow_save(step_seconds=step[0].seconds, save_seconds=run.saves.seconds)
         if state.iteration != started_at:
             run.save_last_checkpoint()
     run.callbacks.on_train_end()

@@ -48,6 +48,7 @@ def test_a_save_is_said_to_be_done_when_it_is_complete(run, tmp_path, capsys):
         run.step()
     run.saves.finish()
     assert run.said == [1, 2, 3] and run.saves.latest == 3
+    assert run.saves.seconds is not None and run.saves.seconds > 0
     assert [load_common(tmp_path / name) for name in sorted(os.listdir(tmp_path))] == [
         {"iteration": iteration} for iteration in (1, 2, 3)
     ]
