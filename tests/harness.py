@@ -38,6 +38,7 @@ SEED = 1234
 ROOT = Path(__file__).resolve().parents[1]
 _GLOO_LOST_A_RANK = r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
 GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
+OUTLIVED_SECONDS = 10.0
 # Modules that are slow to import and that rank functions need. None starts a thread or calls CUDA: neither survives a
 # fork.
 PRELOAD = ["numpy", "pytest", "rich.progress", "tokenizers", "yaml"]
@@ -47,7 +48,10 @@ PRELOAD += ["pretrain_gpt", "tests.warm_server"]
 
 @dataclass
 class RankOutcome:
-    """The result of one rank: its value, or the error that ended it, and its output in either case."""
+    """The result of one rank: its value, or the error that ended it, and its output in either case.
+
+    outlived: processes that the rank had forked were alive OUTLIVED_SECONDS after the last rank had ended.
+    """
 
     rank: int
     value: Any = None
@@ -55,6 +59,7 @@ class RankOutcome:
     ended_at: float = 0.0
     stdout: str = ""
     stderr: str = ""
+    outlived: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -118,6 +123,9 @@ def launch_on_ranks(
         finally:
             for process, _ in started:
                 _kill(process)
+        end = time.monotonic() + OUTLIVED_SECONDS
+        for outcome, (_, receiver) in zip(outcomes, started):
+            outcome.outlived = not _is_closed(receiver, until=end)
         for outcome in outcomes:
             outcome.stdout = _output_path(Path(folder), outcome.rank, "stdout").read_text(errors="replace")
             outcome.stderr = _output_path(Path(folder), outcome.rank, "stderr").read_text(errors="replace")
@@ -185,6 +193,16 @@ def _receive(rank: int, started: tuple[BaseProcess, Connection]) -> RankOutcome:
         process.join(GRACE_SECONDS)
         error = ChildProcessError(f"rank {rank} died without a result, exit code {process.exitcode}")
         return RankOutcome(rank, error=error, ended_at=time.monotonic())
+
+
+def _is_closed(receiver: Connection, *, until: float) -> bool:
+    """Whether a rank and what it has forked have ended: they all hold the other end of its pipe."""
+    while receiver.poll(max(0.0, until - time.monotonic())):
+        try:
+            receiver.recv_bytes()
+        except EOFError:
+            return True
+    return False
 
 
 def _print_stacks(processes: list[BaseProcess]) -> None:

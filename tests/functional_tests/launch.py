@@ -7,8 +7,10 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "pretrain_gpt:main"
+LEFT_SECONDS = 10.0  # that a process of a run may live on when its last rank has ended
 # Logged fields that two equal runs need not share, and why.
 UNCOMPARED_FIELDS: dict[str, str] = {
     "seconds": "time",
@@ -82,6 +85,7 @@ def run_program(
 ) -> Run:
     """Runs `program` (module:function taking argv) on warm ranks in `folder`, logging to it; returns when all ended.
 
+    Raises AssertionError where a process of a rank, such as a data worker, outlives the run.
     grace: seconds that a rank may live on when another has failed, until it is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +93,7 @@ def run_program(
     outcomes = launch_on_ranks(
         _call, processes, program, words, str(folder), backend=None, env=env, timeout=timeout, grace=grace
     )
+    assert not any(outcome.outlived for outcome in outcomes), "a process of the run is alive 10 s after its last rank"
     return Run(outcomes, read_log(folder))
 
 
@@ -131,6 +136,30 @@ def processes_with(variable: str) -> list[int]:
             if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return found
+
+
+def left_of(variable: str) -> list[str]:
+    """Waits LEFT_SECONDS for the processes that have `variable`, as NAME=VALUE, in their environment.
+
+    Returns the command lines of those that are left, and kills them. Call when the last rank of a run has ended.
+    """
+    deadline = time.monotonic() + LEFT_SECONDS
+    while (left := processes_with(variable)) and time.monotonic() < deadline:
+        # Nothing tells when processes end that are no children.
+        time.sleep(0.02)
+    words = []
+    for process in left:
+        with contextlib.suppress(OSError):
+            words.append(Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    kill_all(variable)
+    return words
+
+
+def kill_all(variable: str) -> None:
+    """Kills the processes that have `variable` in their environment."""
+    for process in processes_with(variable):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _call(program: str, argv: list[str], folder: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.counts import soak_only
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.faulty_program import FAULTY_RANK, MESSAGE
-from tests.functional_tests.launch import processes_with, run_program, torchrun
+from tests.functional_tests.launch import left_of, run_program, torchrun
 
 RANKS = 3
 FLAGS: Flags = {
@@ -73,4 +73,4 @@ def test_torchrun_names_the_rank_and_leaves_no_process(fault: str, cause: str, t
     written = (tmp_path / "output.txt").read_text()
     assert process.returncode != 0
     assert re.search(rf"rank *: {FAULTY_RANK} ", written) and cause in written, written
-    assert processes_with(f"RUN_OF_THE_TEST={tmp_path}") == [], "a rank is left"
+    assert left_of(f"RUN_OF_THE_TEST={tmp_path}") == []

@@ -37,6 +37,17 @@ def _fail_in_agreement_on_rank_1() -> None:
             raise ValueError("no such file")
 
 
+def _leave_a_child(outlives: bool) -> int:
+    """Forks a process out of reach of what ends the rank's group; returns its number."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if outlives:
+            signal.pause()
+        os._exit(0)
+    return child
+
+
 def _wait_forever_on_rank_0() -> None:
     if dist.get_rank() == 0:
         print("about to wait", flush=True)
@@ -126,6 +137,15 @@ def test_a_rank_that_hangs_ends_at_the_timeout_with_its_stack() -> None:
 def test_a_rank_that_is_killed_is_reported() -> None:
     with pytest.raises(ChildProcessError, match="rank 0 died"):
         run_on_ranks(_die_on_rank_0, 2)
+
+
+@pytest.mark.parametrize("outlives", [True, False])
+def test_a_process_that_outlives_the_ranks_is_told(outlives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.harness.OUTLIVED_SECONDS", 0.2 if outlives else 10.0)
+    (outcome,) = launch_on_ranks(_leave_a_child, 1, outlives)
+    assert outcome.outlived == outlives
+    if outlives:
+        os.kill(outcome.value, signal.SIGKILL)
 
 
 def test_exit_codes_are_outcomes() -> None:
