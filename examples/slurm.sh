@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The command of moe_8ranks.sh on two machines with four GPUs each: sbatch examples/slurm.sh [further flags]
 #
-# /checkpoints stands for a folder that both machines see. A job that is started again goes on from its last checkpoint.
+# /checkpoints stands for a folder that both machines see. Before its time is up the job saves, requeues itself and goes
+# on from there, until the last iteration. The times and signals: docs/faults.md, "Under Slurm and Kubernetes".
 #SBATCH --job-name=moe
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -9,12 +10,24 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=04:00:00
 #SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 
 # One torchrun a node; they find each other, and who is first, at this address.
 read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node 4 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:29500"
-export RANKS=$((4 * SLURM_JOB_NUM_NODES))
+GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-4}
+export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node $GPUS_PER_NODE --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:${MASTER_PORT:-29500}"
+export RANKS=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
+# From SIGTERM until torchrun kills its ranks. More than a step and a save take, and less than the 120 s of --signal.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-srun --kill-on-bad-exit=1 \
-    examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler "$@"
+# After a SIGTERM each torchrun ends with 1, one a little before the others: that must not kill those, as
+# --kill-on-bad-exit=1 would. --wait ends what hangs when another node's part has ended.
+STATUS=0
+examples/attempt.py --signals-reach-command /checkpoints/moe srun --kill-on-bad-exit=0 --wait=60 \
+    examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler "$@" ||
+    STATUS=$?
+# 75: unfinished, with a newer checkpoint than at the start. --requeue alone is for nodes that fail and for preemption.
+((STATUS != 75)) || scontrol requeue "$SLURM_JOB_ID"
+exit "$STATUS"

@@ -68,7 +68,20 @@ if step train; then
     RUN=("$HERE/pretrain.sh" "$MODEL" --load "$LOAD" --use-checkpoint-args --lr 1e-5 --min-lr 1e-6 "$@")
     # In the place of this shell, if it has nothing left to do: signals of a cluster's end then reach the run.
     step export || exec "${RUN[@]}"
-    "${RUN[@]}"
+    # Else this shell hands SIGTERM on, once, and waits until the run has saved: a shell that waits for a program in its
+    # foreground would end at once and leave it running.
+    "${RUN[@]}" &
+    RUN_ID=$!
+    trap 'trap "" TERM; kill -TERM "$RUN_ID"' TERM
+    trap : INT # a terminal sends it to the run as well
+    STATUS=0
+    wait "$RUN_ID" || STATUS=$?
+    while kill -0 "$RUN_ID" 2>/dev/null; do # it was the signal that ended the wait
+        STATUS=0
+        wait "$RUN_ID" || STATUS=$?
+    done
+    ((STATUS == 0)) || exit "$STATUS"
+    trap - TERM INT
 fi
 
 if step export && ((FIRST_NODE)); then

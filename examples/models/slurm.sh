@@ -4,8 +4,9 @@
 #   sbatch -N 4 examples/models/slurm.sh pretrain mixtral-8x7b [further flags]
 #   sbatch -N 4 examples/models/slurm.sh continue mixtral-8x7b HF_FOLDER [further flags]
 #
-# From the repository's folder, which every machine sees, as it does OUT. Submitted again, it goes on from its last
-# checkpoint. A continued model is given back afterwards, on one machine: STEPS=export examples/models/continue.sh ...
+# From the repository's folder, which every machine sees, as it does OUT. Before its time is up the job saves, requeues
+# itself and goes on from there, until the last iteration (docs/faults.md, "Under Slurm and Kubernetes"). A continued
+# model is given back afterwards, on one machine: STEPS=export examples/models/continue.sh ...
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -13,6 +14,8 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=04:00:00
 #SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
 set -euo pipefail
 case ${1:-} in
 pretrain | continue) ;;
@@ -23,11 +26,27 @@ pretrain | continue) ;;
 esac
 SCRIPT=$1
 shift
+# Their own defaults: where they save.
+if [[ $SCRIPT == pretrain ]]; then
+    export OUT=${OUT:-$PWD/runs/${1:-}${SCALE:+-$SCALE}}
+else
+    export OUT=${OUT:-$PWD/runs/${1:-}-continued}
+fi
 
 # One torchrun a node; they find each other, and who is first, at this address.
 read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:29500"
-export GPUS=$((SLURM_JOB_NUM_NODES * 8))
+GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-8}
+export LAUNCH="--nnodes $SLURM_JOB_NUM_NODES --nproc-per-node $GPUS_PER_NODE --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $FIRST:${MASTER_PORT:-29500}"
+export GPUS=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
 export STEPS="${STEPS:-convert train}"
+# From SIGTERM until torchrun kills its ranks. More than a step and a save take, and less than the 120 s of --signal.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-srun --kill-on-bad-exit=1 "examples/models/$SCRIPT.sh" "$@"
+# After a SIGTERM each torchrun ends with 1, one a little before the others: that must not kill those, as
+# --kill-on-bad-exit=1 would. --wait ends what hangs when another node's part has ended.
+STATUS=0
+examples/attempt.py --signals-reach-command "$OUT/checkpoints" srun --kill-on-bad-exit=0 --wait=60 \
+    "examples/models/$SCRIPT.sh" "$@" || STATUS=$?
+# 75: unfinished, with a newer checkpoint than at the start. --requeue alone is for nodes that fail and for preemption.
+((STATUS != 75)) || scontrol requeue "$SLURM_JOB_ID"
+exit "$STATUS"

@@ -1,17 +1,18 @@
 """pretrain_gpt.py whose attempts end by signals: FAULTS in the environment says which rank, when; tests start it.
 
 FAULTS is JSON: attempt, as "starts by the supervisor.restarts by torchrun", to [rank, when, signal, whom]; when is a
-step, "setup" or "evaluation". Whom: "self", "agent", or "save NUMBER" for SIGKILL to itself at the so-manieth write
-from the step on.
+step, "setup" or "evaluation". Whom: "self", "agent", "save NUMBER" for SIGKILL to itself at the so-manieth write
+from the step on, or "MOMENT": the test sends the signal, when the rank has written to the pipe of that variable.
 """
 
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -105,16 +106,20 @@ class _Doom(Callback):
     def _send(self) -> None:
         if self._whom == "self":
             os.kill(os.getpid(), self._signal)
+        elif self._whom == "agent":
+            _ask_and_wait(lambda: os.kill(os.getppid(), self._signal))
         else:
-            _signal_agent_and_wait(self._signal)
+            # Once: nobody reads the pipe of a further micro-batch.
+            self._is_due = False
+            _ask_and_wait(lambda: Path(os.environ[self._whom]).write_text("waits"))
 
 
-def _signal_agent_and_wait(number: signal.Signals) -> None:
-    """Signals the agent and goes on when a signal has come to this process; whoever ends it sends one, or kills it."""
+def _ask_and_wait(ask: Callable[[], object]) -> None:
+    """Asks for a signal and goes on when one has come to this process; whoever ends it sends one, or kills it."""
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     before = signal.set_wakeup_fd(sender)
-    os.kill(os.getppid(), number)
+    ask()
     os.read(receiver, 1)
     signal.set_wakeup_fd(before)
 

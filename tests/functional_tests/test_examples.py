@@ -183,7 +183,7 @@ def test_a_paged_stash_holds_less_and_changes_no_loss(
     assert len(shares) == 2 and max(shares) < percent
 
 
-CLUSTER = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "FIRST": "node1"}
+CLUSTER = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "FIRST": "node1", "GPUS_PER_NODE": "4"}
 
 
 def _cluster_command(name: str) -> tuple[str, str]:
@@ -194,18 +194,20 @@ def _cluster_command(name: str) -> tuple[str, str]:
     if name.endswith(".sh"):
         checked = subprocess.run(["bash", "-n", str(EXAMPLES / name)], capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stderr
-        command = text.rpartition("srun --kill-on-bad-exit=1 \\\n")[2]
+        command = re.search(r' srun .*\\\n +(.*) "\$@"', text)
         launch = re.search(r'^export LAUNCH="(.*)"$', text, re.MULTILINE)
-        assert launch is not None
-        return command.strip().removesuffix(' "$@"'), string.Template(launch[1]).substitute(CLUSTER)
+        assert command is not None and launch is not None
+        words = launch[1].replace("${MASTER_PORT:-29500}", "29500")
+        return command[1], string.Template(words).substitute(CLUSTER)
     service, job = yaml.safe_load_all(text)
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"] and job["spec"]["completionMode"] == "Indexed"
     (container,) = pod["containers"]
     # A value may name only variables before it.
-    node_rank, launch = container["env"]
+    node_rank, launch, _ = container["env"]
     assert (node_rank["name"], launch["name"]) == ("NODE_RANK", "LAUNCH")
-    return container["command"][-1], launch["value"].replace("$(NODE_RANK)", "1")
+    _, _, script = container["command"]
+    return " ".join([script, *container["args"]]), launch["value"].replace("$(NODE_RANK)", "1")
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml", "moe_8ranks.sh"])

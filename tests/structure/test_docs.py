@@ -18,7 +18,8 @@ NAMED_PATH = re.compile(rf"`((?:{FOLDERS.replace('.', re.escape('.'))})/[\w./-]+
 NAMED_FILE = re.compile(r"`([\w-]+\.(?:py|sh|md|toml))`")
 # Programs that are not ours.
 FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
-FOREIGN_FLAGS |= {"--durations", "--replay", "--max-restarts", "--dist"}
+FOREIGN_FLAGS |= {"--durations", "--replay", "--max-restarts", "--shutdown-timeout", "--dist"}
+FOREIGN_FLAGS |= {"--signal", "--requeue", "--open-mode", "--kill-on-bad-exit", "--wait"}  # of sbatch and srun
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

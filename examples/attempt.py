@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Runs one attempt of a training run and tells a cluster by its exit code whether another has to follow.
+
+    examples/attempt.py [--signals-reach-command] FOLDER COMMAND...
+
+FOLDER holds the checkpoints; a --save in COMMAND wins. Exit codes:
+     0   the newest checkpoint is that of the last iteration, however COMMAND ended
+    75   there is a newer checkpoint than at the start: another attempt goes on from it
+    any other: COMMAND's own, or 1 where that was 0; another attempt would get no further than this one
+
+COMMAND's exit code cannot tell: torchrun ends with 1 after a SIGTERM although its ranks have saved, and with 0 on a
+node that was not signalled. SIGTERM and SIGINT are handed on. Needs Linux (/proc) and nothing but Python.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+CONTINUE = 75  # EX_TEMPFAIL of sysexits.h
+POLL_SECONDS = 0.25
+LINGER_SECONDS = 5.0  # for torchrun to end after its ranks
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command line `words`; returns the exit code that the module's docstring describes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--signals-reach-command",
+        action="store_true",
+        help="Whoever signals this process signals COMMAND too, and wants no further attempt (srun in a Slurm job).",
+    )
+    parser.add_argument("folder", type=Path, help="The folder of the checkpoints.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="What to run.")
+    args = parser.parse_args(words)
+    if not args.command:
+        parser.error("there is no COMMAND to run")
+    folder = save_folder(args.command) or args.folder
+    before, _ = progress(folder)
+    attempt = Attempt(args.command, hand_on=not args.signals_reach_command)
+    code = attempt.run()
+    iteration, last = progress(folder)
+    state = f"the command ended with {code}, {folder} has iteration {iteration} of {last}"
+    if 0 < last <= iteration:
+        say(f"{state}: finished")
+        return 0
+    # A negative code is a signal's, which shells add to 128.
+    failure = 128 - code if code < 0 else code or 1
+    if attempt.signalled and args.signals_reach_command:
+        say(f"{state}: cancelled")
+        return failure if failure != CONTINUE else 1
+    if iteration > before:
+        say(f"{state}: another attempt goes on from there")
+        return CONTINUE
+    say(f"{state}, as at the start: another attempt would get no further")
+    return failure if failure != CONTINUE else 1
+
+
+class Attempt:
+    """COMMAND as a child of this process, which may be the first of a container."""
+
+    def __init__(self, command: Sequence[str], *, hand_on: bool) -> None:
+        self.command, self.hand_on = list(command), hand_on
+        self.signalled = False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Runs the command to its end; returns its exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.receive)
+        try:
+            self.process = subprocess.Popen(self.command)
+        except OSError as error:
+            sys.exit(f"attempt.py: the command cannot be started: {error}")
+        if self.signalled and self.hand_on:
+            self.process.terminate()
+        ranks: set[int] = set()
+        ended_at: float | None = None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(POLL_SECONDS)
+            # Nothing tells when a child of a child ends.
+            now = ranks_of(self.process.pid)
+            ranks |= now
+            if not ranks or now:
+                ended_at = None
+                continue
+            ended_at = ended_at or time.monotonic()
+            # torchrun waits 300 s for the other nodes' torchruns, which do not come where those were signalled and
+            # this one was not. It heeds no SIGTERM meanwhile, and has nothing left to end.
+            if time.monotonic() - ended_at > LINGER_SECONDS:
+                say(f"the ranks have ended, and the command has not for {LINGER_SECONDS:g} s: killing it")
+                self.process.kill()
+                return self.process.wait()
+
+    def receive(self, number: int, _frame: FrameType | None) -> None:
+        """Hands the first signal on. torchrun leaves its ranks behind, unsaved, at the third that it gets."""
+        if self.hand_on and not self.signalled and self.process is not None:
+            self.process.send_signal(number)
+        self.signalled = True
+
+
+def save_folder(command: Sequence[str]) -> Path | None:
+    """Returns the folder of the last --save in the command."""
+    found = None
+    for word, following in zip(command, [*command[1:], ""]):
+        if word == "--save" and following:
+            found = Path(following)
+        if word.startswith("--save="):
+            found = Path(word.partition("=")[2])
+    return found
+
+
+def progress(folder: Path) -> tuple[int, int]:
+    """Iteration of the newest checkpoint and the run's last iteration; zeros where there is no checkpoint."""
+    try:
+        # A network file system may answer from memory that a single name is as it was.
+        os.listdir(folder)
+        iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+        values = json.loads((folder / f"iter_{iteration:07d}" / "common.json").read_text())
+        return iteration, int(values["args"]["train_iters"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, 0
+
+
+def ranks_of(process: int) -> set[int]:
+    """Children of the process that are ranks: torchrun has set RANK for them."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if any(name.startswith(b"RANK=") for name in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")):
+                    found.add(int(child))
+    return found
+
+
+def say(text: str) -> None:
+    """Prints a line for the log of whoever started this."""
+    print(f"[attempt] {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,316 @@
+"""Stand-ins for Slurm and Kubernetes on this machine: they start the nodes' tasks and send the signals. Holds no tests.
+
+What is relied on: sbatch, srun and scontrol of Slurm's manual pages; "Pod Lifecycle" and "Jobs" of Kubernetes'.
+"""
+
+import contextlib
+import enum
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.functional_tests.launch import ROOT, kill_all, processes_with
+from tools.ports import free_port
+
+SECONDS = 60.0  # for an event that has to come
+STEP = "STEP_OF_THE_TEST"  # in the environment of each process of a job step
+JOB = "RUN_OF_THE_TEST"
+MOMENT = "MOMENT"  # path of a pipe that a rank writes to when the signal is to come
+
+# Runs the tasks of a step, one a node, each in a session of its own; hands SIGTERM on to them.
+_SRUN = """#!{python} -SE
+import json, os, pathlib, signal, subprocess, sys
+words = sys.argv[1:]
+options = dict()
+while words[0].startswith("--"):
+    name, value = words.pop(0)[2:].split("=")
+    options[name] = value
+path = pathlib.Path(os.environ["STEP_PATH"])
+
+def kill(*_):
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{step}={{path}}".encode() in (folder / "environ").read_bytes().split(b"\\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            pass
+
+tasks = []
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+signal.signal(signal.SIGALRM, kill)
+for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
+    environment = dict(os.environ, SLURM_NODEID=str(node), {step}=str(path))
+    tasks.append(subprocess.Popen(words, env=environment, start_new_session=True))
+path.with_suffix(".new").write_text(json.dumps([task.pid for task in tasks]))
+path.with_suffix(".new").replace(path)
+codes = []
+while len(codes) < len(tasks):
+    _, status = os.wait()
+    codes.append(os.waitstatus_to_exitcode(status) % 256)
+    if codes[-1] and options["kill-on-bad-exit"] == "1":
+        kill()
+    if len(codes) == 1:
+        signal.alarm(int(options["wait"]))
+sys.exit(max(codes))
+"""
+_SCONTROL = """#!/usr/bin/env bash
+case $1 in
+show) for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do echo 127.0.0.1; done ;;
+requeue) echo "$2" >>"$REQUEUES" ;;
+esac
+"""
+# In the place of .venv's Python: the plan is left out, and another program is trained.
+_PYTHON = """#!/usr/bin/env bash
+[[ $1 == -m || " $* " == *" --dry-run "* ]] || exec {python} "$@"
+words=()
+for word in "$@"; do
+    [[ $word != --dry-run ]] || exec echo "The plan."
+    [[ $word != */pretrain_gpt.py ]] || word={program}
+    words+=("$word")
+done
+printf '%s\\n' "${{words[@]}}" >"$LAST_COMMAND"
+exec {launcher} "${{words[@]}}"
+"""
+
+
+class Receivers(enum.Enum):
+    """Who of a step gets a signal: depends on how a cluster tracks processes (ProctrackType)."""
+
+    LEADERS = "the first process of each task"
+    ALL = "every process of the step"
+
+
+@dataclass
+class Job:
+    """Runs a batch script again as often as it is requeued; `folder` gets its output and the stand-ins."""
+
+    script: str
+    words: Sequence[str]
+    folder: Path
+    program: Path  # what is trained in the place of pretrain_gpt.py
+    nodes: int = 2
+    env: Mapping[str, str] = field(default_factory=dict)
+    launcher: str = sys.executable  # of programs; gets what $PYTHON gets
+    seconds_per_second: float = 1.0  # how long a second of the script's #SBATCH lines takes
+    process: subprocess.Popen[bytes] | None = None
+    attempts: int = 0
+
+    def __post_init__(self) -> None:
+        text = (ROOT / self.script).read_text(encoding="utf-8")
+        self.options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+        self.port = free_port()
+        stand_ins = {
+            "srun": _SRUN.format(python=sys.executable, step=STEP),
+            "scontrol": _SCONTROL,
+            "python": _PYTHON.format(python=sys.executable, program=self.program, launcher=self.launcher),
+        }
+        for name, body in stand_ins.items():
+            write_program(self.folder / "bin" / name, body)
+        make_pipe(self.folder / "moment")
+
+    @property
+    def requeues(self) -> int:
+        """How often the script has asked to be run again."""
+        path = self.folder / "requeues"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    @property
+    def mark(self) -> str:
+        """Variable in the environment of each process of the job."""
+        return f"{JOB}={self.folder}"
+
+    @property
+    def output(self) -> str:
+        """Everything that the job has written."""
+        return (self.folder / "output.txt").read_text(errors="replace")
+
+    def start(self) -> None:
+        """Runs the script on the first node, as sbatch does when the job's turn has come."""
+        environment = {
+            **os.environ,
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHON": str(self.folder / "bin/python"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(self.port),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "node[0-1]",
+            "SLURM_JOB_NUM_NODES": str(self.nodes),
+            "SLURM_GPUS_ON_NODE": "1",
+            "SLURM_RESTART_COUNT": str(self.attempts),
+            "REQUEUES": str(self.folder / "requeues"),
+            "LAST_COMMAND": str(self.folder / "command"),
+            MOMENT: str(self.folder / "moment"),
+            JOB: str(self.folder),
+            "STEP_PATH": str(self.folder / f"step{self.attempts}"),
+            **self.env,
+        }
+        with (self.folder / "output.txt").open("ab") as output:
+            command = ["bash", str(ROOT / self.script), *self.words]
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        self.attempts += 1
+
+    def tasks(self) -> list[int]:
+        """Ids of the first processes of the tasks, by node."""
+        return json.loads(self._step.read_text())
+
+    def reach_time_limit(self, receivers: Receivers) -> None:
+        """Sends the signal of --signal to the step, and what Slurm sends when the seconds after its @ are over."""
+        name, _, seconds = self.options["signal"].partition("@")
+        number = signal.Signals[f"SIG{name}"]
+        for process in self.tasks() if receivers is Receivers.LEADERS else processes_with(f"{STEP}={self._step}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        try:
+            self.wait(float(seconds) * self.seconds_per_second)
+        except subprocess.TimeoutExpired:
+            kill_all(self.mark)
+
+    def cancel(self) -> None:
+        """Does what scancel does: a signal to every process of the job, the batch script's own among them."""
+        for process in processes_with(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+
+    def fail_node(self, node: int) -> bool:
+        """Ends a node, and then the job, as slurmctld does when a node does not answer; returns whether it requeues."""
+        os.killpg(self.tasks()[node], signal.SIGKILL)
+        kill_all(self.mark)
+        self.wait()
+        return "requeue" in self.options
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """Waits for the batch script; returns its exit status."""
+        assert self.process is not None
+        return self.process.wait(seconds)
+
+    def wait_for_moment(self) -> str:
+        """Waits until a rank has come to where the signal is due; returns what it says."""
+        return read_moment(self.folder / "moment", self.process)
+
+    @property
+    def _step(self) -> Path:
+        """File of the newest attempt's step, whose name marks its processes."""
+        return self.folder / f"step{self.attempts - 1}"
+
+
+@dataclass
+class Pod:
+    """A container of a Kubernetes job's pod: its command as process 1, which alone gets signals."""
+
+    manifest: str
+    index: int
+    folder: Path  # in the place of /checkpoints, and for its output
+    program: Path
+    replaced: Mapping[str, str]  # parts of the container's words and variables, such as names of hosts
+    env: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        _, self.job = yaml.safe_load_all((ROOT / self.manifest).read_text(encoding="utf-8"))
+        self.spec = self.job["spec"]["template"]["spec"]
+        (self.container,) = self.spec["containers"]
+        program = _PYTHON.format(python=sys.executable, program=self.program, launcher=sys.executable)
+        write_program(self.folder / "bin/python", program)
+
+    def start(self) -> None:
+        """Starts the container's command with the variables of the manifest."""
+        environment = {
+            **os.environ,
+            "PYTHON": str(self.folder / "bin/python"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "LAST_COMMAND": str(self.folder / "command"),
+            MOMENT: str(self.folder / "moment"),
+            JOB: str(self.folder),
+            **container_variables(self.container, index=self.index),
+            **self.env,
+        }
+        words = [self._replace(word) for word in [*self.container["command"], *self.container.get("args", [])]]
+        with (self.folder / f"pod{self.index}.txt").open("ab") as output:
+            self.process = subprocess.Popen(
+                words,
+                cwd=ROOT,
+                env={name: self._replace(value) for name, value in environment.items()},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """Waits for process 1; returns its exit code."""
+        assert self.process is not None
+        return self.process.wait(seconds)
+
+    def fails_for_good(self, code: int, *, evicted: bool) -> bool:
+        """Whether the Job's policy counts this end of the pod as a failure."""
+        for rule in self.job["spec"]["podFailurePolicy"]["rules"]:
+            conditions = [one["type"] for one in rule.get("onPodConditions", [])]
+            if evicted and "DisruptionTarget" in conditions or code in rule.get("onExitCodes", {}).get("values", []):
+                return bool(rule["action"] != "Ignore")
+        return code != 0
+
+    def _replace(self, text: str) -> str:
+        for old, new in {"/checkpoints": str(self.folder), **self.replaced}.items():
+            text = text if text.startswith(str(self.folder)) else text.replace(old, new)
+        return text
+
+
+def container_variables(container: Mapping[str, Any], *, index: int) -> dict[str, str]:
+    """Returns the variables of a container in the pod of that completion index."""
+    values: dict[str, str] = {}
+    for variable in container["env"]:
+        # From the pod's annotation; and a value may name variables before it.
+        value = variable.get("value", str(index))
+        values[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], value)
+    return values
+
+
+def make_pipe(path: Path) -> None:
+    """Makes the pipe of MOMENT, unless it is there."""
+    if not path.exists():
+        os.mkfifo(path)
+
+
+def read_moment(pipe: Path, process: subprocess.Popen[bytes] | None) -> str:
+    """Reads what a rank writes to the pipe; raises AssertionError where the process ends before."""
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return wait_until(lambda: _read_some(descriptor), process=process)
+    finally:
+        os.close(descriptor)
+
+
+def wait_until(condition: Callable[[], Any], *, process: subprocess.Popen[bytes] | None = None) -> Any:
+    """Polls, where nothing tells, until the condition gives something true; returns that."""
+    deadline = time.monotonic() + SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < deadline and (process is None or process.poll() is None), "it did not come"
+        time.sleep(0.02)
+    return value
+
+
+def write_program(path: Path, text: str) -> None:
+    """Writes an executable file."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def _read_some(descriptor: int) -> str:
+    try:
+        return os.read(descriptor, 100).decode()
+    except BlockingIOError:
+        return ""
