@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from examples import attempt
+from tests.counts import soak_only
 from tests.functional_tests import cluster, doomed_program, stub_launcher, stub_rank
 from tests.functional_tests.cluster import Job, Pod, Receivers, container_variables
 from tests.functional_tests.doomed_program import attempt_name
@@ -106,8 +107,9 @@ def test_a_save_that_outlasts_the_time_limit_is_killed_and_not_requeued(tmp_path
     assert job.requeues == 0 and saved_iteration(tmp_path / "saved") == 0
 
 
+# test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit saves in time.
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "saved"), [("1", 0), ("20", STOPPED_AT)])
+@pytest.mark.parametrize(("seconds", "saved"), [("1", 0), soak_only("20", STOPPED_AT)])
 def test_torchrun_kills_a_save_after_the_shutdown_timeout(seconds: str, saved: int, tmp_path: Path) -> None:
     job = stub_job(
         tmp_path,

@@ -1,8 +1,6 @@
 """A run under torchrun that gets a signal, and goes on later as if nothing had happened."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,16 @@ import pytest
 from tests.counts import soak_only
 from tests.functional_tests import doomed_program
 from tests.functional_tests.case import Flags, command_line, read_bases
-from tests.functional_tests.doomed_program import attempt_name
+from tests.functional_tests.doomed_program import IN_A_SAVE, attempt_name
 from tests.functional_tests.expectations import assert_same_checkpoint, assert_same_steps
-from tests.functional_tests.launch import processes_with, read_log, run_program, torchrun
+from tests.functional_tests.launch import left_of, read_log, run_program, torchrun
 
 STEPS, RANKS = 6, 2
+# Data workers, and a save in the background whenever the run ends.
+BUSY: Flags = {"num-workers": 2, "async-save": True, "save-interval": 1, "eval-iters": 0}
 SCRIPT = str(Path(doomed_program.__file__))
 # As a cluster ends a job, by a signal to the launcher, which passes it on.
+# In `make test`, test_clusters.py::test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit does so on two nodes.
 TERMINATED = [1, 4, "SIGTERM", "agent"], {"exit-signal-handler": True}
 # The launcher ends the other rank. In `make test`, test_restarts.py::test_killed_and_hanging_ranks_change_no_loss kills
 # ranks of runs that the test starts again.
@@ -27,8 +28,7 @@ KILLED = [1, 4, "SIGKILL", "self"], {"save-interval": 2}
 @pytest.mark.parametrize(
     "base, fault, flags",
     [
-        pytest.param("moe", *TERMINATED, id="SIGTERM-moe"),
-        # A signal does not know what the model is.
+        soak_only("moe", *TERMINATED),
         soak_only("dense", *TERMINATED),
         soak_only("moe", *KILLED),
         soak_only("dense", *KILLED),
@@ -52,9 +52,8 @@ def test_a_signalled_run_goes_on_bit_for_bit(base: str, fault: list, flags: Flag
     try:
         process.wait(120)
     finally:
-        # None where the run has ended as it should.
-        for left in processes_with(f"RUN_OF_THE_TEST={tmp_path}"):
-            os.kill(left, signal.SIGKILL)
+        left = left_of(f"RUN_OF_THE_TEST={tmp_path}")
+    assert left == []
     written = (parts / "output.txt").read_text(errors="replace")
     assert 2 <= len({line["iteration"] for line in read_log(parts)}) < STEPS, written
     assert int((saved / "latest_checkpointed_iteration.txt").read_text()) >= 2, written
@@ -64,3 +63,30 @@ def test_a_signalled_run_goes_on_bit_for_bit(base: str, fault: list, flags: Flag
     assert_same_steps(rest, whole)
     last = f"iter_{STEPS:07d}"
     assert_same_checkpoint(saved / last, tmp_path / "whole/saved" / last)
+
+
+# test_torchrun_names_the_rank_and_leaves_no_process and the test above have ends by an error and by a signal, and ranks
+# of run_program, which looks for processes that outlive them, every other end.
+@pytest.mark.parametrize(
+    ("fault", "flags", "code"),
+    [
+        soak_only(None, {}, 0),
+        soak_only([1, 4, "SIGTERM", "self"], {}, 1),
+        soak_only([1, 4, "SIGTERM", "self"], {"exit-signal-handler": True}, 0),
+        soak_only([1, 4, "SIGTERM", "agent"], {}, 1),
+        soak_only([1, 4, "SIGKILL", "self"], {}, 1),
+        soak_only([1, 4, "SIGKILL", f"{IN_A_SAVE}9"], {}, 1),
+        soak_only([1, 4, "SIGSTOP", "self"], {"distributed-timeout-minutes": 1}, 1),
+    ],
+)
+def test_no_process_outlives_a_run_with_workers_and_saves(
+    fault: list | None, flags: Flags, code: int, tmp_path: Path
+) -> None:
+    words = {**read_bases()["dense"], **BUSY, "train-iters": STEPS, "eval-interval": None, "save": tmp_path / "saved"}
+    env = {"FAULTS": json.dumps({} if fault is None else {attempt_name(): fault}), "RUN_OF_THE_TEST": str(tmp_path)}
+    process = torchrun(command_line({**words, **flags}), RANKS, cwd=tmp_path, script=SCRIPT, env=env)
+    try:
+        process.wait(120)
+    finally:
+        left = left_of(f"RUN_OF_THE_TEST={tmp_path}")
+    assert left == [] and process.returncode == code, (tmp_path / "output.txt").read_text(errors="replace")
