@@ -245,6 +245,13 @@ def cuda_memory_snapshot() -> dict[str, Any]:
     return torch.cuda.memory._snapshot()
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Returns the memory of a GPU, or of this machine for any other device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Highest memory use so far: allocated bytes of a GPU, resident bytes of the process on the CPU."""
     if device.type == "cuda":

@@ -1,18 +1,45 @@
-"""Memory that a run cannot do without, known before any is asked for; and the words for where there was too little.
+"""Memory that a run cannot do without, and the words for whether there is enough.
 
-What a run has and keeps is measured elsewhere.
+What a run has and keeps is measured in held_memory.py, what it will hold is planned in dry_run/.
 """
-
-import os
 
 import torch
 
-from megatron.core.device import default_device
+from megatron.core.device import default_device, total_memory_bytes
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # How torch words it, of the CPU and of sizes beyond any; a GPU's allocator has a class of its own for it.
 _NO_MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Cannot allocate memory")
+
+# The share of a device's memory that plans leave to the CUDA context and to gaps in the allocator's blocks.
+_KEPT_FREE = 0.1
+
+
+def fit_in_words(device: str, num_bytes: int, memory: int, *, place: str = "") -> str:
+    """Returns whether a rank that takes num_bytes fits a device with that memory; place: which rank, if not every."""
+    verdict = "fits" if num_bytes <= memory else "does NOT fit"
+    words = f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank{place}"
+    room = room_in_words(num_bytes, memory)
+    return f"{words} ({room.removeprefix(', ')})" if room else words
+
+
+def room_in_words(num_bytes: int, memory: int) -> str:
+    """Returns a warning for what fits, but only just; empty for what has room or does not fit at all."""
+    if num_bytes > memory or not is_tight(num_bytes, memory):
+        return ""
+    return f", less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
+
+
+def is_tight(num_bytes: int, memory: int) -> bool:
+    """Whether less than a tenth of the memory would be left."""
+    return num_bytes > (1 - _KEPT_FREE) * memory
+
+
+def gib(num_bytes: float) -> str:
+    """Returns bytes in GiB, with the digits that a decision needs."""
+    size = num_bytes / 2**30
+    return f"{size:.1f}" if size >= 1 else f"{size:.4f}"
 
 
 def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
@@ -25,7 +52,7 @@ def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
     if not on_host or config.init_model_with_meta_device or torch.get_default_device().type == "meta":
         return
     needed = _weights_of_a_rank(config, vocab_size) * config.params_dtype.itemsize
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = total_memory_bytes(torch.device("cpu"))
     if needed > available:
         raise ValueError(
             f"the weights of a rank take {needed / 2**30:.1f} GiB or more, this machine has {available / 2**30:.1f}: "

@@ -3,6 +3,7 @@
 The parts are built in setup.py; schedules, optimizer and checkpoints are called, not implemented, here.
 """
 
+import argparse
 import math
 import sys
 import time
@@ -65,8 +66,14 @@ def pretrain(
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
     # Looked for in the words themselves: a plan joins no group of processes.
     if "--dry-run" in (sys.argv[1:] if argv is None else argv):
-        args = read_arguments(extra_args_provider, args_defaults, argv=argv)
-        print_plan(args, model_provider, forward_step_func=forward_step_func, config_overrides=config_overrides)
+        words = sys.argv[1:] if argv is None else argv
+
+        def read(further: Sequence[str] = ()) -> argparse.Namespace:
+            return read_arguments(extra_args_provider, args_defaults, argv=[*words, *further])
+
+        print_plan(
+            read(), model_provider, reread=read, forward_step_func=forward_step_func, config_overrides=config_overrides
+        )
         return
     with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)

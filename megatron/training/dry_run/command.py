@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +12,7 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.device_table import planned_device
 from megatron.training.dry_run.document import plan_document, time_lines, write_plan
+from megatron.training.dry_run.fit import Planner, fit_of, with_change
 from megatron.training.dry_run.plan import ForwardStep, place_of, plan_run
 from megatron.training.dry_run.run_time import run_time
 from megatron.training.dry_run.table import plan_lines
@@ -20,29 +22,40 @@ def print_plan(
     args: argparse.Namespace,
     model_provider: Callable[..., nn.Module],
     *,
+    reread: Callable[[Sequence[str]], argparse.Namespace],
     forward_step_func: ForwardStep,
     config_overrides: ConfigOverrides | None = None,
 ) -> None:
     """As plan_run, of the pipeline of RANK where torchrun has not set that; under torchrun the first rank alone plans.
 
-    Raises ValueError also for a rank and a device that are not there, and for a folder that cannot be written to.
+    reread: the arguments of the same command line with further words, for flags with which a plan fits. Raises
+    ValueError also for a rank and a device that are not there, and for a folder that cannot be written to.
     """
     if "WORLD_SIZE" in os.environ and args.rank != 0:
         return
     number, device = place_of(args, args.rank), planned_device()
-    plan = plan_run(
-        args,
-        model_provider,
-        forward_step_func=forward_step_func,
-        config_overrides=config_overrides,
-        rank_in_stage=number,
+    planner = Planner(
+        reread=reread,
+        plan=partial(
+            plan_run,
+            model_provider=model_provider,
+            forward_step_func=forward_step_func,
+            config_overrides=config_overrides,
+            rank_in_stage=number,
+        ),
+        model_provider=model_provider,
+        forward_step=forward_step_func,
     )
+    plan = planner.plan(args)
     step = run_time(plan, args, device=device)
-    lines = plan_lines(plan, args) + ([] if step is None else time_lines(step))
+    fit = fit_of(plan, device)
+    if not fit.fits:
+        fit = with_change(fit, plan, args, planner)
+    lines = [*plan_lines(plan, args), *([] if step is None else time_lines(step)), fit.line]
     if args.tensorboard_dir is not None:
         folder = Path(args.tensorboard_dir)
         try:
-            files = write_plan(plan_document(plan, args, device=device, step=step), folder)
+            files = write_plan(plan_document(plan, args, device=device, step=step, fit=fit), folder)
         except OSError as error:
             raise CommandLineError(
                 f"--tensorboard-dir is {folder}: the plan cannot be written there ({error.strerror}); "

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.replaced_file import replaced_file
 from megatron.training.device_table import Device
 from megatron.training.dry_run.buffers import BufferLayout
+from megatron.training.dry_run.fit import Fit
 from megatron.training.dry_run.page import page
 from megatron.training.dry_run.plan import NOT_PLANNED, Plan, RankPlan
 from megatron.training.dry_run.rank_ranges import rank_range
@@ -29,7 +30,9 @@ _MOST_PASSES = 20_000
 _NOTHING = 1e-12
 
 
-def plan_document(plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None) -> dict[str, Any]:
+def plan_document(
+    plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
+) -> dict[str, Any]:
     """All that is known of the plan, in bytes and seconds, as JSON has it. step: None where nothing is trained."""
     in_node = places(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
@@ -43,6 +46,7 @@ def plan_document(plan: Plan, args: argparse.Namespace, *, device: Device, step:
         },
         "parameters": {"all": plan.num_parameters, "of_a_token": plan.active_parameters},
         "device": asdict(device),
+        "fit": {**asdict(fit), "fits": fit.fits, "line": fit.line},
         "stages": [
             _stage(stage, time, device=device, in_node=in_node) for stage, time in zip(plan.stages, times, strict=True)
         ],

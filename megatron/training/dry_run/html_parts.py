@@ -1,5 +1,6 @@
 """Parts of the pages of plans: headings, lists and tables as HTML that loads nothing. Pictures are in pictures.py."""
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -11,6 +12,10 @@ h3 { font-size: 15px; margin: 16px 0 4px; } pre { margin: 4px 0 10px; font-size:
 table { border-collapse: collapse; font-size: 14px; } td, th { padding: 3px 12px 3px 0; text-align: right; }
 td:first-child, th:first-child, td.word, th.word { text-align: left; } th { border-bottom: 1px solid #999; }
 tr + tr td { border-top: 1px solid #eee; } .scroll { overflow-x: auto; }
+.notice { padding: 8px 12px; margin: 12px 0 16px; border-left: 5px solid; overflow-wrap: anywhere; }
+.notice span { white-space: nowrap; }
+.good { color: #14532d; background: #e7f6ec; border-color: #2e9e4f; }
+.bad { color: #7f1d1d; background: #fdeaea; border-color: #cf3a3a; }
 """
 
 
@@ -25,6 +30,13 @@ def html_page(title: str, parts: Iterable[str]) -> str:
 def section(title: str, body: str) -> str:
     """A heading over HTML; nothing without a body."""
     return f"<h2>{escape(title)}</h2>{body}" if body else ""
+
+
+def notice(line: str, *, is_good: bool) -> str:
+    """A plain line that is read before anything else, in green or red."""
+    # Browsers would break lines at the hyphens of flags, which are there to be copied.
+    words = re.sub(r"--[\w-]+", r"<span>\g<0></span>", escape(line))
+    return f'<p class="notice {"good" if is_good else "bad"}">{words}</p>'
 
 
 def html_list(lines: Sequence[str]) -> str:

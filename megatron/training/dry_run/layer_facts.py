@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.flat_buffer import BufferKind, buffer_kind
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
@@ -132,8 +133,8 @@ def model_facts(
 ) -> ModelFacts:
     """Builds a short model of validated args without memory and returns its sizes.
 
-    Raises ValueError as the run would for a layer that cannot be built. of_each_kind: layers that are built; of two,
-    the second shows what its chunk saves once for all layers, 1 is faster.
+    Raises ValueError as the run would for a layer that cannot be built, and for a script's model that is no GPTModel.
+    of_each_kind: layers that are built; of two, the second shows what its chunk saves once for all layers, 1 is faster.
     """
     kinds = distinct_kinds(args)
     probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
@@ -143,6 +144,8 @@ def model_facts(
         with as_rank(probe, rank):
             # Wrapped: layers whose weight gradients are added where they are computed save other tensors.
             model = get_model(model_provider, ModelType.encoder_or_decoder, args=probe)[0]
+            if not isinstance(unwrap_model(model), GPTModel):
+                raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
             found = _parts_of(model, probe, forward_step=forward_step)
             rows = _static_rows(model, probe)
             # Short of the table that stages with an embedding share, everything is alike in all of them.

@@ -98,7 +98,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
         devices_per_node=devices_per_node,
         layer_costs=tuple(flops[kind] for kind in kinds),
         end_cost=end,
-        recompute_modules=_recompute_modules(args),
+        recompute_modules=recompute_modules(args),
         further_layers=args.mtp_num_layers or 0,
         fixed=fixed,
     )
@@ -165,7 +165,8 @@ def _fixed_cut(words: Sequence[str], fixed: Mapping[str, Any], *, flag: str) -> 
     return {"counts": tuple(counts), "chunks": args.virtual_pipeline_model_parallel_size or 1}
 
 
-def _recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ...]]:
+def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ...]]:
+    """Returns the parts of this model's layers that each choice recomputes."""
     has_dense = any(not kind.has_experts for kind in layer_kinds(args))
     cheap = {
         "layernorm": True,

@@ -135,7 +135,9 @@ class Space:
             "micro_batch": ["--micro-batch-size", str(layout.micro_batch)],
             "sharding": SHARDING_FLAGS[layout.sharding] if layout.sharding else (),
             "experts": EXPERT_FLAGS[layout.experts] if layout.experts else (),
-            "recompute": self._recompute_flags(layout.recompute),
+            "recompute": recompute_flags(layout.recompute, self.recompute_modules.get(layout.recompute, ()))
+            if layout.recompute
+            else (),
         }
         return [word for name, words in found.items() if name not in self.fixed for word in words]
 
@@ -145,13 +147,6 @@ class Space:
         if len(set(layout.counts)) == 1:
             return ["--num-virtual-stages-per-pipeline-rank", str(layout.chunks)] if layout.chunks > 1 else []
         return ["--pipeline-model-parallel-layout", layout_text(layout.counts, further_layers=self.further_layers)]
-
-    def _recompute_flags(self, choice: Recompute | None) -> list[str]:
-        if choice is None or choice is Recompute.NOTHING:
-            return []
-        if choice is Recompute.LAYERS:
-            return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-        return ["--recompute-granularity", "selective", "--recompute-modules", *self.recompute_modules[choice]]
 
     def _counts(self, parts: int) -> tuple[int, ...] | None:
         given = self.fixed.get("counts")
@@ -210,6 +205,15 @@ class Space:
 
 def _size(flag: str, size: int) -> list[str]:
     return [flag, str(size)] if size > 1 else []
+
+
+def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...]:
+    """Returns the words that choose what is recomputed; modules: for a choice of parts of layers."""
+    if choice is Recompute.NOTHING:
+        return ()
+    if choice is Recompute.LAYERS:
+        return ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
 
 
 def powers_of_2(largest: int) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from megatron.training.dry_run.html_parts import html_list, html_page, section, table
+from megatron.training.dry_run.html_parts import html_list, html_page, notice, section, table
 from megatron.training.dry_run.pictures import Bar, Box, schedule, stacked_bars
 
 _PALETTE = (
@@ -51,6 +51,7 @@ def page(document: Mapping[str, Any]) -> str:
     title = f"Plan of {document['world_size']:,} ranks"
     parts = [
         f"<h1>{title}</h1><p>{escape(layout or 'no parallelism')}</p>",
+        notice(document["fit"]["line"], is_good=document["fit"]["fits"]),
         _facts(document),
         section("Memory of a rank of each stage", _memory(document)),
         section("What a rank of each stage has in the host's memory", _host_memory(document)),

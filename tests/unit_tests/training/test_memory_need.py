@@ -19,10 +19,9 @@ def test_weights_beyond_the_memory_of_the_machine_are_refused(
     fields: dict, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TransformerConfig(**fields, use_cpu_initialization=True)
-    memory = {"SC_PHYS_PAGES": needed, "SC_PAGE_SIZE": 1}
-    monkeypatch.setattr(memory_need.os, "sysconf", memory.__getitem__)
+    monkeypatch.setattr(memory_need, "total_memory_bytes", lambda device: needed)
     check_weights_fit(config, 100)
-    memory["SC_PHYS_PAGES"] -= 1
+    monkeypatch.setattr(memory_need, "total_memory_bytes", lambda device: needed - 1)
     with pytest.raises(ValueError, match=r"num_layers \(2\), hidden_size \(64\)"):
         check_weights_fit(config, 100)
     with torch.device("meta"):

@@ -17,6 +17,7 @@ from megatron.training.device_table import Device, planned_device
 from megatron.training.dry_run.buffers import BufferLayout
 from megatron.training.dry_run.command import print_plan
 from megatron.training.dry_run.document import plan_document, time_lines, write_plan
+from megatron.training.dry_run.fit import fit_of
 from megatron.training.dry_run.page import page
 from megatron.training.dry_run.plan import Plan, RankPlan, place_of
 from megatron.training.dry_run.rates import Kernel, Kernels, Unit
@@ -98,7 +99,7 @@ def _plan(stages: int, *, num_microbatches: int = 8) -> Plan:
 
 def _document(stages: int = 4, *, device: Device | None = None, num_microbatches: int = 8) -> dict:
     plan, args, device = _plan(stages, num_microbatches=num_microbatches), _args(stages), device or planned_device({})
-    return plan_document(plan, args, device=device, step=run_time(plan, args, device=device))
+    return plan_document(plan, args, device=device, step=run_time(plan, args, device=device), fit=fit_of(plan, device))
 
 
 def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
@@ -169,7 +170,9 @@ def test_lines_tell_what_a_step_goes_into() -> None:
     assert "which waits least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
     untrained = replace(plan, stages=[replace(stage, chunks=()) for stage in plan.stages])
     assert run_time(untrained, args, device=device) is None
-    assert "Time of a step" not in page(plan_document(untrained, args, device=device, step=None))
+    assert "Time of a step" not in page(
+        plan_document(untrained, args, device=device, step=None, fit=fit_of(untrained, device))
+    )
 
 
 @pytest.mark.slow
@@ -216,7 +219,9 @@ def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch
     monkeypatch.setenv("RANK", "6")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     args = _tiny({"pipeline-model-parallel-size": 2, "tensorboard-dir": str(tmp_path / "logs")}, ranks=8)
-    print_plan(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    print_plan(
+        args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+    )
     printed = capsys.readouterr().out
     assert "memory of one rank of each stage" in printed and re.search(r"\n +0 +2 .*\n +1 +6 ", printed), printed
     assert f"written: {tmp_path}/logs/plan.json and {tmp_path}/logs/plan.html" in printed
@@ -225,7 +230,9 @@ def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch
     assert (tmp_path / "logs" / "plan.html").read_text() == page(document)
     # Under torchrun the first rank plans for all.
     monkeypatch.setenv("WORLD_SIZE", "8")
-    print_plan(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    print_plan(
+        args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+    )
     assert capsys.readouterr().out == ""
 
 
@@ -233,7 +240,9 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     args = _tiny({"tensorboard-dir": str(tmp_path / "file")}, ranks=1)
     with pytest.raises(CommandLineError, match="--tensorboard-dir is .*/file: the plan cannot be written there"):
-        print_plan(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+        print_plan(
+            args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+        )
 
 
 def test_orders_of_a_plan_are_the_runs() -> None:
