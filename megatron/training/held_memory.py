@@ -1,8 +1,10 @@
-"""Bytes that a rank really holds, by kind, and their largest over ranks: a meter of the first step and of log lines.
+"""Bytes that a rank really holds, by kind, and their largest over ranks: at the start, and a meter of steps.
 
 What a run will hold, before it is started, is dry_run/plan.py's; its kinds are the same.
 """
 
+import argparse
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -11,13 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.device import peak_memory_bytes
+from megatron.core.device import default_device, device_name, peak_memory_bytes, total_memory_bytes
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer.state_memory import state_bytes_of
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.utils import unwrap_model
+from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import StepReport
 from megatron.training.expert_memory import ExpertMemory
+from megatron.training.memory_need import fit_in_words
 
 
 def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
@@ -63,6 +68,32 @@ def held_bytes(
         "pages": pages["device_pages"],
         "host_pages": pages["host_pages"],
     }
+
+
+def standing_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
+    """Says whether weights, gradients and optimizer states fit the device. Collective.
+
+    model: of this rank, whose optimizer is not built yet: its states are counted, as they are most of the memory. Of
+    all ranks the one that holds most counts, on the device of this one; ranks that run on CPUs share their machine's.
+    """
+    device = default_device()
+    needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
+    chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
+    if not args.skip_train:
+        config = config_from_args(OptimizerConfig, args)
+        states = state_bytes_of(chunks, config)
+        needed += int((states.masters + states.moments) * (1 - config.host_fraction))
+    most = torch.tensor([needed], dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    needed, memory = int(most.item()), total_memory_bytes(device)
+    if device.type != "cuda":
+        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    name = device_name(device) if device.type == "cuda" else "this machine"
+    what = "weights" if args.skip_train else "weights, gradients and optimizer states"
+    more = f"--dry-run --world-size {args.world_size}"
+    if needed > memory:
+        return f"{fit_in_words(name, needed, memory)} for {what}; the same flags with {more} name what fits"
+    return f"{fit_in_words(name, needed, memory)} for {what}; {more} adds activations"
 
 
 class HeldMemoryMeter:

@@ -49,6 +49,7 @@ from megatron.training.fault_config import FaultConfig
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
+from megatron.training.held_memory import standing_fit
 from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
@@ -83,13 +84,11 @@ def setup_run(
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
     publish_timers(timers)
     batches = setup_batches(args)
+    model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
+    print_rank_0(f"  {standing_fit(model, args)}")
     optimizer = scheduler = None
-    if training.skip_train:
-        model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
-    else:
-        model, optimizer, scheduler = setup_model_and_optimizer(
-            model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
-        )
+    if not training.skip_train:
+        optimizer, scheduler = setup_optimizer(model, args, config_overrides=config_overrides)
         optimizer.config.timers = timers
     size = count_parameters(model, args, mp_group=get_process_groups().mp)
     with all_ranks_agree():
@@ -223,6 +222,13 @@ def setup_model_and_optimizer(
     config_overrides: other rates and weight decays for some parameters.
     """
     model = get_model(model_provider, model_type, args=args)
+    return model, *setup_optimizer(model, args, config_overrides=config_overrides)
+
+
+def setup_optimizer(
+    model: list[nn.Module], args: argparse.Namespace, *, config_overrides: ConfigOverrides | None
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Optimizer and schedule of a model, as setup_model_and_optimizer."""
     optimizer = get_megatron_optimizer(
         config_from_args(OptimizerConfig, args), model, config_overrides=config_overrides
     )
@@ -239,7 +245,7 @@ def setup_model_and_optimizer(
     join_schedule(model, args)
     for chunk in unwrap_model(model):
         chunk.config.grad_scale_func = optimizer.scale_loss
-    return model, optimizer, scheduler
+    return optimizer, scheduler
 
 
 def get_model(

@@ -1,11 +1,15 @@
 """pretrain() as scripts call it: a model of one's own, more than one run in a process, evaluation without training."""
 
+import io
 import os
+import re
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
-from megatron.training import get_args, pretrain
+from megatron.training import get_args, held_memory, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.callbacks import Callback, EvaluationReport, StepReport
 from tests.harness import run_on_ranks
@@ -115,6 +119,49 @@ def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
         assert evaluated.losses == []
         # The test split starts anew at each evaluation, so the saved weights must give the very same loss.
         assert evaluated.evaluated[-1] == second.evaluated[-1]
+
+
+def verdicts_of_starts(flags: str) -> list[str]:
+    """What starts say on machines with more, a little more, and less memory than what stays from step to step."""
+    record = HeldBytes()
+    first = io.StringIO()
+    with redirect_stdout(first):
+        run(flags, own_model=False, record=record)
+    said = [first.getvalue()]
+    for share in (1.05, 0.9):
+        memory = int(share * record.bytes) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        out = io.StringIO()
+        with redirect_stdout(out), patch.object(held_memory, "total_memory_bytes", return_value=memory):
+            again = run(flags, own_model=False)
+        said.append(out.getvalue())
+        assert again.losses == record.losses
+    return [line.strip() for text in said for line in text.splitlines() if "per rank" in line]
+
+
+class HeldBytes(Record):
+    """Keeps what the fullest rank holds."""
+
+    bytes = 0
+
+    def on_step_end(self, report: StepReport) -> None:
+        super().on_step_end(report)
+        if report.held is not None:
+            self.bytes = sum(report.held["max"][kind] for kind in ("parameters", "gradients", "masters", "moments"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--hidden-size 64 --bf16 --use-distributed-optimizer"])
+def test_the_start_says_whether_what_stays_fits(flags: str) -> None:
+    first, others = run_on_ranks(verdicts_of_starts, 2, flags, backend=None)
+    assert others == []
+    fits, closely, not_at_all = (re.sub(r"[\d.]+ of [\d.]+", "X of Y", line) for line in first)
+    what = "for weights, gradients and optimizer states"
+    assert fits == f"fits this machine: X of Y GiB per rank {what}; --dry-run --world-size 2 adds activations"
+    assert "(less than 10% left for the CUDA context and the allocator)" in closely
+    assert not_at_all == (
+        f"does NOT fit this machine: X of Y GiB per rank {what}; the same flags with --dry-run --world-size 2 name "
+        "what fits"
+    )
 
 
 @pytest.mark.slow
