@@ -1,6 +1,7 @@
 """The layouts of examples/models fit their models; nothing is trained here."""
 
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import pretrain_gpt
 from examples.models.layouts import Layout, layout_for, main, read_layouts, tiny_layout, words
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.device_table import NAME_VARIABLE
 from megatron.training.model_presets import known_models
 from tests.counts import soak_only
 from tests.harness import ROOT
@@ -112,17 +114,78 @@ def summary(layout: Layout) -> str:
     return ", ".join(sizes) or ("data" if "recompute-method" not in layout else "data, layers recomputed")
 
 
+def verdict(argv: list[str], *, gpus: int, capsys: pytest.CaptureFixture[str]) -> float:
+    """Returns the GiB of the fullest rank of a plan, which fits."""
+    pretrain_gpt.main([*argv, "--dry-run", "--world-size", str(gpus)])
+    out = capsys.readouterr().out
+    found = re.search(r"^fits H100: ([\d.]+) of 79.6 GiB per rank", out, re.MULTILINE)
+    assert found is not None, (argv, out.splitlines()[-1])
+    return float(found[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [name if name in PLANNED else soak_only(name) for name in (one.name for one in known_models())]
 )
-def test_the_page_tells_what_is_planned(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_tells_what_is_planned(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NAME_VARIABLE, raising=False)
     for (name, gpus), (_, told) in table_rows().items():
-        if name != model:
+        if name == model:
+            found = verdict(["--model", model, *words(layout_for(model, gpus)), *DATA], gpus=gpus, capsys=capsys)
+            assert found == pytest.approx(told, abs=0.56), gpus
+
+
+def commands_of_pages() -> list[tuple[list[str], int]]:
+    """The words after pretrain_gpt.py of each command that names a model, with made-up data, and its GPUs."""
+    found = []
+    for page in ("README.md", "docs/models.md"):
+        for block in re.findall(
+            r"^```\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        ):
+            for line in block.replace("\\\n", " ").splitlines():
+                program, _, flags = line.partition("pretrain_gpt.py ")
+                if "--model " in flags and not program.startswith("examples/"):
+                    gpus = re.search(r"--nproc-per-node (\d+)|--world-size (\d+)", line)
+                    found.append((with_made_up_data(shlex.split(flags)), int(gpus[1] or gpus[2]) if gpus else 1))
+    return found
+
+
+def with_made_up_data(argv: list[str]) -> list[str]:
+    """Flags of a command without its data, folders and plan, which are not in every checkout."""
+    named = "--tokenizer-type --tokenizer-model --data-path --load --save --world-size --vocab-size".split()
+    kept = [word for word, before in zip(argv, ["", *argv], strict=False) if before not in named and word not in named]
+    # The tokenizer says no more than the model about the vocabulary.
+    return [*(word for word in kept if word not in ("--dry-run", "--mock-data")), *DATA]
+
+
+COMMANDS = commands_of_pages()
+
+
+def test_commands_have_the_flags_of_their_layouts() -> None:
+    """Those of the batch, rates and logs are the command's own."""
+    sizes = re.compile("parallel|distributed|precision|exp-avg|grad-reduce|param-gather|recompute|moe-(?!aux)|bf16")
+    compared = 0
+    for argv, gpus in COMMANDS:
+        model = argv[argv.index("--model") + 1]
+        if (model, gpus) not in table_rows() or "--model-scale" in argv:
             continue
-        argv = ["--model", model, *words(layout_for(model, gpus)), *DATA, "--dry-run", "--world-size", str(gpus)]
-        pretrain_gpt.main(argv)
-        table = capsys.readouterr().out.partition("memory of the first rank of each stage, in GiB:")[2]
-        # The last column is the peak.
-        totals = [float(line.split()[-2]) for line in table.splitlines() if re.match(r" +\d+ +\d+ ", line)]
-        assert totals and max(totals) == pytest.approx(told, abs=0.51), (gpus, table)
+        flags = " ".join(argv)
+        for flag, value in layout_for(model, gpus).items():
+            text = " ".join(words({flag: value}))
+            assert text in flags or not sizes.search(flag), f"{model} on {gpus} GPUs lacks {text}"
+        compared += 1
+    assert len(COMMANDS) == 4 and compared == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("argv", "gpus"), [one if "--model-scale" in one[0] else soak_only(*one) for one in COMMANDS])
+def test_commands_fit_the_gpus_that_they_name(
+    argv: list[str], gpus: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NAME_VARIABLE, raising=False)
+    found = verdict(argv, gpus=gpus, capsys=capsys)
+    model = argv[argv.index("--model") + 1]
+    if "--model-scale" not in argv and (model, gpus) in table_rows():
+        assert found == pytest.approx(table_rows()[model, gpus][1], abs=0.56)

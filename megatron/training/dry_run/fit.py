@@ -154,8 +154,8 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
     hopeful.sort(key=lambda one: one.peak is not None and is_tight(one.peak, fit.memory))
     planned: list[Change] = []
     for one in hopeful[:_MOST_PLANNED]:
-        planned.append(_planned(one, planner))
-        if not is_tight(planned[-1].peak, fit.memory):
+        planned += _planned(one, planner)
+        if planned and not is_tight(planned[-1].peak, fit.memory):
             return replace(fit, change=planned[-1])
     fitting = next((one for one in planned if one.peak <= fit.memory), None)
     if fitting is not None:
@@ -163,15 +163,20 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
     if candidates:
         # Of those that are not counted the last, which changes most.
         smallest = min(reversed(candidates), key=lambda one: fit.memory if one.peak is None else one.peak)
-        planned.append(_planned(smallest, planner))
+        planned += _planned(smallest, planner)
     least = min(planned, key=lambda one: one.peak, default=None)
     if least is not None and least.peak <= fit.memory:
         return replace(fit, change=least)
     return replace(fit, least=least if least and least.peak < fit.peak else None, advice=_advice(args))
 
 
-def _planned(one: _Candidate, planner: Planner) -> Change:
-    return Change(one.words, max(stage.peak for stage in planner.plan(one.args).stages))
+def _planned(one: _Candidate, planner: Planner) -> list[Change]:
+    """Returns the change with its own plan; nothing where building it shows that the run refuses it."""
+    try:
+        stages = planner.plan(one.args).stages
+    except ValueError:
+        return []
+    return [Change(one.words, max(stage.peak for stage in stages))]
 
 
 @dataclass(frozen=True)
