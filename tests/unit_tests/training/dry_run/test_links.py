@@ -19,6 +19,7 @@ DEEPSEEK = """
 --global-batch-size 16384 --seq-length 4096 --train-iters 10 --lr 1e-4 --bf16 --use-distributed-optimizer
 --overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall --mock-data
 --tokenizer-type NullTokenizer --vocab-size 129280
+--recompute-granularity selective --recompute-modules moe layernorm mla_up_proj
 """.split()
 
 
@@ -101,3 +102,5 @@ print(time.process_time(), re.search(r"VmHWM:\\s+(\\d+)", status)[1])
     # Of one core: what other processes take of the machine is not the plan's.
     assert seconds < 60 and kibibytes < 2 * 2**20
     assert words[0].startswith("plan of 16384 ranks: pipeline 16, expert 64, data 1024;")
+    # One that does not is planned once more, at least.
+    assert words[-1].startswith("fits H100: ")
