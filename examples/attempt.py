@@ -6,7 +6,7 @@
 FOLDER holds the checkpoints; a --save in COMMAND wins. Exit codes:
      0   the newest checkpoint is that of the last iteration, however COMMAND ended
     75   there is a newer checkpoint than at the start: another attempt goes on from it
-    any other: COMMAND's own, or 1 where that was 0; another attempt would get no further than this one
+    any other: there is none: COMMAND's own, or 1 where that was 0 or 75; another attempt would get no further
 
 COMMAND's exit code cannot tell: torchrun ends with 1 after a SIGTERM although its ranks have saved, and with 0 on a
 node that was not signalled. SIGTERM and SIGINT are handed on. Needs Linux (/proc) and nothing but Python.
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--signals-reach-command",
         action="store_true",
-        help="Whoever signals this process signals COMMAND too, and wants no further attempt (srun in a Slurm job).",
+        help="Signals to this process reach COMMAND too, and cancel the run: hand none on, ask for no further attempt.",
     )
     parser.add_argument("folder", type=Path, help="The folder of the checkpoints.")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="What to run.")
@@ -47,20 +47,22 @@ def main(words: Sequence[str]) -> int:
     attempt = Attempt(args.command, hand_on=not args.signals_reach_command)
     code = attempt.run()
     iteration, last = progress(folder)
-    state = f"the command ended with {code}, {folder} has iteration {iteration} of {last}"
+    found = f"iteration {iteration} of {last}" if last else "no checkpoint"
+    state = f"the command ended with {code}, {folder} has {found}"
     if 0 < last <= iteration:
         say(f"{state}: finished")
         return 0
     # A negative code is a signal's, which shells add to 128.
     failure = 128 - code if code < 0 else code or 1
+    failure = 1 if failure == CONTINUE else failure
     if attempt.signalled and args.signals_reach_command:
         say(f"{state}: cancelled")
-        return failure if failure != CONTINUE else 1
+        return failure
     if iteration > before:
         say(f"{state}: another attempt goes on from there")
         return CONTINUE
     say(f"{state}, as at the start: another attempt would get no further")
-    return failure if failure != CONTINUE else 1
+    return failure
 
 
 class Attempt:

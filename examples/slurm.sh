@@ -22,8 +22,8 @@ export RANKS=$((SLURM_JOB_NUM_NODES * GPUS_PER_NODE))
 # From SIGTERM until torchrun kills its ranks. More than a step and a save take, and less than the 120 s of --signal.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-# After a SIGTERM each torchrun ends with 1, one a little before the others: that must not kill those, as
-# --kill-on-bad-exit=1 would. --wait ends what hangs when another node's part has ended.
+# After a SIGTERM torchruns end with 1 at slightly different times: --kill-on-bad-exit=1 would kill the slower ones in
+# their save. --wait ends what hangs after another node's part has ended.
 STATUS=0
 examples/attempt.py --signals-reach-command /checkpoints/moe srun --kill-on-bad-exit=0 --wait=60 \
     examples/moe_8ranks.sh --bf16 --save /checkpoints/moe --load /checkpoints/moe --save-interval 50 --exit-signal-handler "$@" ||

@@ -129,7 +129,7 @@ def _print_wrapped(text: str) -> None:
 
 
 class _Progress:
-    """Prints to stderr what a search does: at once, then every 10 s; each time it is called with new words."""
+    """Prints the status of a search to stderr: on the first call, then at most every 10 s."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -66,13 +66,14 @@ if step train; then
     LOAD=$CONVERTED
     [[ ! -f $CHECKPOINTS/$TRACKER ]] || LOAD=$CHECKPOINTS
     RUN=("$HERE/pretrain.sh" "$MODEL" --load "$LOAD" --use-checkpoint-args --lr 1e-5 --min-lr 1e-6 "$@")
-    # In the place of this shell, if it has nothing left to do: signals of a cluster's end then reach the run.
+    # Nothing left to do: replace this shell, so that signals reach the run.
     step export || exec "${RUN[@]}"
-    # Else this shell hands SIGTERM on, once, and waits until the run has saved: a shell that waits for a program in its
-    # foreground would end at once and leave it running.
+    # Otherwise forward SIGTERM once and wait for the save; a shell that waits for a program in its foreground would end
+    # immediately and leave it running.
+    STOPPED=0
     "${RUN[@]}" &
     RUN_ID=$!
-    trap 'trap "" TERM; kill -TERM "$RUN_ID"' TERM
+    trap 'STOPPED=1; trap "" TERM; kill -TERM "$RUN_ID"' TERM
     trap : INT # a terminal sends it to the run as well
     STATUS=0
     wait "$RUN_ID" || STATUS=$?
@@ -80,7 +81,8 @@ if step train; then
         STATUS=0
         wait "$RUN_ID" || STATUS=$?
     done
-    ((STATUS == 0)) || exit "$STATUS"
+    # torchrun of a node that was not signalled may end with 0: what was stopped is not finished, and not given back.
+    ((STATUS == 0 && !STOPPED)) || exit "$((STATUS ? STATUS : 143))"
     trap - TERM INT
 fi
 

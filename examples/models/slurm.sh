@@ -26,7 +26,7 @@ pretrain | continue) ;;
 esac
 SCRIPT=$1
 shift
-# Their own defaults: where they save.
+# The default OUT of pretrain.sh and continue.sh: attempt.py needs to know the folder.
 if [[ $SCRIPT == pretrain ]]; then
     export OUT=${OUT:-$PWD/runs/${1:-}${SCALE:+-$SCALE}}
 else
@@ -42,8 +42,8 @@ export STEPS="${STEPS:-convert train}"
 # From SIGTERM until torchrun kills its ranks. More than a step and a save take, and less than the 120 s of --signal.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-# After a SIGTERM each torchrun ends with 1, one a little before the others: that must not kill those, as
-# --kill-on-bad-exit=1 would. --wait ends what hangs when another node's part has ended.
+# After a SIGTERM torchruns end with 1 at slightly different times: --kill-on-bad-exit=1 would kill the slower ones in
+# their save. --wait ends what hangs after another node's part has ended.
 STATUS=0
 examples/attempt.py --signals-reach-command "$OUT/checkpoints" srun --kill-on-bad-exit=0 --wait=60 \
     "examples/models/$SCRIPT.sh" "$@" || STATUS=$?

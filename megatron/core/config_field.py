@@ -61,7 +61,7 @@ def validate_fields(config: Any) -> None:
 
 
 def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, by field name, messages about those `values` that FieldSpec or annotation of a dataclass exclude."""
+    """Returns, by field name, an error message for each of `values` that its FieldSpec or annotation forbids."""
     hints = typing.get_type_hints(config_class)
     problems = {}
     for field in dataclasses.fields(config_class):
@@ -75,8 +75,11 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     return problems
 
 
-def check_together(*checks: Callable[[], object]) -> None:
-    """Runs every check; raises ValueError with the messages of those that raise one, a line each."""
+def run_checks(*checks: Callable[[], object]) -> None:
+    """Runs all checks; raises one ValueError with the messages of those that raise one, a line each.
+
+    A check must not rely on another having passed.
+    """
     messages: list[str] = []
     for check in checks:
         try:

@@ -1,4 +1,4 @@
-"""How a run ends on a mistake of its user: one line on each rank and a non-zero exit, no traceback.
+"""How a run ends on a mistake of its user: lines `error: ...` on each rank and a non-zero exit, no traceback.
 
 Which mistakes there are is for the code that raises; bugs, and what libraries raise, keep their traceback.
 """

@@ -40,7 +40,9 @@ class ExitConditions:
         self.config = config
         self._signalled = False
         self._start = time.monotonic()
-        self._shutdown_seconds = shutdown_seconds() if config.exit_signal_handler else math.inf
+        # Of another signal torchrun knows nothing: it does not kill ranks that take long after it.
+        handles_sigterm = config.exit_signal_handler and config.exit_signal == signal.SIGTERM
+        self._shutdown_seconds = shutdown_seconds() if handles_sigterm else math.inf
 
     def local_reasons(self) -> list[bool]:
         """Which of LOCAL_REASONS hold on this rank."""
@@ -64,7 +66,7 @@ class ExitConditions:
         if save_seconds is None or step_seconds + save_seconds <= self._shutdown_seconds:
             return
         print_rank_0(
-            f"WARNING: a save took {save_seconds:.3g} s and a step {step_seconds:.3g} s, but torchrun kills the ranks "
+            f"WARNING: a save took {save_seconds:.1f} s and a step {step_seconds:.1f} s, but torchrun kills the ranks "
             f"{self._shutdown_seconds:g} s after SIGTERM (--exit-signal-handler): set TORCH_ELASTIC_SHUTDOWN_TIMEOUT "
             f"above {math.ceil(step_seconds + save_seconds)}"
         )
@@ -92,7 +94,9 @@ class ExitConditions:
 
 
 def shutdown_seconds() -> float:
-    """Returns how long torchrun lets ranks live on after SIGTERM; for ever where it has not started this process."""
+    """Returns torchrun's grace period after SIGTERM, in seconds; infinity without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return math.inf
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))  # torch.distributed.launcher.api
+    return float(
+        os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    )  # the default of torch.distributed.launcher.api

@@ -1,4 +1,4 @@
-"""Bytes that a rank really holds, by kind, and their largest over ranks: at the start, and a meter of steps.
+"""Bytes that a rank holds, by kind, and their maximum over ranks: before the first step, and measured in steps.
 
 What a run will hold, before it is started, is dry_run/plan.py's; its kinds are the same.
 """
@@ -70,11 +70,11 @@ def held_bytes(
     }
 
 
-def standing_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
-    """Says whether weights, gradients and optimizer states fit the device. Collective.
+def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
+    """Returns a line that says whether weights, gradients and optimizer states fit the device. Collective.
 
-    model: of this rank, whose optimizer is not built yet: its states are counted, as they are most of the memory. Of
-    all ranks the one that holds most counts, on the device of this one; ranks that run on CPUs share their machine's.
+    Called before the optimizer exists, whose states are estimated: building them may fail. Compares the rank that holds
+    most with this rank's device; ranks on CPUs share the memory of their machine.
     """
     device = default_device()
     needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
@@ -92,8 +92,8 @@ def standing_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
     what = "weights" if args.skip_train else "weights, gradients and optimizer states"
     more = f"--dry-run --world-size {args.world_size}"
     if needed > memory:
-        return f"{fit_in_words(name, needed, memory)} for {what}; the same flags with {more} name what fits"
-    return f"{fit_in_words(name, needed, memory)} for {what}; {more} adds activations"
+        return f"{fit_in_words(name, needed, memory)} for {what}; add {more} to find flags that fit"
+    return f"{fit_in_words(name, needed, memory)} for {what}; activations are not counted, see {more}"
 
 
 class HeldMemoryMeter:

@@ -1,4 +1,4 @@
-"""Memory that a run cannot do without, and the words for whether there is enough.
+"""The least memory of a run, and the wording of whether it fits.
 
 What a run has and keeps is measured in held_memory.py, what it will hold is planned in dry_run/.
 """
@@ -16,19 +16,17 @@ _NO_MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowe
 _KEPT_FREE = 0.1
 
 
-def fit_in_words(device: str, num_bytes: int, memory: int, *, place: str = "") -> str:
-    """Returns whether a rank that takes num_bytes fits a device with that memory; place: which rank, if not every."""
+def fit_in_words(device: str, num_bytes: int, memory: int) -> str:
+    """Returns whether a rank that takes num_bytes fits a device with that memory."""
     verdict = "fits" if num_bytes <= memory else "does NOT fit"
-    words = f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank{place}"
-    room = room_in_words(num_bytes, memory)
-    return f"{words} ({room.removeprefix(', ')})" if room else words
+    return f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank"
 
 
 def room_in_words(num_bytes: int, memory: int) -> str:
-    """Returns a warning for what fits, but only just; empty for what has room or does not fit at all."""
+    """Returns a warning for what fits with little room; empty for what has room or does not fit at all."""
     if num_bytes > memory or not is_tight(num_bytes, memory):
         return ""
-    return f", less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
+    return f"less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
 
 
 def is_tight(num_bytes: int, memory: int) -> bool:
@@ -37,7 +35,7 @@ def is_tight(num_bytes: int, memory: int) -> bool:
 
 
 def gib(num_bytes: float) -> str:
-    """Returns bytes in GiB, with the digits that a decision needs."""
+    """Formats bytes as GiB: one decimal, four below 1 GiB."""
     size = num_bytes / 2**30
     return f"{size:.1f}" if size >= 1 else f"{size:.4f}"
 

@@ -24,8 +24,9 @@ class RunSaves:
         self._on_save = on_save
         # Iteration, save, and when it began.
         self._pending: tuple[int, PendingSave, float] | None = None
-        # The newest checkpoint that this run has written, and how long a save beside or between steps took.
+        # The newest checkpoint that this run has written.
         self.latest: int | None = None
+        # From the start of the last periodic save until it was on disk; in the background, steps ran meanwhile.
         self.seconds: float | None = None
 
     def save(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:

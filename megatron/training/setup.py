@@ -49,7 +49,7 @@ from megatron.training.fault_config import FaultConfig
 from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
-from megatron.training.held_memory import standing_fit
+from megatron.training.held_memory import persistent_fit
 from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
@@ -85,7 +85,8 @@ def setup_run(
     publish_timers(timers)
     batches = setup_batches(args)
     model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
-    print_rank_0(f"  {standing_fit(model, args)}")
+    fit = persistent_fit(model, args)
+    print_rank_0(f"  {fit}")
     optimizer = scheduler = None
     if not training.skip_train:
         optimizer, scheduler = setup_optimizer(model, args, config_overrides=config_overrides)
@@ -228,7 +229,7 @@ def setup_model_and_optimizer(
 def setup_optimizer(
     model: list[nn.Module], args: argparse.Namespace, *, config_overrides: ConfigOverrides | None
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer and schedule of a model, as setup_model_and_optimizer."""
+    """Builds optimizer and schedule of a model."""
     optimizer = get_megatron_optimizer(
         config_from_args(OptimizerConfig, args), model, config_overrides=config_overrides
     )

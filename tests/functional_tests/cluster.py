@@ -254,7 +254,7 @@ class Pod:
         assert self.process is not None
         return self.process.wait(seconds)
 
-    def fails_for_good(self, code: int, *, evicted: bool) -> bool:
+    def counts_as_failure(self, code: int, *, evicted: bool) -> bool:
         """Whether the Job's policy counts this end of the pod as a failure."""
         for rule in self.job["spec"]["podFailurePolicy"]["rules"]:
             conditions = [one["type"] for one in rule.get("onPodConditions", [])]
@@ -297,7 +297,8 @@ def wait_until(condition: Callable[[], Any], *, process: subprocess.Popen[bytes]
     """Polls, where nothing tells, until the condition gives something true; returns that."""
     deadline = time.monotonic() + SECONDS
     while not (value := condition()):
-        assert time.monotonic() < deadline and (process is None or process.poll() is None), "it did not come"
+        is_running = process is None or process.poll() is None
+        assert time.monotonic() < deadline and is_running, f"no event in {SECONDS:g} s, or the process ended first"
         time.sleep(0.02)
     return value
 

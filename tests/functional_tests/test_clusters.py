@@ -165,11 +165,11 @@ def test_a_pod_that_is_evicted_ends_both_and_both_are_run_again(tmp_path: Path) 
         left = left_of(f"{cluster.JOB}={tmp_path}")
     assert left == []
     assert codes == [attempt.CONTINUE] * 2, (tmp_path / "pod0.txt").read_text()
-    assert not pods[0].fails_for_good(codes[0], evicted=False) and saved_iteration(tmp_path / "moe") == STOPPED_AT
+    assert not pods[0].counts_as_failure(codes[0], evicted=False) and saved_iteration(tmp_path / "moe") == STOPPED_AT
     for pod in pods:
         pod.start()
     assert [pod.wait() for pod in pods] == [0, 0], (tmp_path / "pod0.txt").read_text()
-    assert pods[0].fails_for_good(1, evicted=False) and not pods[0].fails_for_good(1, evicted=True)
+    assert pods[0].counts_as_failure(1, evicted=False) and not pods[0].counts_as_failure(1, evicted=True)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_slurm_waits_longer_than_torchrun_which_waits_longer_than_a_save(script: str) -> None:
+def test_torchruns_timeout_is_between_kill_wait_and_the_signal(script: str) -> None:
     text = (ROOT / script).read_text(encoding="utf-8")
     (signal_,) = [line.partition("@")[2] for line in text.splitlines() if line.startswith("#SBATCH --signal=TERM@")]
     (timeout,) = [

@@ -155,13 +155,10 @@ def test_the_start_says_whether_what_stays_fits(flags: str) -> None:
     first, others = run_on_ranks(verdicts_of_starts, 2, flags, backend=None)
     assert others == []
     fits, closely, not_at_all = (re.sub(r"[\d.]+ of [\d.]+", "X of Y", line) for line in first)
-    what = "for weights, gradients and optimizer states"
-    assert fits == f"fits this machine: X of Y GiB per rank {what}; --dry-run --world-size 2 adds activations"
-    assert "(less than 10% left for the CUDA context and the allocator)" in closely
-    assert not_at_all == (
-        f"does NOT fit this machine: X of Y GiB per rank {what}; the same flags with --dry-run --world-size 2 name "
-        "what fits"
-    )
+    what, more = "for weights, gradients and optimizer states", "--dry-run --world-size 2"
+    assert fits == f"fits this machine: X of Y GiB per rank {what}; activations are not counted, see {more}"
+    assert closely == fits
+    assert not_at_all == f"does NOT fit this machine: X of Y GiB per rank {what}; add {more} to find flags that fit"
 
 
 @pytest.mark.slow

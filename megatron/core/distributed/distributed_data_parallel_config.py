@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.config_field import check_together, config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 
 
 @dataclass(kw_only=True)
@@ -103,7 +103,7 @@ class DistributedDataParallelConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        check_together(
+        run_checks(
             self.validate_bucket_size,
             self.validate_overlap,
             self.validate_reduction,

@@ -3,13 +3,14 @@
 Learning-rate and weight-decay schedules are in megatron/core/optimizer_param_scheduler.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 import torch
 
-from megatron.core.config_field import check_together, config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.optimizer.in_backward_config import InBackwardConfig
 from megatron.core.optimizer.muon_config import MuonConfig
 from megatron.core.optimizer.offload_config import OptimizerOffloadConfig
@@ -75,22 +76,23 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        in_backward = partial(
-            self.validate_in_backward,
-            self.optimizer,
-            clip_grad=self.clip_grad,
-            fp16=self.fp16,
-            offloads=self.optimizer_cpu_offload,
-            has_graph=self.optimizer_cuda_graph,
-        )
-        check_together(
+        checks: list[Callable[[], object]] = [
             self.validate_learning_rate,
             self.validate_precision,
             partial(self.validate_stored_types, self.optimizer),
             partial(self.validate_offload, self.optimizer),
-            in_backward,
-            *([self.validate_device_step] if self.optimizer_cuda_graph else []),
-        )
+            partial(
+                self.validate_in_backward,
+                self.optimizer,
+                clip_grad=self.clip_grad,
+                fp16=self.fp16,
+                offloads=self.optimizer_cpu_offload,
+                has_graph=self.optimizer_cuda_graph,
+            ),
+        ]
+        if self.optimizer_cuda_graph:
+            checks.append(self.validate_device_step)
+        run_checks(*checks)
 
     def validate_learning_rate(self) -> None:
         # A configuration without a rate is fine until an optimizer is built from it.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config_field import check_together, config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
@@ -113,16 +113,15 @@ class TransformerConfig(
             self.window_attn_skip_freq = parse_layer_pattern(self.window_attn_skip_freq, field="window_attn_skip_freq")
         # Other checks go through the layers by this pattern.
         validate_moe_layer_freq(self, self.num_layers)
-        check_together(
+        run_checks(
             partial(validate_precision, self),
             partial(validate_heads, self),
             # Derived fields come after the checks that name what the user gave.
             partial(fill_in_sizes, self),
             partial(validate_gated_unit, self),
-            partial(validate_moe, self, num_layers=self.num_layers),
-            partial(validate_activation_memory, self),
+            partial(validate_moe, self),
+            partial(validate_activations, self),
             partial(validate_layout_of_layers, self),
-            partial(validate_stash, self),
         )
         if self.init_method is None:
             self.init_method = NormalInit(self.init_method_std)
@@ -199,6 +198,13 @@ def fill_in_sizes(config: TransformerConfig) -> None:
         config.moe_ffn_hidden_size = config.ffn_hidden_size
 
 
+def validate_activations(config: TransformerConfig) -> None:
+    """Raises ValueError where recompute, offloading or the stash contradict each other or the model."""
+    validate_activation_memory(config)
+    # It goes through the recomputed layers.
+    validate_stash(config)
+
+
 def validate_activation_memory(config: TransformerConfig) -> None:
     """Resolves short recompute flags; ValueError where recompute and offloading contradict each other or the model."""
     has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
@@ -256,7 +262,7 @@ def validate_layout_of_layers(config: TransformerConfig) -> None:
     """Raises ValueError where layers, heads, widths or experts cannot be cut into the parts of the parallel layout, and
     for what they cannot do yet.
     """
-    check_together(
+    run_checks(
         partial(validate_tensor_split, config),
         partial(validate_layout_of_stages, config),
         partial(validate_layout_of_contexts, config),
@@ -272,13 +278,13 @@ def validate_tensor_split(config: TransformerConfig) -> None:
     cut += ["ffn_hidden_size"] if 0 in has_experts else []
     cut += ["moe_shared_expert_intermediate_size"] if config.moe_shared_expert_intermediate_size is not None else []
     size = config.tensor_model_parallel_size
-    check_together(
+    run_checks(
         *(partial(check_multiple, name, vars(config)[name], of="tensor_model_parallel_size", size=size) for name in cut)
     )
 
 
 def validate_layout_of_stages(config: TransformerConfig) -> None:
-    """Raises ValueError where layers cannot be cut into pipeline stages, or stages not have what is asked for."""
+    """Raises ValueError where layers cannot be split into stages, or MTP or offloading does not fit the stages."""
     validate_pipeline_split(config, num_layers=config.num_layers)
     layout = config.pipeline_model_parallel_layout
     validate_mtp(config, pipeline_layout=layout, letters=mtp_layers_in_layout(layout) if layout else 0)

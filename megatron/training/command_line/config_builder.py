@@ -46,7 +46,7 @@ def core_transformer_config_from_args(
 
 
 def problems_of_call(call: Callable[[], object]) -> list[str]:
-    """Calls it; returns the messages of the ValueError that it raises, in flags instead of fields, or none."""
+    """Calls it; returns the lines of its ValueError, with flags in place of fields, or an empty list."""
     try:
         with flags_named_in_errors():
             call()
@@ -61,7 +61,7 @@ def problems_of_config(config_class: type[Any], args: argparse.Namespace) -> lis
 
 
 def problems_of_configs(args: argparse.Namespace) -> list[str]:
-    """Returns the contradictions that configurations find in their own fields, before anything starts."""
+    """Builds every configuration; returns all their error lines."""
     builders: list[Callable[[argparse.Namespace], Any]] = [
         partial(core_transformer_config_from_args, config_class=config_class)
         if issubclass(config_class, TransformerConfig)
@@ -72,11 +72,11 @@ def problems_of_configs(args: argparse.Namespace) -> list[str]:
 
 
 def invalid_values(args: argparse.Namespace) -> dict[str, str]:
-    """Returns, by argument name, messages about values that are wrong whatever the other arguments are."""
+    """Returns, by argument name, an error message for each value that no other argument could make valid."""
     wrong = {}
     for config_class in CONFIG_CLASSES:
         dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
-        # None was not given; whether that will do is another question.
+        # None means not given; check_required reports missing values.
         values = {name: value for name, value in _field_values(config_class, args).items() if value is not None}
         problems = field_problems(config_class, values)
         wrong.update({dests[name]: with_flag_names(message, flag_table()) for name, message in problems.items()})
@@ -106,7 +106,7 @@ def flags_named_in_errors() -> Iterator[None]:
         raise CommandLineError(with_flag_names(str(error), flag_table())) from None
 
 
-# Fields off the command line that follow from a flag of another name.
+# Fields without a flag of their own: the flag that sets them.
 _DERIVED_FIELDS = {
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 
 def check_faults(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags under which a step could not be left out or gone back from, or replicas not be compared.
+    """Yields flags that prevent skipping steps, going back or comparing replicas.
 
     Sets --timing-log-level 1 where --log-straggler needs it.
     """
@@ -24,18 +24,18 @@ def check_faults(args: argparse.Namespace) -> Iterator[str]:
         rewinds.append(f"--loss-spike-rewind is {args.loss_spike_rewind:g}")
     for words in rewinds:
         if args.save is None or args.save_interval is None:
-            yield (f"{words}: needs --save and --save-interval, as it is to checkpoints that it goes back")
+            yield (f"{words}: needs --save and --save-interval: it goes back to a checkpoint")
         if args.no_save_optim or args.no_save_rng:
             yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
         if args.cuda_graph_impl != "none":
-            yield f"{words} and --cuda-graph-impl is given: no graph outlives a load, leave one out"
+            yield f"{words} and --cuda-graph-impl is given: loading a checkpoint invalidates graphs, leave one out"
 
 
 def _check_policy(args: argparse.Namespace, words: str) -> Iterator[str]:
     if not args.check_for_nan_in_loss_and_grad:
         yield f"{words} and --no-check-for-nan-in-loss-and-grad is given: leave one of them out"
     if args.cuda_graph_impl != "none":
-        yield f"{words} and --cuda-graph-impl is given: a graph decides by itself, leave one out"
+        yield f"{words} and --cuda-graph-impl is given: the host cannot look at a captured step, leave one out"
     clip = args.optimizer_in_backward_clip
     if args.optimizer_in_backward and clip != "exact" and args.non_finite_policy == "skip":
         yield (

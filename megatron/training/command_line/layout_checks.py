@@ -14,9 +14,9 @@ from megatron.training.command_line.config_builder import problems_of_call
 
 
 def check_layout(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the data-parallel and the virtual pipeline size; yields where ranks, tokens or layers do not divide.
+    """Derives data_parallel_size and virtual_pipeline_model_parallel_size; yields sizes that do not divide.
 
-    Sizes that do not follow are set to 1 and None, so that other checks can go on.
+    After an error the first is 1 or the second is None, so that other checks can go on.
     """
     tensor_size, context_size = args.tensor_model_parallel_size, args.context_parallel_size
     # As in Megatron, scripts may leave it on while they vary the tensor size.

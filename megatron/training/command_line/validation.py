@@ -7,7 +7,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.core.device import without_memory
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.transformer.moe.flex_backends import require_flex_backend
-from megatron.core.transformer.moe.moe_config import MoEConfig
+from megatron.core.transformer.moe.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.training.command_line.config_builder import (
@@ -55,29 +55,30 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
         if vars(args).get(name) is None:
             vars(args)[name] = value
     invalid = invalid_values(args)
-    problems = [*check_required(args), *invalid.values()]
-    replaced = _replace_invalid(args, invalid)
-    problems += [problem for problem in _contradictions(args) if not _names_any(replaced, problem)]
+    needed = _needed(args)
+    small = [name for name in needed if vars(args)[name] is None or vars(args)[name] < 1]
+    problems = [*check_required(args), *(problem for name, problem in invalid.items() if name not in small)]
+    replaced = _replace(args, {name: 1 if name in needed else None for name in (*invalid, *small)})
+    problems += [problem for problem in _derive_and_check(args) if not _names_any(replaced, problem)]
     if problems:
         raise CommandLineError("\n".join(dict.fromkeys(problems)))
     return args
 
 
-def _replace_invalid(args: argparse.Namespace, wrong: Iterable[str]) -> list[str]:
-    """Replaces missing and invalid values, so that other checks can go on; returns the flags of these arguments."""
+def _replace(args: argparse.Namespace, values: Mapping[str, int | None]) -> list[str]:
+    """Replaces arguments, None by the default, so that other checks can go on; returns the flags of these arguments."""
     table = flag_table()
-    missing = [name for name in _needed(args) if vars(args)[name] is None or vars(args)[name] < 1]
-    for name in (*wrong, *missing):
-        vars(args)[name] = 1 if name in missing else table.by_dest[name].default
-    return [flag for name in (*wrong, *missing) for flag in table.by_dest[name].flags]
+    for name, value in values.items():
+        vars(args)[name] = table.by_dest[name].default if value is None else value
+    return [flag for name in values for flag in table.by_dest[name].flags]
 
 
 def _names_any(flags: Iterable[str], problem: str) -> bool:
     return not set(flags).isdisjoint(re.findall(r"--[\w-]+", problem))
 
 
-def _contradictions(args: argparse.Namespace) -> list[str]:
-    """Derives arguments from others; returns a message for each contradiction."""
+def _derive_and_check(args: argparse.Namespace) -> list[str]:
+    """Fills in derived arguments; returns a message for each contradiction."""
     problems = [*check_checkpoints(args), *check_data(args), *_check_sizes(args)]
     settle_tokenizer(args)
     settle_meanings(args)
@@ -101,7 +102,7 @@ def _contradictions(args: argparse.Namespace) -> list[str]:
     # Configurations last, because they need the derived values; before any process group exists.
     found = problems_of_configs(args)
     found = found or problems_of_call(partial(check_flex_backend, args))
-    # They check a part of the same in other words.
+    # Configurations repeat some of the checks above in other words: of these, keep one message per leading flag.
     told = {_first_flag(problem) for problem in problems}
     return problems + [problem for problem in found if _first_flag(problem) not in told]
 
@@ -156,7 +157,7 @@ def _settle_context(args: argparse.Namespace) -> str | None:
 
 def check_flex_backend(args: argparse.Namespace) -> None:
     """Checks the back end that layers need, on ranks without such a layer too: they would wait for the others."""
-    with flags_named_in_errors(), without_memory() if args.dry_run else nullcontext():
+    with without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 
 
@@ -334,6 +335,7 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
 def check_experts(args: argparse.Namespace) -> Iterator[str]:
     """Flags of expert layers are contradictory in a dense model, not ignored; a router must be able to learn."""
     if args.num_experts is not None:
+        yield from _check_layer_pattern(args)
         if not problems_of_config(RouterConfig, args) and config_from_args(RouterConfig, args).has_constant_weights:
             yield (
                 "--moe-router-topk is 1: the weight of a single expert is always 1, so its router would not learn; "
@@ -343,6 +345,16 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
     for flag in flags_of_class(MoEConfig, {}):
         if _is_set(args, flag.dest):
             yield f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}"
+
+
+def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
+    """Checks which layers have experts; puts them into every layer where that is wrong, so that others can go on."""
+    if problems_of_config(MoEConfig, args):
+        return []
+    wrong = problems_of_call(lambda: validate_moe_layer_freq(config_from_args(MoEConfig, args), args.num_layers))
+    if wrong:
+        args.moe_layer_freq = 1
+    return wrong
 
 
 def check_schedule(args: argparse.Namespace) -> Iterator[str]:

@@ -26,10 +26,10 @@ def print_plan(
     forward_step_func: ForwardStep,
     config_overrides: ConfigOverrides | None = None,
 ) -> None:
-    """As plan_run, of the pipeline of RANK where torchrun has not set that; under torchrun the first rank alone plans.
+    """Prints the plan of RANK's pipeline and whether it fits; under torchrun only rank 0 does.
 
-    reread: the arguments of the same command line with further words, for flags with which a plan fits. Raises
-    ValueError also for a rank and a device that are not there, and for a folder that cannot be written to.
+    reread: parses the same command line with further words. Raises ValueError for an unknown rank or device, and for a
+    folder that cannot be written.
     """
     if "WORLD_SIZE" in os.environ and args.rank != 0:
         return

@@ -22,7 +22,7 @@ from megatron.training.dry_run.plan import ForwardStep, Plan
 from megatron.training.dry_run.quick_plan import quick_stages
 from megatron.training.memory_need import fit_in_words, gib, is_tight, room_in_words
 
-# A plan of whole stages takes as long as the first one did.
+# Each takes as long as the first plan did; the smallest change may be one more.
 _MOST_PLANNED = 4
 
 
@@ -38,8 +38,8 @@ class Change:
 class Fit:
     """The fullest rank of a plan against the memory of a device.
 
-    place: which rank that is, in words; empty where ranks of all stages take the same. change: what makes the plan fit;
-    least: where nothing does, the change that needs least. advice: what is left to do then.
+    place: which rank that is, in words; empty where ranks of all stages take the same. change: flags that make the plan
+    fit. least: if none do, the flags with the smallest peak. advice: what to do then.
     """
 
     device: str
@@ -52,22 +52,24 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much memory."""
+        """Whether the peak is within the device's memory."""
         return self.peak <= self.memory
 
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        found = fit_in_words(self.device, self.peak, self.memory, place=self.place)
+        found = ", ".join(filter(None, [fit_in_words(self.device, self.peak, self.memory), self.place]))
         if self.fits:
-            return found
+            room = room_in_words(self.peak, self.memory)
+            return f"{found} ({room})" if room else found
         if self.change is not None:
+            size = f"{gib(self.change.peak)} GiB"
             room = room_in_words(self.change.peak, self.memory)
-            return f"{found}; fits with {' '.join(self.change.words)} ({gib(self.change.peak)} GiB{room})"
+            return f"{found}; fits with {' '.join(self.change.words)} ({', '.join(filter(None, [size, room]))})"
         if self.least is None:
-            return f"{found}; no flag that keeps the result needs less: {self.advice}"
+            return f"{found}; no flag lowers it without changing the training result: {self.advice}"
         words = " ".join(self.least.words)
-        return f"{found}; the least that {words} reach is {gib(self.least.peak)} GiB: {self.advice}"
+        return f"{found}; with {words}, the smallest found, it needs {gib(self.least.peak)} GiB: {self.advice}"
 
 
 class Planner:
@@ -112,7 +114,7 @@ class Planner:
         )
 
     def _facts_of(self, args: argparse.Namespace) -> ModelFacts:
-        """Layers save the same however states are sharded, and wherever they are."""
+        """Returns facts of layers, cached by the flags that change activations; sharding of states does not."""
         key = (
             *(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
             *(tuple(args.recompute_modules or ()), args.moe_paged_stash),
@@ -126,7 +128,7 @@ def fit_of(plan: Plan, device: Device) -> Fit:
     """Compares the fullest rank of a plan with the memory of the device."""
     fullest = max(plan.stages, key=lambda stage: stage.peak)
     differ = len({stage.peak for stage in plan.stages}) > 1
-    place = f", most on stage {fullest.stage} (rank {fullest.rank})" if differ else ""
+    place = f"most on stage {fullest.stage} (rank {fullest.rank})" if differ else ""
     return Fit(device.name, device.memory_bytes, fullest.peak, place)
 
 
@@ -140,10 +142,10 @@ class _Candidate:
 
 
 def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
-    """Adds to a plan that does not fit the fewest flags with which it does, or those that need least and other advice.
+    """Returns the fit with the first change that makes it fit; if none does, with the smallest one and advice.
 
-    Flags that leave a tenth of the memory are preferred to fewer that do not. Few plans are made: of changes that the
-    quick plan finds to fit, in their order, and of the one that it finds to need least.
+    Prefers changes that leave a tenth of the memory free. Plans few changes: those that the quick plan predicts to fit,
+    in their order, and the one that it predicts to be the smallest.
     """
     candidates = []
     for words in changes_of(args):
@@ -157,16 +159,15 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
         planned += _planned(one, planner)
         if planned and not is_tight(planned[-1].peak, fit.memory):
             return replace(fit, change=planned[-1])
-    fitting = next((one for one in planned if one.peak <= fit.memory), None)
-    if fitting is not None:
-        return replace(fit, change=fitting)
-    if candidates:
-        # Of those that are not counted the last, which changes most.
+    if candidates and all(one.peak > fit.memory for one in planned):
+        # Of those that the quick plan does not count the last, which changes most.
         smallest = min(reversed(candidates), key=lambda one: fit.memory if one.peak is None else one.peak)
-        planned += _planned(smallest, planner)
+        if smallest not in hopeful[:_MOST_PLANNED]:
+            planned += _planned(smallest, planner)
+    fitting = [one for one in planned if one.peak <= fit.memory]
+    if fitting:
+        return replace(fit, change=fitting[0])
     least = min(planned, key=lambda one: one.peak, default=None)
-    if least is not None and least.peak <= fit.memory:
-        return replace(fit, change=least)
     return replace(fit, least=least if least and least.peak < fit.peak else None, advice=_advice(args))
 
 
@@ -181,20 +182,21 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Words that change one thing; cost: their place in the order of the time that they take of a step, 0 for none."""
+    """Words that change one thing. cost: rank by slowdown, 1 for the least; 0 changes nothing."""
 
     cost: int = 0
     words: tuple[str, ...] = ()
 
 
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yields words to add to the command line of validated args that keep what is learned and take less memory.
+    """Yields flags to add to the command line of validated args that save memory and keep the training result.
 
-    Those that change fewest things come first, of these the ones that cost least time. The host's memory, of which a
-    plan does not know how much there is, is asked for last. The run may refuse some.
+    Order: without the host's memory before with it, as no plan knows how much there is; then fewest changes; then the
+    least summed cost. The run may refuse some.
     """
     if args.skip_train:
         return
+    # Offloading last: order() looks at it first.
     kinds = [_sharding(args), _experts(args), _recompute(args), _offload(args)]
 
     def order(chosen: tuple[_Choice, ...]) -> tuple[int, int, int]:
@@ -210,7 +212,7 @@ def _sharding(args: argparse.Namespace) -> list[_Choice]:
         return []
     found = [] if args.use_distributed_optimizer else [_Choice(1, ("--use-distributed-optimizer",))]
     if args.optimizer == "adam":
-        # Without it all gradients wait for the end of backward, as if they were not sharded.
+        # ZeRO-2 frees gradients during backward only if their reduction is overlapped.
         overlap = () if args.overlap_grad_reduce else ("--overlap-grad-reduce",)
         found.append(_Choice(2, ("--optimizer", "distributed_fused_adam", *overlap)))
     return found

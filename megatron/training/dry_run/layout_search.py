@@ -26,7 +26,7 @@ class Found:
     fitting: int
 
 
-# Is told what the search does, often; says it to the user, or not.
+# Called with a line of status for each layout; decides itself what to print.
 Progress = Callable[[str], None]
 
 
@@ -54,7 +54,9 @@ def search(space: Space, costs: LayoutCosts, *, limit: int, most: int, progress:
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
-            why = costs.last_refusal or "the parameters of a rank alone take more than twice the memory"
+            why = (costs.last_refusal or "").replace(
+                "\n", "; "
+            ) or "the parameters of a rank alone take more than twice the memory"
             raise CommandLineError(f"none of {compared} layouts can be had: {why}")
     return Found(tuple(front), nearest, compared, len(fitting))
 

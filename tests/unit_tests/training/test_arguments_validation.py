@@ -281,6 +281,24 @@ def test_all_contradictions_are_told_at_once() -> None:
     assert all("--" in line for line in lines) and not names_of_fields(str(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (
+            "--num-experts 2 --moe-layer-freq 0 --cuda-graph-impl local --ckpt-step 1",
+            ["--ckpt-step needs --load", "--moe-layer-freq is 0: must be at least 1"],
+        ),
+        ("--recompute-granularity full --ckpt-step 1", ["--ckpt-step needs --load", "--recompute-granularity is full"]),
+        ("--train-iters=-1", ["--train-iters is -1: must be at least 1"]),
+    ],
+)
+def test_checks_after_one_that_fails_still_tell_what_they_find(words: str, lines: list[str]) -> None:
+    with pytest.raises(CommandLineError) as caught:
+        validated(words)
+    told = str(caught.value).splitlines()
+    assert len(told) == len(lines) and all(line.startswith(start) for line, start in zip(told, lines)), told
+
+
 def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
     with pytest.raises(CommandLineError) as caught:
         validated("--num-experts 0 --moe-router-topk 3 --moe-grouped-gemm --num-layers 0 --recompute-num-layers 9")

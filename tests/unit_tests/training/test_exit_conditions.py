@@ -21,7 +21,7 @@ def test_a_save_that_outlasts_torchruns_patience_is_told_once(under_torchrun, ca
     for save_seconds in (None, 27.0, 41.2, 50.0):
         exits.warn_of_slow_save(step_seconds=3.0, save_seconds=save_seconds)
     assert capsys.readouterr().out == (
-        "WARNING: a save took 41.2 s and a step 3 s, but torchrun kills the ranks 30 s after SIGTERM "
+        "WARNING: a save took 41.2 s and a step 3.0 s, but torchrun kills the ranks 30 s after SIGTERM "
         "(--exit-signal-handler): set TORCH_ELASTIC_SHUTDOWN_TIMEOUT above 45\n"
     )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from megatron.core.config_field import check_together, config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
@@ -79,8 +79,8 @@ def layers_with_experts(
     return list(moe_layer_freq)
 
 
-def validate_moe(config: MoEConfig, *, num_layers: int) -> None:
-    """Raises ValueError where fields of the expert layers contradict each other or the rest of the model."""
+def validate_moe(config: MoEConfig) -> None:
+    """Raises ValueError where fields of the expert layers contradict each other."""
     # Without experts the other fields are defaults that nobody reads.
     if config.num_moe_experts is None:
         if config.moe_grouped_gemm:
@@ -91,7 +91,7 @@ def validate_moe(config: MoEConfig, *, num_layers: int) -> None:
                 "not set: give --num-experts or drop the factor"
             )
         return
-    check_together(
+    run_checks(
         partial(validate_expert_parts, config),
         partial(validate_dispatcher, config),
         partial(validate_router, config, num_experts=config.num_moe_experts),
@@ -100,7 +100,7 @@ def validate_moe(config: MoEConfig, *, num_layers: int) -> None:
 
 
 def validate_expert_parts(config: MoEConfig) -> None:
-    """Raises ValueError for parts of expert layers that need others."""
+    """Raises ValueError for options of expert layers without the options that they need."""
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
     if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from megatron.core.config_field import check_together, config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 # Those without a loss.
@@ -97,7 +97,7 @@ class RouterConfig:
 
 def validate_router(config: RouterConfig, *, num_experts: int) -> None:
     """Raises ValueError where fields of the router contradict each other or the number of experts."""
-    check_together(
+    run_checks(
         partial(validate_topk, config, num_experts),
         partial(validate_expert_bias, config),
         partial(validate_aux_loss, config),
@@ -106,7 +106,7 @@ def validate_router(config: RouterConfig, *, num_experts: int) -> None:
 
 
 def validate_topk(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError where a token cannot find its number of experts."""
+    """Raises ValueError where top-k exceeds the experts, or the experts of the allowed groups."""
     if config.moe_router_topk > num_experts:
         raise ValueError(
             f"moe_router_topk is {config.moe_router_topk}: must be at most num_moe_experts ({num_experts})"

@@ -135,7 +135,9 @@ def test_flags_that_are_told_make_the_plan_fit(name: str, verdict: Verdict, tmp_
 @pytest.mark.slow
 def test_what_never_fits_is_told_with_the_least(verdict: Verdict, tmp_path: Path) -> None:
     line = verdict("dense", {}, ranks=2, memory=GIB // 10_000)
-    found = re.search(r"; the least that (.*) reach is ([\d.]+) GiB: use more GPUs or a larger --tensor", line)
+    found = re.search(
+        r"; with (.*), the smallest found, it needs ([\d.]+) GiB: use more GPUs or a larger --tensor", line
+    )
     assert found is not None and line.endswith("(tools/plan_layout.py FLAGS --gpus N finds a layout)"), line
     words = tuple(found[1].split())
     again = verdict("dense", {}, ranks=2, memory=GIB, further=words)
@@ -191,4 +193,4 @@ def test_a_line_has_what_a_decision_needs() -> None:
     close = Fit("H100", int(79.6 * GIB), int(95.8 * GIB), change=Change(ZERO_1, int(75 * GIB)))
     assert close.line.endswith("(75.0 GiB, less than 10% left for the CUDA context and the allocator)")
     nothing = Fit("H100", int(79.6 * GIB), int(95.8 * GIB), advice="use more GPUs")
-    assert nothing.line.endswith("; no flag that keeps the result needs less: use more GPUs")
+    assert nothing.line.endswith("; no flag lowers it without changing the training result: use more GPUs")
