@@ -4,8 +4,9 @@
     examples/attempt.py [--signals-reach-command] FOLDER COMMAND...
 
 FOLDER holds the checkpoints; a --save in COMMAND wins. Exit codes:
-     0   the newest checkpoint is that of the last iteration, however COMMAND ended
-    75   there is a newer checkpoint than at the start: another attempt goes on from it
+     0   the newest checkpoint is that of the last iteration, and is new or COMMAND ended with 0
+    75   there is another checkpoint than at the start: another attempt goes on from it, also where --exit-interval
+         or --exit-duration-in-mins ended this one
     any other: there is none: COMMAND's own, or 1 where that was 0 or 75; another attempt would get no further
 
 COMMAND's exit code cannot tell: torchrun ends with 1 after a SIGTERM although its ranks have saved, and with 0 on a
@@ -42,14 +43,17 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     if not args.command:
         parser.error("there is no COMMAND to run")
-    folder = save_folder(args.command) or args.folder
+    folder = Path(value_of(args.command, "--save") or args.folder)
     before, _ = progress(folder)
+    asked = value_of(args.command, "--train-iters")
     attempt = Attempt(args.command, hand_on=not args.signals_reach_command)
     code = attempt.run()
     iteration, last = progress(folder)
+    # The checkpoint knows the length of the run that wrote it, which may have been another.
+    last = int(asked) if asked is not None and asked.isdigit() and last else last
     found = f"iteration {iteration} of {last}" if last else "no checkpoint"
     state = f"the command ended with {code}, {folder} has {found}"
-    if 0 < last <= iteration:
+    if 0 < last <= iteration and (code == 0 or iteration != before):
         say(f"{state}: finished")
         return 0
     # A negative code is a signal's, which shells add to 128.
@@ -58,7 +62,8 @@ def main(words: Sequence[str]) -> int:
     if attempt.signalled and args.signals_reach_command:
         say(f"{state}: cancelled")
         return failure
-    if iteration > before:
+    # A run that begins again in the folder of an older one starts below it.
+    if iteration != before:
         say(f"{state}: another attempt goes on from there")
         return CONTINUE
     say(f"{state}, as at the start: another attempt would get no further")
@@ -109,14 +114,14 @@ class Attempt:
         self.signalled = True
 
 
-def save_folder(command: Sequence[str]) -> Path | None:
-    """Returns the folder of the last --save in the command."""
+def value_of(command: Sequence[str], flag: str) -> str | None:
+    """Returns the value of the last `flag` in the command."""
     found = None
     for word, following in zip(command, [*command[1:], ""]):
-        if word == "--save" and following:
-            found = Path(following)
-        if word.startswith("--save="):
-            found = Path(word.partition("=")[2])
+        if word == flag and following:
+            found = following
+        if word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
     return found
 
 

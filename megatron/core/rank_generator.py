@@ -90,7 +90,10 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
         ("expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size", etp * ep * pp),
     ):
         if world_size % product:
-            raise ValueError(f"world size is {world_size}: must be a multiple of {names} ({product})")
+            raise ValueError(
+                f"world size is {world_size}: must be a multiple of {names} ({product}); start another number of ranks "
+                "or change these sizes"
+            )
     dense = RankGenerator(tp, 1, world_size // (tp * cp * pp), pp, cp, order)
     expert = RankGenerator(etp, ep, world_size // (etp * ep * pp), pp, 1, order)
     if not torch.equal(dense.rank_table("pp"), expert.rank_table("pp")):

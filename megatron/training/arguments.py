@@ -46,7 +46,7 @@ def parse_args(
     table = flag_table()
     # Copied: the caller may go on using its list.
     words = list(sys.argv[1:] if argv is None else argv)
-    parser, script_dests = build_parser(table, extra_args_provider)
+    parser, script_dests, mistakes = build_parser(table, extra_args_provider)
     for word in words:
         # Of which argparse makes an empty list.
         if word.startswith("--") and word.endswith("=--"):
@@ -56,7 +56,7 @@ def parse_args(
     args, leftovers = parser.parse_known_args(words)
     # All at once: a long launch script is then corrected once.
     problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
-    problems += vars(args).pop(REFUSED, [])
+    problems += [*mistakes, *vars(args).pop(REFUSED, [])]
     _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests], problems=problems)
     if args.list_models:
         _print_and_exit(table_of_models())

@@ -5,10 +5,12 @@ Finding the checkpoint is checkpoint_folder.py's work; tensors are not looked at
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.run_values import load_run_values
 
@@ -73,6 +75,14 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
     stored = load_run_values(found.path)["args"]
     # The checkpoint wins over the command line, also where both speak: that is what the flag says.
     vars(args).update(model_arguments(stored, here=vars(args)))
+    for name in ("hidden_dropout", "attention_dropout"):
+        if is_first_rank() and stored.get(name) not in (None, vars(args)[name]):
+            flag = f"--{name.replace('_', '-')}"
+            print(
+                f"note: {flag} is {vars(args)[name]}, in the checkpoint it is {stored[name]}",
+                file=sys.stderr,
+                flush=True,
+            )
     return args
 
 

@@ -47,7 +47,8 @@ class ExitConditions:
     def local_reasons(self) -> list[bool]:
         """Which of LOCAL_REASONS hold on this rank."""
         limit = self.config.exit_duration_in_mins
-        out_of_time = limit is not None and time.monotonic() - self._start > limit * 60
+        # 0 is off, as in Megatron.
+        out_of_time = time.monotonic() - self._start > limit * 60 if limit else False
         return [self._signalled, out_of_time]
 
     def signalled_anywhere_sync(self) -> bool:

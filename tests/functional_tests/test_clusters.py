@@ -220,10 +220,10 @@ def test_kubernetes_waits_longer_than_torchrun(manifest: str) -> None:
     assert pod["restartPolicy"] == "Never"
 
 
-def run_attempt(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-SE", str(ROOT / "examples/attempt.py"), *options, str(folder)]
+def run_attempt(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-SE", str(ROOT / "examples/attempt.py"), str(folder)]
     return subprocess.run(
-        [*command, sys.executable, "-SE", "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [*command, sys.executable, "-SE", "-c", code, *words], capture_output=True, text=True, timeout=60, check=False
     )
 
 
@@ -244,7 +244,11 @@ folder.mkdir(parents=True)
     [
         (lambda folder: _save(folder, LAST) + "raise SystemExit(1)", 0, "iteration 9 of 9: finished"),
         (lambda folder: _save(folder, 3), attempt.CONTINUE, "another attempt goes on from there"),
-        (lambda _: "raise SystemExit(3)", 3, "iteration 0 of 0, as at the start: another attempt would get no further"),
+        (
+            lambda _: "raise SystemExit(3)",
+            3,
+            "has no checkpoint, as at the start: another attempt would get no further",
+        ),
         (lambda _: "pass", 1, "as at the start"),
         (lambda _: "import os; os.kill(os.getpid(), 9)", 137, "the command ended with -9"),
         (lambda _: f"raise SystemExit({attempt.CONTINUE})", 1, "as at the start"),
@@ -258,6 +262,25 @@ def test_an_attempt_tells_by_its_exit_code_whether_another_follows(
     assert done.returncode == expected and says in done.stderr, done.stderr
 
 
-def test_an_attempt_looks_where_the_command_saves() -> None:
-    assert attempt.save_folder(["run", "--save", "a", "--lr", "1", "--save=b"]) == Path("b")
-    assert attempt.save_folder(["run", "--save-interval", "3"]) is None
+@pytest.mark.parametrize(
+    ("code", "words", "expected"),
+    [
+        (lambda _: "raise SystemExit(3)", "", 3),
+        (lambda _: "pass", "", 0),
+        (lambda _: "raise SystemExit(3)", f"--train-iters {2 * LAST}", 3),
+        (lambda folder: _save(folder, LAST + 1), f"--train-iters {2 * LAST}", attempt.CONTINUE),
+        (lambda folder: _save(folder, LAST - 1), "", attempt.CONTINUE),
+        (lambda _: "pass", f"--train-iters={LAST - 2}", 0),
+    ],
+    ids=["fails", "has nothing to do", "longer, fails", "longer, goes on", "begins again", "shorter"],
+)
+def test_an_attempt_in_the_folder_of_a_finished_run(
+    code: Callable[[Path], str], words: str, expected: int, tmp_path: Path
+) -> None:
+    exec(_save(tmp_path, LAST), {})
+    assert run_attempt(tmp_path, code(tmp_path), *words.split()).returncode == expected
+
+
+def test_an_attempt_reads_the_last_value_of_a_flag() -> None:
+    assert attempt.value_of(["run", "--save", "a", "--lr", "1", "--save=b"], "--save") == "b"
+    assert attempt.value_of(["run", "--save-interval", "3"], "--save") is None

@@ -164,7 +164,7 @@ COMMANDS = commands_of_pages()
 
 
 def test_commands_have_the_flags_of_their_layouts() -> None:
-    """Those of the batch, rates and logs are the command's own."""
+    """The sizes of the batch, rates and logs are the command's own."""
     sizes = re.compile("parallel|distributed|precision|exp-avg|grad-reduce|param-gather|recompute|moe-(?!aux)|bf16")
     compared = 0
     for argv, gpus in COMMANDS:

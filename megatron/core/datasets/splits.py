@@ -15,7 +15,9 @@ def parse_split(split: str) -> list[float]:
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= len(Split) or any(not math.isfinite(w) or w < 0 for w in weights) or not sum(weights):
-        raise ValueError(f"split is {split!r}: must be up to three numbers for train,valid,test, such as 949,50,1")
+        raise ValueError(
+            f"--split is {split!r}: must be up to three numbers for train,valid,test, not all 0, such as 949,50,1"
+        )
     weights += [0.0] * (len(Split) - len(weights))
     return [weight / sum(weights) for weight in weights]
 

@@ -27,7 +27,7 @@ def get_blend_from_list(blend: list[str] | None) -> Blend | None:
         return blend, None
     if len(blend) % 2 or any(weight is None for weight in weights):
         raise ValueError(
-            f"data path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or prefixes alone "
+            f"data_path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or prefixes alone "
             "(a prefix that looks like a number: ./1)"
         )
     return [prefix.strip() for prefix in blend[1::2]], [weight for weight in weights if weight is not None]

@@ -17,7 +17,9 @@ class AttentionConfig:
 
     num_attention_heads: int = config_field(None, help="Query heads of each layer.", at_least=1)
     num_query_groups: int | None = config_field(
-        None, help="Key/value heads of each layer; unset: one per query head.", at_least=1
+        None,
+        help="Key/value heads of each layer, with --group-query-attention (unset: 1); without it one per query head.",
+        at_least=1,
     )
     kv_channels: int | None = config_field(
         None, help="Width of one head; unset: hidden size / attention heads.", at_least=1
@@ -122,7 +124,8 @@ def validate_context_parallel(config: AttentionConfig, *, num_layers: int, conte
     if context_parallel_size > 1 and without_dropout and config.attention_dropout > 0:
         raise ValueError(
             f"attention_dropout is {config.attention_dropout}, context_parallel_size is {context_parallel_size} and "
-            f"cp_comm_type is {min(without_dropout)}, which has no dropout: set it to 0, or cp_comm_type to a2a"
+            f"cp_comm_type is {min(without_dropout)}, which has no dropout: set attention_dropout to 0, or "
+            "cp_comm_type to a2a where heads divide by the ranks"
         )
     return used
 

@@ -123,5 +123,7 @@ def with_flag_names(message: str, table: FlagTable) -> str:
         config, _, name = flag.field.partition(".")
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
+    # A field of one word is no name inside a sentence.
+    message = re.sub(r"^([a-z]+)(?= is | has )", lambda match: flags.get(match[1], match[1]), message, flags=re.M)
     # Not inside paths, assignments or attributes: those are code or files, not settings.
     return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

@@ -217,13 +217,17 @@ def _state_of_known(row: KnownFlag) -> FlagState:
     return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
 
 
+# Defaults that do not say what is done here: a script that gives them by name would train another model.
+_DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
+
+
 def _flag_of_known(row: KnownFlag) -> Flag:
     # Flags of --x/--no-x are all refused, so which of the two was given does not matter.
     takes_no_value = row.action in _CONSTANTS
     return Flag(
         flags=row.flags,
         dest=row.dest,
-        default=_typed_default(row.default, row.type),
+        default=_typed_default(_DEFAULTS_HERE.get(row.flags[0], row.default), row.type),
         group=row.group,
         state=_state_of_known(row),
         type_name="flag" if takes_no_value else row.type if row.type in _WORD_PARSERS else "str",

@@ -20,7 +20,14 @@ _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse's parser, except that mistakes raise CommandLineError and only rank 0 prints help."""
+    """argparse's parser, except that mistakes raise CommandLineError and only rank 0 prints help.
+
+    mistakes: collects messages about words that are no value of their flag, which raise nothing.
+    """
+
+    def __init__(self, **spec: Any) -> None:
+        super().__init__(**spec)
+        self.mistakes: list[str] = []
 
     def error(self, message: str) -> NoReturn:
         # argparse says `argument --lr/--rate: ...`; users know it as the flag.
@@ -73,13 +80,14 @@ class _StoreUnwrapped(argparse.Action):
 
 def build_parser(
     table: FlagTable, extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None] | None
-) -> tuple[argparse.ArgumentParser, frozenset[str]]:
-    """A parser for all flags of `table` and those that a script adds, and the names of the script's arguments.
+) -> tuple[argparse.ArgumentParser, frozenset[str], list[str]]:
+    """Returns a parser for all flags of `table` and those that a script adds, the names of the script's arguments, and
+    a list to which the parser will add messages about words that are no value of their flag.
 
     A script may define a flag that does not work here; one that works is taken, as argparse says.
     """
     others = len(table.flags) - len(table.in_state(FlagState.WORKS))
-    parser: argparse.ArgumentParser = FlagParser(
+    own = FlagParser(
         prog=Path(sys.argv[0]).name,
         usage="%(prog)s [--config FILE] [flags]",
         epilog=f"{others} more Megatron flags are known; docs/flags.md says what each of them does here.",
@@ -87,10 +95,11 @@ def build_parser(
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
+    parser: argparse.ArgumentParser = own
     for title, flags in table.working_groups().items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            _add_flag(group, flag, table=table)
+            _add_flag(group, flag, mistakes=own.mistakes)
     # Whatever is new after the call is the script's.
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
@@ -99,19 +108,19 @@ def build_parser(
     script_dests = frozenset(action.dest for action in parser._actions) - ours
     for flag in table.flags:
         if flag.state is not FlagState.WORKS:
-            _add_unless_taken(parser, flag, table=table)
-    return parser, script_dests
+            _add_unless_taken(parser, flag, mistakes=own.mistakes)
+    return parser, script_dests, own.mistakes
 
 
-def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, *, table: FlagTable) -> None:
+def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, *, mistakes: list[str]) -> None:
     try:
-        _add_flag(parser, flag, table=table)
+        _add_flag(parser, flag, mistakes=mistakes)
     except argparse.ArgumentError:
         # The script defined a flag of this name itself: its meaning counts.
         return
 
 
-def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, table: FlagTable) -> None:
+def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, mistakes: list[str]) -> None:
     if flag.state is FlagState.REFUSED:
         parser.add_argument(*flag.flags, dest=flag.dest, action=_Refuse, flag=flag)
         return
@@ -124,15 +133,17 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, table: FlagTabl
     metavar = "{" + ",".join(names) + "}" if names else _METAVARS.get(flag.type_name, "TEXT")
     if flag.unwraps:
         spec.update(action=_StoreUnwrapped, flag=flag)
-    parser.add_argument(*flag.flags, type=_argparse_type(flag, table), nargs=flag.nargs, metavar=metavar, **spec)
+    parser.add_argument(*flag.flags, type=_argparse_type(flag, mistakes), nargs=flag.nargs, metavar=metavar, **spec)
 
 
-def _argparse_type(flag: Flag, table: FlagTable) -> Callable[[str], Any]:
+def _argparse_type(flag: Flag, mistakes: list[str]) -> Callable[[str], Any]:
     def convert(word: str) -> Any:
         try:
             return value_of_word(flag, word)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            # argparse would stop at the first.
+            mistakes.append(f"{'/'.join(flag.flags)}: {error}")
+            return flag.default
 
     return convert
 

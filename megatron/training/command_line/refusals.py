@@ -52,7 +52,8 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--encoder-num-layers$|--decoder-num-layers$|--(en|de)coder-seq-length$", _ENCODER),
     (r"--use-dist-ckpt$", "checkpoints always are distributed ones: remove it"),
     (r"--dist-ckpt-format$", "it is the old name of --ckpt-format"),
-    (r"--(enable|external)-cuda-graph$", "it is the old name of --cuda-graph-impl"),
+    (r"--enable-cuda-graph$", "use --cuda-graph-impl local"),
+    (r"--external-cuda-graph$", "use --cuda-graph-impl transformer_engine or local"),
     (r"--cuda-graph-scope$", "it is the old name of --cuda-graph-modules"),
     (r"--moe-enable-deepep$", "use --moe-token-dispatcher-type flex with --moe-flex-dispatcher-backend deepep"),
     (r"--moe-router-padding-for-", _NO_FP8),
@@ -208,12 +209,15 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--multiple-validation-sets$", "there is one validation set: give it by --valid-data-path, or --split"),
     (r"--start-eval-at-iter$", "validation runs at every --eval-interval iterations: remove it"),
     (r"--test-mode$", "use --skip-train to evaluate alone"),
-    (r"--pretrained-checkpoint$", "use --load with --finetune"),
+    (
+        r"--pretrained-checkpoint$",
+        "give it to --load with --finetune at the first start, and the folder of --save to --load at later ones",
+    ),
     (r"--load-main-params-from-ckpt$", "masters come with the optimizer's state, and else from the weights: remove it"),
     (r"--non-persistent-", "there is one kind of checkpoint: set --save-interval, with --save-retain-interval"),
     (r"--ckpt-convert-", "convert it before the run, by tools/convert_megatron_core.py (docs/checkpoints.md)"),
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
-    (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: remove it"),
+    (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: give simple"),
     (r"--muon-scalar-optimizer$", "what Muon leaves out goes to AdamW: remove it"),
     (r"--spec$", "the layers follow from the model's flags: remove it, or give model_provider to pretrain()"),
     (r"--yaml-cfg$", "use --config, which takes a file of flags"),
@@ -221,7 +225,7 @@ MISSING: tuple[tuple[str, str], ...] = (
 )
 
 # Values other than the default that ask for what is done anyway.
-AGREED_VALUES = {"--dataloader-type": ("single",), "--muon-coefficient-type": ("simple",)}
+AGREED_VALUES = {"--dataloader-type": ("single",)}
 
 # Accepted flags for which another one does here what they are given for.
 NO_EFFECT_HINTS = {

@@ -118,10 +118,10 @@ def _check_sizes(args: argparse.Namespace) -> list[str]:
 
 def settle_meanings(args: argparse.Namespace) -> None:
     """Sets what follows from other flags where these leave one meaning alone, and says so in a line each."""
-    notes = [note for settle in (_settle_recompute, _settle_offload, _settle_context) if (note := settle(args))]
-    if args.multi_latent_attention and not _is_set(args, "position_embedding_type"):
-        # Its positions are rotary in any case.
-        args.position_embedding_type = "rope"
+    settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale)
+    notes = [note for settle in settled if (note := settle(args))]
+    # An evaluation of random weights says nothing.
+    args.exit_on_missing_checkpoint |= args.skip_train
     if notes and is_first_rank():
         print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
 
@@ -153,6 +153,22 @@ def _settle_context(args: argparse.Namespace) -> str | None:
         return None
     args.cp_comm_type = "a2a"
     return f"--cp-comm-type is a2a, as p2p has no dropout and --attention-dropout is {args.attention_dropout}"
+
+
+def _settle_positions(args: argparse.Namespace) -> str | None:
+    if not args.multi_latent_attention or _is_set(args, "position_embedding_type"):
+        return None
+    before, args.position_embedding_type = args.position_embedding_type, "rope"
+    if args.use_rotary_position_embeddings:
+        return None
+    return f"--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of {before}"
+
+
+def _settle_scale(args: argparse.Namespace) -> str | None:
+    given = [name for name in ("loss_scale", "min_loss_scale", "initial_loss_scale") if _is_set(args, name)]
+    if not given or args.fp16:
+        return None
+    return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} without --fp16 has no effect"
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:

@@ -33,23 +33,31 @@ _InlineListDumper.add_representer(
 def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
     """Values by name in the parsed arguments; `script_dests` are names that a script added to the parser.
 
-    Raises CommandLineError for a file that cannot be read, an unknown or refused key, or a value of the wrong type.
+    Raises CommandLineError for a file that cannot be read, and with a line for each unknown or refused key and each
+    value of the wrong type.
     """
     aliases = _aliases(table)
     values: dict[str, Any] = {}
+    problems = []
     for key, data in _flatten(_load(path), path=path, table=table):
         # Who copies flags into a file keeps their dashes.
         name = key.replace("-", "_")
-        # argparse turns a string default into the type that the script asked for.
-        if name in script_dests:
-            dest, value = name, data
-        else:
-            flag = _flag_of_key(name, table, aliases=aliases, path=path)
-            dest, value = flag.dest, _value(flag, data, path=path, table=table)
+        try:
+            # argparse turns a string default into the type that the script asked for.
+            if name in script_dests:
+                dest, value = name, data
+            else:
+                flag = _flag_of_key(name, table, aliases=aliases, path=path)
+                dest, value = flag.dest, _value(flag, data, path=path, table=table)
+        except CommandLineError as error:
+            problems.append(str(error))
+            continue
         # Flat and below a title, or under two of its names.
         if dest in values:
-            raise CommandLineError(f"{path}: {dest} is given twice")
+            problems.append(f"{path}: {dest} is given twice")
         values[dest] = value
+    if problems:
+        raise CommandLineError("\n".join(problems))
     return values
 
 

@@ -107,7 +107,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
 
 def _given(words: Sequence[str]) -> set[str]:
     """Names in the arguments of the flags that are among the words, whatever their values."""
-    parser, _ = build_parser(flag_table(), None)
+    parser, *_ = build_parser(flag_table(), None)
     unset = object()
     names = [action.dest for action in parser._actions]
     found, _ = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(names, unset)))

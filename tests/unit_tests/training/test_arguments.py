@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def _words_for(flag: Flag) -> list[str]:
 
 
 def test_every_accepted_flag_takes_megatrons_number_of_words_and_every_refused_flag_is_refused() -> None:
-    parser, _ = build_parser(flag_table(), None)
+    parser, *_ = build_parser(flag_table(), None)
     for flag in flag_table().flags:
         if flag.state is FlagState.REFUSED:
             refused = vars(parser.parse_known_args(_words_for(flag))[0])[REFUSED]
@@ -230,6 +231,23 @@ def test_transformer_config_follows_from_model_flags() -> None:
     assert not config.add_bias_linear
     dense = core_transformer_config_from_args(validate_args(parse_args(argv=MINIMAL.split())))
     assert (dense.ffn_hidden_size, dense.num_query_groups, dense.activation_func) == (256, 4, F.gelu)
+
+
+def test_wrong_words_unknown_flags_and_refused_ones_are_told_together(tmp_path: Path) -> None:
+    words = "--num-layers two --lr abc --fp8-format hybrid --nonsense --optimizer muon --muon-coefficient-type quintic"
+    assert [line.partition(": ")[0] for line in error_of(words).splitlines()] == [
+        error_of("--nonsense"),
+        "--num-layers",
+        "--lr",
+        "--fp8-format is hybrid",
+        "--muon-coefficient-type is quintic",
+    ]
+    file = tmp_path / "run.yaml"
+    file.write_text("num_layers: two\nnonsense: 3\nsft: true\n")
+    with pytest.raises(CommandLineError) as caught:
+        parse_args(argv=["--config", str(file)])
+    told = [line.split(": ")[1].split(";")[0] for line in str(caught.value).splitlines()]
+    assert told == ["num_layers", "unknown key nonsense", "sft"]
 
 
 def test_the_error_of_an_attention_variant_names_it_and_not_what_depends_on_it() -> None:

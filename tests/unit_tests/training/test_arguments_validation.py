@@ -13,6 +13,7 @@ from megatron.training.command_line.layout_checks import check_layout
 from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
 
 LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
+MLA_NOTE = "--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of learned"
 OFFLOADED = (
     "--num-experts 2 --moe-grouped-gemm --disable-bias-linear --min-offloaded-tensor-size 1 "
     "--fine-grained-activation-offloading --offload-modules "
@@ -290,6 +291,8 @@ def test_all_contradictions_are_told_at_once() -> None:
         ),
         ("--recompute-granularity full --ckpt-step 1", ["--ckpt-step needs --load", "--recompute-granularity is full"]),
         ("--train-iters=-1", ["--train-iters is -1: must be at least 1"]),
+        ("--lora-alpha 16", ["--lora-alpha is 16.0 without --lora-rank: give --lora-rank"]),
+        ("--split 0,0,0", ["--split is '0,0,0': must be up to three numbers for train,valid,test, not all 0"]),
     ],
 )
 def test_checks_after_one_that_fails_still_tell_what_they_find(words: str, lines: list[str]) -> None:
@@ -312,7 +315,9 @@ def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
     ("words", "dest", "value", "note"),
     [
         ("--recompute-num-layers 1", "recompute_num_layers", None, "--recompute-num-layers 1 has no effect without"),
-        ("--multi-latent-attention --max-position-embeddings 32", "position_embedding_type", "rope", None),
+        ("--multi-latent-attention --max-position-embeddings 32", "position_embedding_type", "rope", MLA_NOTE),
+        ("--loss-scale 128 --bf16", "loss_scale", 128, "--loss-scale without --fp16 has no effect"),
+        ("--skip-train --load /nowhere", "exit_on_missing_checkpoint", True, None),
         (
             OFFLOADED + "expert_fc1 qkv_linear --recompute-granularity selective --recompute-modules moe",
             "offload_modules",
