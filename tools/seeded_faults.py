@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from tools.gate.cases import CASES, Case  # noqa: E402
+from tools.gate.fault import Fault  # noqa: E402
 from tools.gate.jobs import Tree, ends_on_signals, export, main_folder, run_trees, write_corpora  # noqa: E402
 from tools.gate.verdict import Verdict, failure_of  # noqa: E402
 from tools.same_losses import verdict_on  # noqa: E402
@@ -31,19 +32,10 @@ SOUND = "sound"
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A fault: in `file`, `old` is replaced by `new`. cases: names of gate cases, at least one of which must differ."""
+class GateFault(Fault):
+    """A fault that the gate must notice. cases: names of gate cases, at least one of which must differ."""
 
-    name: str
-    kind: str
-    file: str
-    old: str
-    new: str
     cases: tuple[str, ...]
-
-    def is_named(self, texts: Sequence[str] | None) -> bool:
-        """Whether its name or kind contains one of `texts`; None selects every fault."""
-        return texts is None or any(text in self.name or text in self.kind for text in texts)
 
     def chosen_cases(self) -> list[Case]:
         """Returns the named cases; raises ValueError for one that does not exist or is new, so is not compared."""
@@ -56,19 +48,11 @@ class Fault:
             raise ValueError(f"fault {self.name!r} names cases of NEW_CASES, which are not compared: {', '.join(new)}")
         return [by_name[name] for name in self.cases]
 
-    def put_into(self, tree: Path) -> None:
-        """Changes the file in `tree`; raises ValueError unless it contains the old text exactly once."""
-        path = tree / self.file
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if text.count(self.old) != 1:
-            raise ValueError(f"fault {self.name!r}: its text is {text.count(self.old)} times in {self.file}, must be 1")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
-
-def read_faults(path: Path = FAULTS) -> list[Fault]:
+def read_faults(path: Path = FAULTS) -> list[GateFault]:
     """Reads the faults of a file; raises TypeError for an entry with unknown or missing keys."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [Fault(**{**entry, "cases": tuple(entry["cases"])}) for entry in entries]
+    return [GateFault(**{**entry, "cases": tuple(entry["cases"])}) for entry in entries]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,16 +92,16 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="version that faults are put into")
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="only faults with this in name or kind; repeatable"
+        "--only", action="append", metavar="TEXT", help="only faults with this in name, kind or file; repeatable"
     )
     options = parser.parse_args(argv)
     for text in options.only or ():
         if not any(fault.is_named([text]) for fault in read_faults()):
-            parser.error(f"--only is {text!r}: no fault has that in its name or kind")
+            parser.error(f"--only is {text!r}: no fault has that in its name, kind or file")
     return options
 
 
-def faulty_tree(fault: Fault, sound: Path, *, name: str) -> Tree:
+def faulty_tree(fault: GateFault, sound: Path, *, name: str) -> Tree:
     """Copies the sound tree to its sibling folder `name` and adds the fault; raises ValueError if it does not fit."""
     folder = sound.with_name(name)
     shutil.copytree(sound, folder, ignore=shutil.ignore_patterns("tests", "docs", "benchmarks", "__pycache__"))
@@ -137,7 +121,7 @@ def is_difference(verdict: Verdict) -> bool:
     return not verdict.is_same and not verdict.is_failure
 
 
-def print_table(faults: Sequence[Fault], found: Sequence[tuple[str, Verdict]]) -> None:
+def print_table(faults: Sequence[GateFault], found: Sequence[tuple[str, Verdict]]) -> None:
     """Prints a line for each fault."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for title in ("fault", "kind", "case", "result"):

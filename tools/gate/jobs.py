@@ -73,11 +73,11 @@ def resumed_folder(case: Case, tree: str, *, folder: Path) -> Path:
     return main.with_name(f"{main.name}.resumed")
 
 
-def export(commit: str, folder: Path) -> Path:
-    """Writes the files of a commit to `folder`; raises ValueError if there is no such commit."""
-    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=False)
+def export(commit: str, folder: Path, *, root: Path = ROOT) -> Path:
+    """Writes the files of a commit of `root` to `folder`; raises ValueError if there is no such commit."""
+    packed = subprocess.run(["git", "archive", commit], cwd=root, capture_output=True, check=False)
     if packed.returncode:
-        raise ValueError(f"cannot read commit {commit} of {ROOT}: {packed.stderr.decode().strip()}")
+        raise ValueError(f"cannot read commit {commit} of {root}: {packed.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder

@@ -1,0 +1,31 @@
+"""A fault as text to replace in one file. What must notice it: tools/seeded_faults.py and tests/mutants."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: in `file`, `old` is replaced by `new`. kind: the class of mistake."""
+
+    name: str
+    kind: str
+    file: str
+    old: str
+    new: str
+
+    def is_named(self, texts: Sequence[str] | None) -> bool:
+        """Whether its name, kind or file contains one of `texts`; None selects every fault."""
+        return texts is None or any(text in part for text in texts for part in (self.name, self.kind, self.file))
+
+    def changed(self, text: str) -> str:
+        """Returns the file's text with the fault; raises ValueError unless `text` has the old text exactly once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"fault {self.name!r}: its text is {text.count(self.old)} times in {self.file}, must be 1")
+        return text.replace(self.old, self.new)
+
+    def put_into(self, tree: Path) -> None:
+        """Changes the file in `tree`; raises ValueError unless it contains the old text exactly once."""
+        path = tree / self.file
+        path.write_text(self.changed(path.read_text(encoding="utf-8") if path.exists() else ""), encoding="utf-8")
