@@ -1,12 +1,14 @@
 """Pytest plugin that records covered lines and CPU seconds per test (format: recorder.py)."""
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.recording.recorder import FOLDER, TEST, Recorder, record_this_process
+from tests.structure.measure import ROOT
 
 RECORDER = pytest.StashKey[Recorder | None]()
 
@@ -15,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not os.environ.get(FOLDER):
         raise pytest.UsageError(f"the plugin tests.recording.plugin needs a folder in {FOLDER}")
     os.environ[FOLDER] = str(Path(os.environ[FOLDER]).absolute())
+    if not hasattr(config, "workerinput"):
+        _write_commit(Path(os.environ[FOLDER]))
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests:
         # Programs that tests start find sitecustomize.py there, which records them.
@@ -35,3 +39,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         recorder.switch("between tests")
         os.environ[TEST] = "between tests"
+
+
+def _write_commit(folder: Path) -> None:
+    """Writes which version is recorded: lines are numbered as there. A tree without git has none."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "commit").write_text(head.stdout, encoding="utf-8")

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 if lines lost their coverage."""
     options = _parse(argv)
     if options.command == "costs":
-        rows = costs(_read(options.folder), by_test=options.by == "test")
+        rows = costs(read_records(options.folder), by_test=options.by == "test")
         _print(rows)
         if options.write:
             printed = io.StringIO()
@@ -43,16 +43,16 @@ def main(argv: list[str] | None = None) -> int:
             options.write.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return 0
     if options.command == "coverage":
-        summary = summarize(covered_lines(_read(options.folder)), _read(options.folder))
+        summary = summarize(covered_lines(read_records(options.folder)), read_records(options.folder))
         print(f"{summary['covered']} of {summary['statements']} statements, {summary['tests']} tests")
         if options.write:
             options.write.write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     if options.command == "tests":
         name, line = options.line
-        print("\n".join(sorted(tests_of_lines(_read(options.folder), name).get(line, ()))))
+        print("\n".join(sorted(tests_of_lines(read_records(options.folder), name).get(line, ()))))
         return 0
-    before, now = covered_lines(_read(options.base_folder)), covered_lines(_read(options.folder))
+    before, now = covered_lines(read_records(options.base_folder)), covered_lines(read_records(options.folder))
     lost = lost_lines(before, now, base=options.base, prefixes=options.of)
     for name, line, text in lost:
         print(f"{name}:{line} {text}")
@@ -86,7 +86,8 @@ def _file_and_line(text: str) -> tuple[str, int]:
     return name, int(line)
 
 
-def _read(folder: Path) -> Iterator[dict[str, Any]]:
+def read_records(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a folder (format: recorder.py)."""
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
         raise SystemExit(f"error: {folder} holds no record: RECORD_TESTS={folder} makes one, see docs/testing.md")
@@ -153,7 +154,7 @@ def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]
 def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Returns counts, and for each file the statements that no test runs."""
     paths = [path for place in PRODUCT for path in _python_files(ROOT / place)]
-    statements = {str(path.relative_to(ROOT)): _statements(path) for path in paths}
+    statements = {str(path.relative_to(ROOT)): statements_of(path) for path in paths}
     missing = {name: sorted(lines - covered.get(name, set())) for name, lines in statements.items()}
     return {
         "tests": len({record["test"] for record in records if "::" in record["test"]}),
@@ -176,7 +177,7 @@ def lost_lines(
             ["git", "show", f"{base}:{name}"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.splitlines()
         new = path.read_text(encoding="utf-8").splitlines()
-        statements = _statements(path)
+        statements = statements_of(path)
         for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
             for offset in range(block.size):
                 was, line = block.a + offset + 1, block.b + offset + 1
@@ -189,7 +190,8 @@ def _python_files(place: Path) -> list[Path]:
     return sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
-def _statements(path: Path) -> set[int]:
+def statements_of(path: Path) -> set[int]:
+    """Returns the first lines of a file's statements, as coverage counts them."""
     parser = PythonParser(text=path.read_text(encoding="utf-8"), exclude=r"if TYPE_CHECKING:|raise NotImplementedError")
     parser.parse_source()
     return set(parser.statements)
