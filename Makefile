@@ -8,13 +8,15 @@ DATA ?=
 MINUTES ?=
 BASE ?=
 OUT ?=
+RECORD ?=
+ONLY ?=
 ORDER ?=
 TEST_OPTIONS ?=
 # Three workers, each with one test file at a time: tests wait for ranks and files so often that two leave a core idle.
 PYTEST = $(IN_VENV) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults gpu clean
+.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults mutants gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,7 +50,7 @@ check: env  ## format, lint, types and structure, without changing anything
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target check-types check-structure
 
 check-types:
-	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure tests/recording
+	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure tests/recording tests/mutants
 
 check-structure:
 	$(IN_VENV) -m ruff format --check .
@@ -67,6 +69,9 @@ same-losses: env  ## train small runs with BASE=commit and with the working tree
 
 same-losses-faults: env  ## put faults into copies of the committed HEAD; same-losses must notice each
 	$(IN_VENV) tools/seeded_faults.py
+
+mutants: env  ## put faults into copies of the committed HEAD; tests must notice each (RECORD=folder ONLY=text BASE=commit)
+	$(IN_VENV) -m tests.mutants $(if $(BASE),--base $(BASE),$(RECORD)) $(if $(ONLY),--only "$(ONLY)")
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
 gpu:  ## on a machine with a GPU: its tests and benchmarks, 12 minutes (OUT=folder: results go there)

@@ -1,0 +1,14 @@
+"""The faults that tests must notice (tests/mutants) have their places in the product."""
+
+from tests.mutants.__main__ import ROOT
+from tests.mutants.results import read_mutants
+
+
+def test_every_fault_has_its_place_in_these_files() -> None:
+    for fault in read_mutants(ROOT / "tests/mutants/faults.yaml"):
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        found = text.count(fault.old)
+        assert found == 1 and fault.old != fault.new, (
+            f"{fault.name}: its text is {found} times in {fault.file}; move it in tests/mutants/faults.yaml so that it "
+            f"still breaks this: {fault.breaks}"
+        )
