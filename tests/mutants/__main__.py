@@ -24,6 +24,8 @@ from tools.gate.jobs import ends_on_signals, export
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTION_SECONDS = 600.0
+LIMIT = 300.0  # seconds for a fault
+BASE_LIMIT = 1800.0
 
 
 def main(argv: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
@@ -56,7 +58,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", metavar="TEXT", help="faults with this in name, kind or file")
     parser.add_argument("--again", action="append", default=[], metavar="NAME", help="run this fault once more")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="for one fault; 300, with --base 1800")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help=f"for one fault; {LIMIT:.0f}, with --base {BASE_LIMIT:.0f}"
+    )
     parser.add_argument("--test-limit", type=float, default=60.0, metavar="SECONDS", help="the least for one test")
     parser.add_argument("--base", metavar="COMMIT", help="run faults that were not noticed with this commit's tests")
     parser.add_argument("--whole-suite", action="store_true", help="with --base: every test, the module's first")
@@ -76,7 +80,8 @@ def _run(named: list[Mutant], results: Results, options: argparse.Namespace, *, 
     for fault in named:
         path = sound / fault.file
         fault.changed(path.read_text(encoding="utf-8") if path.exists() else "")
-    due = [fault for fault in named if fault.name in options.again or not results.is_known(fault, version)]
+    limit = options.limit or LIMIT
+    due = [fault for fault in named if fault.name in options.again or not results.is_known(fault, version, limit=limit)]
     if not due:
         return
     record_commit = options.record_commit or _commit_of(options.record)
@@ -84,7 +89,7 @@ def _run(named: list[Mutant], results: Results, options: argparse.Namespace, *, 
     chosen, record = choose_all(due, sound, **places)
     results.slow = _slow_tests(sound, folder / "collection", record)
     limits = Limits(test=options.test_limit, recorded=record.seconds)
-    trials = Trials(sound, version, chosen, options.limit or 300.0, limits)
+    trials = Trials(sound, version, chosen, limit, limits)
     trials.run(due, options.jobs, lambda fault, result: _store(fault, result, results, results.faults))
 
 
@@ -92,14 +97,19 @@ def _run_base(named: list[Mutant], results: Results, options: argparse.Namespace
     """Tries the faults that nothing noticed with the product and the tests of an older commit."""
     version = Version.at(root, options.base)
     sound = export(version.commit, folder / "sound", root=root)
+    limit = options.limit or BASE_LIMIT
     missed = [fault for fault in named if fault.name in results.faults and not results.faults[fault.name].noticed_by]
-    due = [fault for fault in missed if fault.name in options.again or not results.is_known(fault, version, base=True)]
+    due = [
+        fault
+        for fault in missed
+        if fault.name in options.again or not results.is_known(fault, version, limit=limit, base=True)
+    ]
     chosen = {
         fault.name: choose_without_record(fault.file, sound, whole_suite=options.whole_suite)
         for fault in due
         if (sound / fault.file).exists()
     }
-    trials = Trials(sound, version, chosen, options.limit or 1800.0, Limits(test=options.test_limit))
+    trials = Trials(sound, version, chosen, limit, Limits(test=options.test_limit))
     trials.run(due, options.jobs, lambda fault, result: _store(fault, result, results, results.base))
 
 

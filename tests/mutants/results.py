@@ -81,13 +81,14 @@ class Result:
     """What became of a fault in a version. tier: fast or slow, of the first test that noticed it.
 
     also: a second test, if slow tests alone noticed the fault. fits: False if the version lacks the fault's text.
-    out_of_time: chosen tests were left when the limit was reached. broken: tests that fail without the fault.
+    out_of_time: chosen tests were left after `limit` seconds. broken: tests that fail without the fault.
     """
 
     text: str
     commit: str
     product: str
     tests: str
+    limit: float
     noticed_by: str | None = None
     tier: str | None = None
     how: str = ""
@@ -123,12 +124,16 @@ class Results:
         written.write_text(json.dumps({**parts, "slow": self.slow}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         written.replace(self.path)
 
-    def is_known(self, fault: Mutant, version: Version, *, base: bool = False) -> bool:
-        """Whether the fault need not run: same text, same product; if nothing noticed it, also the same tests."""
+    def is_known(self, fault: Mutant, version: Version, *, limit: float, base: bool = False) -> bool:
+        """Whether the fault need not run: same text, same product.
+
+        If nothing noticed it, also the same tests, all of which ran or which had at least `limit` seconds.
+        """
         result = (self.base if base else self.faults).get(fault.name)
         if result is None or (result.text, result.product) != (fault.text_hash, version.product):
             return False
-        return result.noticed_by is not None or result.tests == version.tests
+        all_tried = not result.out_of_time or result.limit >= limit
+        return result.noticed_by is not None or (result.tests == version.tests and all_tried)
 
 
 # Tables.

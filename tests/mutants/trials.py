@@ -61,7 +61,7 @@ class Trials:
         """Runs the fault's tests; raises Stopped when another thread sets `stop`."""
         if self.stop.is_set():
             raise Stopped
-        result = Result(fault.text_hash, self.version.commit, self.version.product, self.version.tests)
+        result = Result(fault.text_hash, self.version.commit, self.version.product, self.version.tests, self.seconds)
         try:
             fault.changed((self.sound / fault.file).read_text(encoding="utf-8"))
         except (ValueError, FileNotFoundError):
@@ -76,7 +76,8 @@ class Trials:
                 if noticing:
                     first = noticing[0]
                     result.noticed_by, result.how, result.why = first.test, first.how, first.why
-                    result.tier, result.also = phase.tier, noticing[1].test if len(noticing) > 1 else None
+                    result.tier = phase.tier
+                    result.also = noticing[1].test if phase.tier == "slow" and len(noticing) > 1 else None
                     break
         finally:
             shutil.rmtree(work, ignore_errors=True)

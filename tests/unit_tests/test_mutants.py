@@ -221,22 +221,24 @@ def test_slow_tests_run_after_all_fast_ones_and_until_a_second_notices() -> None
 def test_results_outlive_changes_of_tests_if_the_fault_was_noticed(tmp_path: Path) -> None:
     fault, version = mutant(), Version("commit", "product", "tests")
     results = Results(tmp_path / "results.json")
-    results.faults["a"] = Result(fault.text_hash, "commit", "product", "tests", noticed_by="test", tier="fast")
+    results.faults["a"] = Result(fault.text_hash, "commit", "product", "tests", 300.0, noticed_by="test", tier="fast")
     results.write()
     results = Results.read(results.path)
-    assert results.is_known(fault, version)
-    assert results.is_known(fault, Version("later", "product", "other tests"))
-    assert not results.is_known(fault, Version("later", "other product", "tests"))
-    assert not results.is_known(mutant(new="c"), version)
+    assert results.is_known(fault, version, limit=300.0)
+    assert results.is_known(fault, Version("later", "product", "other tests"), limit=300.0)
+    assert not results.is_known(fault, Version("later", "other product", "tests"), limit=300.0)
+    assert not results.is_known(mutant(new="c"), version, limit=300.0)
     results.faults["a"].noticed_by = None
-    assert results.is_known(fault, version)
-    assert not results.is_known(fault, Version("later", "product", "other tests"))
+    assert results.is_known(fault, version, limit=300.0)
+    assert not results.is_known(fault, Version("later", "product", "other tests"), limit=300.0)
+    results.faults["a"].out_of_time = True
+    assert results.is_known(fault, version, limit=300.0) and not results.is_known(fault, version, limit=600.0)
 
 
 def test_slow_tests_that_were_never_alone_are_listed(tmp_path: Path) -> None:
     faults = [mutant("a"), mutant("b")]
-    result = Result("", "commit", "product", "tests", noticed_by="t::1", tier="slow")
-    both = Result("", "commit", "product", "tests", noticed_by="t::2", tier="slow", also="t::3")
+    result = Result("", "commit", "product", "tests", 300.0, noticed_by="t::1", tier="slow")
+    both = Result("", "commit", "product", "tests", 300.0, noticed_by="t::2", tier="slow", also="t::3")
     slow = {"t::1": 9.0, "t::2": 2.0, "t::3": 3.0}
     text = written_tables(faults, Results(tmp_path, faults={"a": result, "b": both}, slow=slow), tmp_path)
     assert "2 of 3 slow tests, 5 of 14 CPU seconds" in text
