@@ -21,6 +21,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 MARKER = "MUTANT_RUN"  # an environment variable by which processes that outlive a run are found
 PROCESSES = Path("/proc")
 POLL_SECONDS = 0.1
+NO_TEST = "tests/conftest.py"  # stands for a run that ended before it collected its tests
 
 # The ids to run of each test file, in the order of their run; None: every test of the file.
 Chosen = Mapping[str, Sequence[str] | None]
@@ -147,7 +148,7 @@ class _Watch:
             self._fail(self._current[0], "crashed", f"pytest ended with status {status}")
         elif status not in (0, 1, 5) and not self.run.failures:
             # Such as an error while conftest.py is imported.
-            self._fail("tests/conftest.py", "not collected", f"pytest ended with status {status}")
+            self._fail(NO_TEST, "not collected", f"pytest ended with status {status}")
 
     def _read_events(self) -> None:
         self._unread += self._events.read()

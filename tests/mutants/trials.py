@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from tests.mutants.pytest_runs import Chosen, Failure, Limits, Stopped, TestRun, run_tests
+from tests.mutants.pytest_runs import NO_TEST, Chosen, Failure, Limits, Stopped, TestRun, run_tests
 from tests.mutants.results import Mutant, Result, Version
 
 FAST, SLOW = "not slow and not soak", "slow and not soak"
@@ -93,7 +93,7 @@ class Trials:
             result.num_tests += len(run.ended)
             result.seconds = round(result.seconds + run.seconds, 1)
             for failure in run.failures:
-                if self._passes_when_sound(failure):
+                if self._passes_when_sound(failure, phase.files):
                     noticing.append(failure)
                 else:
                     result.broken.append(failure.test)
@@ -104,11 +104,12 @@ class Trials:
         result.out_of_time = True
         return noticing
 
-    def _passes_when_sound(self, failure: Failure) -> bool:
+    def _passes_when_sound(self, failure: Failure, started: Chosen) -> bool:
+        """Whether the test passes, or the file is collected; started: files of the run that failed."""
         test = failure.test
         if test not in self._is_sound:
             file, collect_only = test.partition("::")[0], "::" not in test
-            files: Chosen = {file: None if collect_only else [test]}
+            files = started if test == NO_TEST else {file: None if collect_only else [test]}
             # Several times the limit of the faulty tree, since the process has to start.
             run = self._run(self.sound, files, 3 * self.limits.seconds(test) + 60, collect_only=collect_only)
             self._is_sound[test] = not run.failures and not run.out_of_time and (collect_only or run.ended == [test])
