@@ -76,7 +76,8 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
     # The checkpoint wins over the command line, also where both speak: that is what the flag says.
     vars(args).update(model_arguments(stored, here=vars(args)))
     for name in ("hidden_dropout", "attention_dropout"):
-        if is_first_rank() and stored.get(name) not in (None, vars(args)[name]):
+        here = vars(args).get(name)
+        if is_first_rank() and here is not None and stored.get(name, here) != here:
             flag = f"--{name.replace('_', '-')}"
             print(
                 f"note: {flag} is {vars(args)[name]}, in the checkpoint it is {stored[name]}",

@@ -53,10 +53,7 @@ def validate_lora(config: LoRAConfig, *, grouped_experts: bool, expert_parts: in
 
 def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q_lora_rank: int | None) -> None:
     """Raises ValueError where adapters are asked for by name of layers that the model has not."""
-    if config.lora_rank is None:
-        _require_defaults(config)
-        return
-    if set(config.lora_target_modules) == set(ADAPTED_LINEARS):
+    if config.lora_rank is None or set(config.lora_target_modules) == set(ADAPTED_LINEARS):
         return
     queries = ("linear_qkv",)
     if multi_latent_attention:
@@ -67,17 +64,6 @@ def validate_lora_targets(config: LoRAConfig, *, multi_latent_attention: bool, q
         raise ValueError(
             f"lora_target_modules has {' '.join(missing)}, multi_latent_attention is {multi_latent_attention} and "
             f"q_lora_rank is {q_lora_rank}: the model has none of that name, choose among {' '.join(present)}"
-        )
-
-
-def _require_defaults(config: LoRAConfig) -> None:
-    # Who sets them means to train adapters, and would train all weights.
-    if config.lora_alpha != LoRAConfig.lora_alpha:
-        raise ValueError(f"lora_alpha is {config.lora_alpha} without lora_rank: give lora_rank, or drop it")
-    if set(config.lora_target_modules) != set(ADAPTED_LINEARS):
-        raise ValueError(
-            f"lora_target_modules is {' '.join(config.lora_target_modules)} without lora_rank: give lora_rank, or "
-            "drop it"
         )
 
 

@@ -118,7 +118,7 @@ def _check_sizes(args: argparse.Namespace) -> list[str]:
 
 def settle_meanings(args: argparse.Namespace) -> None:
     """Sets what follows from other flags where these leave one meaning alone, and says so in a line each."""
-    settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale)
+    settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale, _settle_adapters)
     notes = [note for settle in settled if (note := settle(args))]
     # An evaluation of random weights says nothing.
     args.exit_on_missing_checkpoint |= args.skip_train
@@ -169,6 +169,15 @@ def _settle_scale(args: argparse.Namespace) -> str | None:
     if not given or args.fp16:
         return None
     return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} without --fp16 has no effect"
+
+
+def _settle_adapters(args: argparse.Namespace) -> str | None:
+    """Refuses nothing: the arguments of a merged checkpoint are such."""
+    given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
+    if not given or args.lora_rank is not None:
+        return None
+    names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
+    return f"{names} without --lora-rank has no effect: there are no adapters, all weights are trained"
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
