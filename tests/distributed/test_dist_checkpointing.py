@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load, load_common, save, saving
+from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
 from tests.counts import long_count, soak_only
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy
@@ -54,6 +55,33 @@ def save_in_subgroups(folder):
 
 def test_groups_save_independently(tmp_path):
     assert run_on_ranks(save_in_subgroups, 4, tmp_path) == [0, 1, 2, 3]
+
+
+def fail_on_one_rank(error):
+    try:
+        with one_error_everywhere("cannot save", None):
+            if dist.get_rank() == 1:
+                raise error
+    except Exception as caught:
+        return type(caught).__name__, str(caught)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("error", "own", "others"),
+    [
+        (RuntimeError("no memory"), ("RuntimeError", "no memory"), ("RemoteRankError", "rank 1: no memory")),
+        (ValueError("wrong"), ("ValueError", "wrong"), ("RemoteRankError", "rank 1: wrong")),
+        (
+            OSError("full"),
+            ("CheckpointError", "cannot save: rank 1: full"),
+            ("CheckpointError", "cannot save: rank 1: full"),
+        ),
+    ],
+    ids=["RuntimeError", "ValueError", "OSError"],
+)
+def test_an_error_of_one_rank_ends_the_others_too(error, own, others):
+    assert run_on_ranks(fail_on_one_rank, 3, error, timeout=20) == [others, own, others]
 
 
 def rows(value):

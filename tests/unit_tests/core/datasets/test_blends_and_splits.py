@@ -58,6 +58,14 @@ def test_weights_and_token_counts_decide_what_is_read(tmp_path: Path) -> None:
         assert train[1999]["tokens"].shape == (8,) and len(valid) >= 70
 
 
+def test_shares_without_weights_follow_tokens_not_documents(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    short = sum(map(len, write_corpus(Path(prefixes[0]), num_documents=200, longest=10)))
+    long = sum(map(len, write_corpus(Path(prefixes[1]), num_documents=200, longest=90, seed=1)))
+    train, _, _ = build(dataset_config(None, blend=(prefixes, None), split="1,0,0"), sizes=(1000, 0, 0))
+    assert np.bincount(train.dataset_index)[0] == pytest.approx(1000 * short / (short + long), abs=1)
+
+
 def test_data_of_weight_0_is_not_read_nor_missed(tmp_path: Path) -> None:
     assert blend_indices([0.0, 1.0, 0.0], 5)[0].tolist() == [1] * 5
     write_corpus(tmp_path / "a", num_documents=100)

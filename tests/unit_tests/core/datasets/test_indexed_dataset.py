@@ -81,6 +81,17 @@ def test_appended_pairs_read_like_one(tmp_path: Path) -> None:
             builder.add_index(whole)
 
 
+def test_bytes_after_the_last_sequence_of_a_pair_are_not_appended(tmp_path: Path) -> None:
+    longer = write_pair(tmp_path / "longer", [[[1, 2]]])
+    with open(f"{longer}.bin", "ab") as file:
+        file.write(b"\1\2\3\4")
+    with IndexedDatasetBuilder(str(tmp_path / "sum.bin"), dtype=np.uint16) as builder:
+        builder.add_index(longer)
+        builder.add_index(write_pair(tmp_path / "b", [[[3], [4, 5]]]))
+        builder.finalize(str(tmp_path / "sum.idx"))
+    assert [part.tolist() for part in IndexedDataset(str(tmp_path / "sum"))[0:3]] == [[1, 2], [3], [4, 5]]
+
+
 def test_a_dataset_pickles_without_its_data(tmp_path: Path) -> None:
     dataset = IndexedDataset(write_pair(tmp_path / "a", [[list(range(1000))]]), mmap=False)
     data = pickle.dumps(dataset)
