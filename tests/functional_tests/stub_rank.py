@@ -25,13 +25,14 @@ def main(argv: list[str]) -> None:
     if stub["stop_at"] is None or stopped.exists() or tracker.exists():
         _save(folder, stub["train_iters"], stub)
         return
-    if stub["saves"]:
-        _save(folder, stub["stop_at"] - 1, stub)
     folder.mkdir(exist_ok=True)
     (folder / f"rank {rank} listens").touch()
     if rank == 0:
         while len(list(folder.glob("rank * listens"))) < int(os.environ["WORLD_SIZE"]):
             time.sleep(POLL_SECONDS)
+        # After all have come: a rank that finds a checkpoint takes its attempt for the second one.
+        if stub["saves"]:
+            _save(folder, stub["stop_at"] - 1, stub)
         with open(os.environ["MOMENT"], "w") as moment:
             moment.write("waits")
     # Another rank's signal: nothing else tells.

@@ -166,7 +166,7 @@ def trained_over(nodes: list[Finished], model: str, monkeypatch: pytest.MonkeyPa
 
 def is_not_trained(finished: Finished) -> bool:
     """Whether attempt.py has found no checkpoint after a launch that was only told."""
-    return finished.exit_code == 1 and "iteration 0 of 0, as at the start" in finished.stderr
+    return finished.exit_code == 1 and "has no checkpoint, as at the start" in finished.stderr
 
 
 @pytest.mark.slow

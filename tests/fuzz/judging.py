@@ -59,7 +59,7 @@ def limit_memory() -> None:
 
 
 def judged(run: Callable[[], object], folder: Path) -> Verdict:
-    """Calls `run` in `folder` as a program: RIGHT for exit status 0, REFUSED for one line that names the mistake."""
+    """Calls `run` in `folder` as a program: RIGHT for exit status 0, REFUSED for lines that name its mistakes."""
     out, err = io.StringIO(), io.StringIO()
     code: Any = 0
     with chdir(folder), redirect_stdout(out), redirect_stderr(err), _process_state_restored():
@@ -70,9 +70,10 @@ def judged(run: Callable[[], object], folder: Path) -> Verdict:
     if code in (0, None):
         return Verdict.RIGHT
     errors = [line for line in err.getvalue().splitlines() if "error: " in line]
-    assert code in (1, 2) and len(errors) == 1, f"exit code {code}: {err.getvalue()}"
-    message = errors[0].partition("error: ")[2]
-    assert 10 < len(message) < 6000 and "Traceback" not in err.getvalue(), err.getvalue()
+    # Of a command line all mistakes are told; what ends a run later is one.
+    assert len(errors) == 1 if code == 1 else errors and code == 2, f"exit code {code}: {err.getvalue()}"
+    assert len(set(errors)) == len(errors) and "Traceback" not in err.getvalue(), err.getvalue()
+    assert all(10 < len(line.partition("error: ")[2]) < 6000 for line in errors), err.getvalue()
     return Verdict.REFUSED
 
 
