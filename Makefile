@@ -71,7 +71,8 @@ same-losses-faults: env  ## put faults into copies of the committed HEAD; same-l
 	$(IN_VENV) tools/seeded_faults.py
 
 mutants: env  ## put faults into copies of the committed HEAD; tests must notice each (RECORD=folder ONLY=text BASE=commit)
-	$(IN_VENV) -m tests.mutants $(if $(BASE),--base $(BASE),$(RECORD)) $(if $(ONLY),--only "$(ONLY)")
+	@test -n "$(BASE)$(RECORD)" || $(IN_VENV) -m tarfile -e tests/mutants/record.tar.xz $(VENV)
+	$(IN_VENV) -m tests.mutants $(if $(BASE),--base $(BASE),$(or $(RECORD),$(VENV)/record)) $(if $(ONLY),--only "$(ONLY)")
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
 gpu:  ## on a machine with a GPU: its tests and benchmarks, 12 minutes (OUT=folder: results go there)
