@@ -1,4 +1,4 @@
-"""What a command line asks of CUDA graphs, for the tools that look at it without a GPU."""
+"""CUDA graphs that a command line asks for, for the tools that look at it without a GPU."""
 
 import argparse
 import atexit
@@ -25,7 +25,7 @@ _WRITTEN = ("save", "load", "tensorboard_dir", "record_routing")
 
 @dataclass(frozen=True)
 class Asked:
-    """What of a command line is about graphs. modules: those of local, none for its default."""
+    """Flags of graphs in a command line. modules: those of local, none for its default."""
 
     impl: str = "full_iteration"
     modules: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Asked:
 
 
 def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
-    """What a command line and its --config ask for, and a command line with everything else, as a file of settings:
+    """Returns the graphs that a command line and its --config ask for, and its other settings, as a file:
     flags of graphs are refused without a GPU, or with what is to be explained.
     """
     args, table = parse_args(argv=argv), flag_table()

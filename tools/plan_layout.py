@@ -1,4 +1,4 @@
-"""Which layout to train a model in: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
+"""Finds layouts for a model: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
 
 Compares the layouts that a number of GPUs allows, by memory and estimated time of a step, without building any of them
 whole; then plans the best as --dry-run does. Any further flags are those of pretrain_gpt.py; sizes among them are not
@@ -176,7 +176,7 @@ def _print_found(
 
 
 def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
-    """What the stage that holds most holds by a plan that builds it, how that differs from what was added up, and the
+    """Returns the bytes of the fullest stage by a plan that builds it, how that differs from the sum, and the
     peak of it or of the last stage, whose logits may take more.
     """
     words = [*advice.words, "--dry-run", "--world-size", str(world_size)]

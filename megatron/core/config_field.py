@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class FieldSpec:
-    """What a configuration field tells the command line and the validator.
+    """Facts about a configuration field for the command line and the validator.
 
     flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line.
     dest: attribute name in the parsed arguments where it differs from the field name (`num_experts` for

@@ -1,4 +1,4 @@
-"""Which ranks belong together: pure arithmetic on a grid of ranks with one axis per kind of parallelism.
+"""Groups of ranks: pure arithmetic on a grid of ranks with one axis per kind of parallelism.
 
 Makes no process group; parallel_state.py does.
 """

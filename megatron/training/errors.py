@@ -66,7 +66,7 @@ def message_for_other_ranks(error: BaseException) -> str:
 
 
 def _message_for_user(error: BaseException) -> str | None:
-    """What tells the user what to do; None for a bug."""
+    """Returns a message that tells the user what to do; None for a bug."""
     if isinstance(error, (OSError, *_EVERY_RANK_KNOWS)) or (isinstance(error, ValueError) and raised_on_purpose(error)):
         return str(error)
     if is_lack_of_memory(error):

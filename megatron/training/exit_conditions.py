@@ -45,7 +45,7 @@ class ExitConditions:
         self._shutdown_seconds = shutdown_seconds() if handles_sigterm else math.inf
 
     def local_reasons(self) -> list[bool]:
-        """Which of LOCAL_REASONS hold on this rank."""
+        """Returns whether each of LOCAL_REASONS holds on this rank."""
         limit = self.config.exit_duration_in_mins
         # 0 is off, as in Megatron.
         out_of_time = time.monotonic() - self._start > limit * 60 if limit else False

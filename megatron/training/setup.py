@@ -149,7 +149,7 @@ def setup_steps(
     memory: ExpertMemory | None,
     graphs: GraphDevice | None,
 ) -> StepRunner:
-    """What runs the passes of a step over the chunks of `model`, whose schedules it joins with the loop.
+    """Returns the runner of a step over the chunks of `model`, whose schedules it joins with the loop.
 
     graphs: what captures them, where the flags ask for it.
     """

@@ -146,7 +146,7 @@ def _step_or_go_back(run: TrainingRun) -> tuple[StepReport, ExitReason | None] |
 
 
 def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None) -> ExitReason | None:
-    """What follows a step before a checkpoint of it; returns why the run is to end, if it is."""
+    """Finishes a step before its checkpoint; returns why the run is to end, if it is."""
     if run.exit_conditions.at_interval(run.state.iteration):
         reason = reason or ExitReason.INTERVAL
     is_last = reason is not None or run.state.iteration == run.train_iters

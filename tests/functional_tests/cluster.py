@@ -84,7 +84,7 @@ exec {launcher} "${{words[@]}}"
 
 
 class Receivers(enum.Enum):
-    """Who of a step gets a signal: depends on how a cluster tracks processes (ProctrackType)."""
+    """Processes of a step that get a signal: depends on how a cluster tracks processes (ProctrackType)."""
 
     LEADERS = "the first process of each task"
     ALL = "every process of the step"

@@ -122,7 +122,7 @@ def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def verdicts_of_starts(flags: str) -> list[str]:
-    """What starts say on machines with more, a little more, and less memory than what stays from step to step."""
+    """Returns the verdicts of starts on machines with more, a little more, and less memory than is persistent."""
     record = HeldBytes()
     first = io.StringIO()
     with redirect_stdout(first):

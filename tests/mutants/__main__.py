@@ -1,4 +1,4 @@
-"""Which tests notice faults: puts each fault of faults.yaml into a copy of a commit and runs the tests of its lines.
+"""Finds tests that notice faults: puts each of faults.yaml into a copy of a commit and runs the tests of its lines.
 
     python -m tests.mutants RECORD [--only TEXT] [--again NAME]
     python -m tests.mutants --base COMMIT [--whole-suite]

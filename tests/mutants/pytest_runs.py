@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass
 class TestRun:
-    """What a run did. complete: it ran every chosen test; out_of_time: its seconds were over first."""
+    """The outcome of a run. complete: it ran every chosen test; out_of_time: its seconds were over first."""
 
     __test__ = False
 
@@ -138,7 +138,8 @@ class _Watch:
                     return
                 if stop is not None and stop.is_set():
                     raise Stopped
-                time.sleep(POLL_SECONDS)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(POLL_SECONDS)
             self._read_events()
         self._judge_end(self._process.returncode)
 

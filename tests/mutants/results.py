@@ -78,7 +78,7 @@ def _git(root: Path, *words: str) -> str:
 
 @dataclass
 class Result:
-    """What became of a fault in a version. tier: fast or slow, of the first test that noticed it.
+    """The outcome of a fault in a version. tier: fast or slow, of the first test that noticed it.
 
     also: a second test, if slow tests alone noticed the fault. fits: False if the version lacks the fault's text.
     out_of_time: chosen tests were left after `limit` seconds. broken: tests that fail without the fault.
@@ -119,7 +119,8 @@ class Results:
 
     def write(self) -> None:
         """Stores the results, so that an interrupted run can go on."""
-        parts = {name: {key: asdict(one) for key, one in getattr(self, name).items()} for name in ("faults", "base")}
+        tried = {"faults": self.faults, "base": self.base}
+        parts = {name: {key: asdict(one) for key, one in found.items()} for name, found in tried.items()}
         written = self.path.with_suffix(".part")
         written.write_text(json.dumps({**parts, "slow": self.slow}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         written.replace(self.path)

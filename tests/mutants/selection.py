@@ -28,6 +28,18 @@ FEW = 5
 STRUCTURE = ("tests/structure/test_flag_surface.py", "tests/structure/test_structure.py")
 _SHARED = re.compile(r'scope="(module|session|package)"|^@(functools\.)?(lru_)?cache\b', re.MULTILINE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_COMPOUND = (
+    *_FUNCTIONS,
+    ast.ClassDef,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.If,
+    ast.With,
+    ast.AsyncWith,
+    ast.Try,
+    ast.TryStar,
+)
 
 Lines = dict[str, set[int]]  # by file
 
@@ -160,8 +172,7 @@ def _statement(syntax: ast.Module, line: int) -> set[int]:
     if not around:
         return {line}
     node = min(around, key=lambda node: _last(node) - _first(node))
-    body = getattr(node, "body", None)
-    return {line} | set(range(_first(node), body[0].lineno if body else _last(node) + 1))
+    return {line} | set(range(_first(node), node.body[0].lineno if isinstance(node, _COMPOUND) else _last(node) + 1))
 
 
 def _function(syntax: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -183,7 +194,8 @@ def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[int]:
 
 
 def _first(node: ast.stmt) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    decorators = node.decorator_list if isinstance(node, (*_FUNCTIONS, ast.ClassDef)) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _last(node: ast.stmt) -> int:

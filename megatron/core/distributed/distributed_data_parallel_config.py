@@ -170,7 +170,7 @@ class DistributedDataParallelConfig:
             )
 
     def without_effect(self, *, has_16_bit_grads: bool) -> list[str]:
-        """What is set and changes nothing, in words; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
+        """Returns settings without effect, in words; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
         narrow = ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation")
         found = {
             "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.cuts_buckets,

@@ -20,7 +20,7 @@ from megatron.core.timers import Timers
 
 @dataclass(kw_only=True)
 class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBackwardConfig):
-    """What get_megatron_optimizer builds."""
+    """Settings of the optimizer that get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 @dataclass(kw_only=True)
 class AttentionConfig:
-    """What attention layers are made of, and which of them look no further than a window."""
+    """Settings of attention layers: heads, widths, positions, windows, exchange between ranks."""
 
     cli_group: ClassVar[str] = "attention"
 

@@ -1,4 +1,4 @@
-"""Which flags contradict those that say what a run does about bad steps."""
+"""Checks of flags that contradict the handling of bad steps."""
 
 import argparse
 from collections.abc import Iterator

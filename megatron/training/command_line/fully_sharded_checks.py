@@ -1,4 +1,4 @@
-"""Which flags contradict --use-torch-fsdp2; those of gradients are TorchFullyShardedDataParallelConfig's matter."""
+"""Checks of flags that contradict --use-torch-fsdp2; TorchFullyShardedDataParallelConfig checks those of gradients."""
 
 import argparse
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """What cannot be had together with it: in words, whether it is set, and why not."""
+    """Returns settings that contradict --use-torch-fsdp2: in words, whether set, and the reason."""
     stages = args.pipeline_model_parallel_size
     return [
         (

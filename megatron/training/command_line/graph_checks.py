@@ -1,4 +1,4 @@
-"""Which flags contradict CUDA graphs; that there is a GPU is graphed_step.py's matter, as tools may do without."""
+"""Checks of flags that contradict CUDA graphs; graphed_step.py checks for a GPU, which tools may do without."""
 
 import argparse
 from collections.abc import Iterator

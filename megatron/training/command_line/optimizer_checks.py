@@ -1,4 +1,4 @@
-"""What follows from --optimizer for other flags, and which contradict it; OptimizerConfig checks its own fields."""
+"""Flags that follow from --optimizer or contradict it; OptimizerConfig checks its own fields."""
 
 import argparse
 from collections.abc import Iterator

@@ -160,7 +160,7 @@ def flag_help(flag: Flag) -> str:
 
 
 def problems_of_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentParser, *, table: FlagTable) -> list[str]:
-    """What is wrong with words that were left over: unknown flags with the nearest one, or else the first word."""
+    """Returns error messages for unused words: unknown flags with the nearest known one, or else the first word."""
     names = [word.partition("=")[0] for word in leftovers if word.startswith("-")]
     if leftovers and not names:
         return [f"unexpected word {leftovers[0]!r}: it belongs to no flag"]

@@ -1,4 +1,4 @@
-"""What to do instead of each flag that is refused, and what is lost with each flag that has no effect.
+"""Advice for each flag that is refused, and for some that have no effect.
 
 Pure text. Patterns are tried in order against the flag's first option string; the first match counts.
 """

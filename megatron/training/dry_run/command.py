@@ -1,4 +1,4 @@
-"""What --dry-run does: plans the run, prints the plan, and writes it where --tensorboard-dir says."""
+"""The --dry-run command: plans the run, prints the plan, and writes it to --tensorboard-dir."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""What each kind of layer of a model costs on a rank, found once by building a short model of them without memory.
+"""Costs of each kind of layer on a rank, found once by building a short model of them without memory.
 
 The code of the run builds it, as for a dry run (plan.py); how layers add up to stages is stage_memory.py's.
 """
@@ -272,7 +272,7 @@ def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardS
 
 
 def part_at(name: str, entered: int, *, num_layers: int) -> str:
-    """Which part a module, "" outside of all, runs for after so many layers of num_layers have been entered."""
+    """Returns the part that a module ("" outside of all) belongs to, given how many of num_layers have been entered."""
     part = part_of_name(name)
     if part is None:
         return f"layer {entered}" if entered < num_layers else END

@@ -73,7 +73,7 @@ class Request:
 
 
 def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int) -> Request:
-    """What the words of a pretrain_gpt.py command line leave open. Raises CommandLineError for words that are wrong."""
+    """Returns what a pretrain_gpt.py command line leaves open. Raises CommandLineError for invalid words."""
     given = _given(words)
     parsed = parse_args(argv=list(words))
     assumed = _assumed(parsed, given=given, world_size=world_size)
@@ -115,7 +115,7 @@ def _given(words: Sequence[str]) -> set[str]:
 
 
 def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> list[str]:
-    """What a run needs and the user did not say."""
+    """Returns flags that a run needs and the user did not give."""
     longest = args.max_position_embeddings or _SEQ_LENGTH
     wanted: Mapping[str, tuple[bool, tuple[str, ...]]] = {
         "bf16": (not (args.bf16 or args.fp16), ()),

@@ -16,7 +16,7 @@ _MOST_TRIED = 12
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to. front: layouts that none beats in both memory and time, the fastest first. nearest: where
+    """The result of a search. front: layouts that none beats in both memory and time, the fastest first. nearest: where
     nothing fits, the one that needs least. compared, fitting: numbers of layouts.
     """
 
@@ -80,7 +80,7 @@ def _costs(
 def _front(
     fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int, progress: Progress
 ) -> list[Advice]:
-    """Those that the run does not refuse and that fit by their own facts."""
+    """Returns the best layouts that the run accepts and that fit by their own facts."""
     found: list[Advice] = []
     smallest = float("inf")
     for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):

@@ -19,7 +19,7 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 
 
 class Sharding(enum.Enum):
-    """What data-parallel ranks share beside the data."""
+    """The states that data-parallel ranks shard."""
 
     NOTHING = "plain"
     STATES = "ZeRO-1"
@@ -34,7 +34,7 @@ class Experts(enum.Enum):
 
 
 class Recompute(enum.Enum):
-    """What backward computes again: nothing, what is cheap, feed-forward layers and experts, or whole layers."""
+    """Parts that backward recomputes: none, cheap ones, feed-forward layers and experts, or whole layers."""
 
     NOTHING = "none"
     CHEAP = "cheap"
@@ -80,7 +80,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Space:
-    """What layouts are of. layer_costs: of each layer, in any unit, and end_cost of what follows them, for an even cut.
+    """Model and ranks of the compared layouts.
+
+    layer_costs: of each layer, in any unit, and end_cost of what follows them, for an even cut.
 
     recompute_modules: by choice, what --recompute-modules takes. further_layers: of multi-token prediction. fixed: by
     field of Layout, the one value it may have; its value None: what the user's flags say goes, and none is added.
