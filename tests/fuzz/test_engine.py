@@ -45,8 +45,23 @@ def die():
     os._exit(3)
 
 
-def print_two_errors():
-    print("error: a is wrong\nerror: b is wrong", file=sys.stderr)
+def end_a_run_with_two_errors():
+    print("error: the first disk is full\nerror: the second disk is full", file=sys.stderr)
+    sys.exit(1)
+
+
+def tell_a_mistake_twice():
+    print("error: --lr is 0: must be more\nerror: --lr is 0: must be more", file=sys.stderr)
+    sys.exit(2)
+
+
+def tell_no_mistake():
+    print("usage: pretrain_gpt.py", file=sys.stderr)
+    sys.exit(2)
+
+
+def tell_two_mistakes():
+    print("error: --lr is 0: must be more\nerror: --seed is -1: must not be negative", file=sys.stderr)
     sys.exit(2)
 
 
@@ -80,7 +95,9 @@ def take_memory():
     [
         (divide_by_zero, "ZeroDivisionError"),
         (exit_silently, "exit code 1"),
-        (print_two_errors, "exit code 2"),
+        (end_a_run_with_two_errors, "exit code 1"),
+        (tell_a_mistake_twice, "AssertionError: error: --lr is 0"),
+        (tell_no_mistake, "exit code 2"),
         (exit_with_unknown_status, "exit code 3"),
     ],
 )
@@ -99,8 +116,9 @@ def test_a_process_that_dies_is_a_failure_of_the_example_it_was_at():
     assert number is not None and int(number[1]) >= 10, report
 
 
-def test_a_refusal_is_no_failure_and_every_example_has_a_verdict():
-    tally = fuzz(partial(NumberFuzzer, fault=refuse), count=100)
+@pytest.mark.parametrize("refusal", [refuse, tell_two_mistakes])
+def test_a_refusal_is_no_failure_and_every_example_has_a_verdict(refusal):
+    tally = fuzz(partial(NumberFuzzer, fault=refusal), count=100)
     assert not tally.failures and tally.verdicts.total() == 100
     assert tally.verdicts[Verdict.REFUSED] > 50 and tally.verdicts[Verdict.RIGHT] > 0
 
