@@ -7,7 +7,8 @@
 RECORD: a folder of tests/recording; it says which tests run a fault's lines. Results are stored in results.json as
 they are found, so an interrupted run goes on; tables are written to results.txt. --base runs the faults that were not
 noticed with the tests of an older commit. --table prints the stored results.
-Exit status: 0 if every fault was noticed, 1 if one was not, 2 if one cannot be put in or a commit cannot be read.
+Exit status: 0 if every fault was noticed, 1 if one was not, 2 if one cannot be put in or a commit cannot be read, 130
+if Ctrl-C stopped the run.
 """
 
 import argparse
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"stopped; the results so far are in {options.results}, run again to go on", file=sys.stderr)
+        return 130
     print_tables(named, results, root)
     return int(any(fault.name not in results.faults or not results.faults[fault.name].noticed_by for fault in named))
 

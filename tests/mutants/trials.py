@@ -93,7 +93,7 @@ class Trials:
             result.num_tests += len(run.ended)
             result.seconds = round(result.seconds + run.seconds, 1)
             for failure in run.failures:
-                if self._passes_when_sound(failure, phase.files):
+                if self._passes_when_sound(failure, phase):
                     noticing.append(failure)
                 else:
                     result.broken.append(failure.test)
@@ -104,14 +104,16 @@ class Trials:
         result.out_of_time = True
         return noticing
 
-    def _passes_when_sound(self, failure: Failure, started: Chosen) -> bool:
-        """Whether the test passes, or the file is collected; started: files of the run that failed."""
+    def _passes_when_sound(self, failure: Failure, phase: Phase) -> bool:
+        """Whether the test passes, or the file is collected. phase: the run that failed."""
         test = failure.test
         if test not in self._is_sound:
             file, collect_only = test.partition("::")[0], "::" not in test
-            files = started if test == NO_TEST else {file: None if collect_only else [test]}
+            # A run that ended before its tests is repeated as it was, marks included.
+            files = phase.files if test == NO_TEST else {file: None if collect_only else [test]}
             # Several times the limit of the faulty tree, since the process has to start.
-            run = self._run(self.sound, files, 3 * self.limits.seconds(test) + 60, collect_only=collect_only)
+            seconds = 3 * self.limits.seconds(test) + 60
+            run = self._run(self.sound, files, seconds, phase if test == NO_TEST else None, collect_only=collect_only)
             self._is_sound[test] = not run.failures and not run.out_of_time and (collect_only or run.ended == [test])
         return self._is_sound[test]
 

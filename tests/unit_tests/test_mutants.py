@@ -102,7 +102,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with one module, its tests, a record and faults."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     root = tmp_path / "project"
-    files = {NUMBERS: PRODUCT, TEST_FILE: TESTS, MORE: MORE_TESTS, "pytest.ini": "[pytest]\nmarkers = slow\n"}
+    files = {
+        NUMBERS: PRODUCT,
+        TEST_FILE: TESTS,
+        MORE: MORE_TESTS,
+        "pytest.ini": "[pytest]\nmarkers = slow\naddopts = --strict-markers\n",
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -171,6 +176,17 @@ def test_faults_are_noticed_by_failures_hangs_and_imports_but_not_by_broken_test
     assert run(project, record) == 0
     out = capsys.readouterr().out
     assert f"by none: fast: {MORE}::test_unused (1 tests" in out and out.count(" s)\n") == 1
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mutants.Trials, "try_fault", interrupt)
+    assert run(project, str(project.parent / "record")) == 130
+    assert "run again to go on" in capsys.readouterr().err
 
 
 def test_a_fault_that_does_not_fit_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

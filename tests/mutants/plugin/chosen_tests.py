@@ -16,11 +16,14 @@ import pytest
 
 PLAN = pytest.StashKey[dict[str, Any]]()
 FAILED = pytest.StashKey[set[str]]()
+MARKS = ("slow", "soak")  # a version that lacks one would refuse to select by it
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[PLAN] = json.loads(Path(os.environ["CHOSEN_TESTS"]).read_text(encoding="utf-8"))
     config.stash[FAILED] = set()
+    for mark in MARKS:
+        config.addinivalue_line("markers", f"{mark}: selected by the process that waits")
     config.pluginmanager.register(_Reports(config))
 
 
