@@ -131,6 +131,24 @@ def test_discarded_rounds_odd_sizes_and_two_levels(ranks):
     run_on_ranks(check_discard_sizes_and_instances, ranks)
 
 
+def discard_before_the_others_have_launched():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    flat, launched = torch.full([ranks << 16], float(rank)), torch.zeros(1)
+    if rank > 0:
+        dist.recv(launched, 0)
+    handle = reduce_bucket_(flat, dist.group.WORLD, sharded=True, policy=ReductionPolicy(deterministic=True))
+    works = handle.works()
+    if rank == 0:
+        for other in range(1, ranks):
+            dist.send(launched, other)
+    handle.discard()
+    return all(work.is_completed() for work in works)
+
+
+def test_after_discard_no_message_reads_the_tensor():
+    assert run_on_ranks(discard_before_the_others_have_launched, 3) == [True] * 3
+
+
 def test_a_group_of_none_is_this_rank_alone():
     flat, elsewhere = torch.ones(3), torch.zeros(3)
     reduce_bucket_(flat, None, sharded=True, policy=ReductionPolicy(), into=elsewhere).wait()

@@ -1,6 +1,8 @@
 """Overlapped reductions and gathers: the same bits as without overlap, whatever each rank's modules do when."""
 
+import random
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron.core.distributed import (
     LaunchOrder,
     NonFiniteGradientError,
 )
+from megatron.core.distributed.bucket_observer import BucketObserver, Traffic
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ALONE
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -81,6 +84,27 @@ def test_late_gradients_are_added_where_sums_cannot_be_repeated(linear):
         compare_with_plain, 3, late_on_one_rank, [list(range(LAYERS))], settings, False, linear
     ):
         assert all(early) and all(late)
+
+
+def messages_of_second_rounds(deterministic):
+    """Trains with late gradients; returns the number of messages that observers saw under way in each second round."""
+    found = []
+
+    def count(traffic, group):
+        if traffic is Traffic.LATE:
+            found.append(len(group.works(traffic)))
+
+    run, rng = Run(range(LAYERS), deterministic=deterministic, **GRAD, bucket_size=40), random.Random(0)
+    run.ddp.launch_order.observe(Mock(spec=BucketObserver, before_wait=count))
+    for step in range(4):
+        run.step(late_on_one_rank(rng, step, dist.get_rank()), dist.get_rank(), step)
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_observers_see_the_messages_of_a_second_round(deterministic):
+    for found in run_on_ranks(messages_of_second_rounds, 2, deterministic):
+        assert found and all(found)
 
 
 def change_parameters(rank, change):

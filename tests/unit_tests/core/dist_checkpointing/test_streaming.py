@@ -52,6 +52,17 @@ def test_each_box_is_let_go_of_before_the_next_is_made(tmp_path: Path) -> None:
     assert len(made) == 4
 
 
+def test_a_checkpoint_whose_folder_was_made_meanwhile_leaves_nothing(tmp_path: Path) -> None:
+    def boxes() -> Iterator[ShardedTensor]:
+        yield ShardedTensor.whole("a", torch.ones(4))
+        (tmp_path / "one").mkdir()
+        (tmp_path / "one" / "file").write_text("of another program")
+
+    with pytest.raises(OSError):
+        save_stream(boxes(), tmp_path / "one", common={})
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["one", "one/file"]
+
+
 @pytest.mark.parametrize(
     ("boxes", "error"),
     [
