@@ -107,6 +107,19 @@ def test_observers_see_the_messages_of_a_second_round(deterministic):
         assert found and all(found)
 
 
+def backward_after_release():
+    run = Run(range(LAYERS), deterministic=False, linear=Column)
+    plan, x = list(range(LAYERS)), torch.ones(3, WIDTH)
+    run.step([plan], dist.get_rank(), 0)
+    module = run.ddp.release()
+    module(x, plan).sum().backward()
+    return [name for name, param in module.named_parameters() if param.grad is None]
+
+
+def test_after_release_fused_weight_gradients_go_to_autograd():
+    assert run_on_ranks(backward_after_release, 1) == [[]]
+
+
 def change_parameters(rank, change):
     """Changes the module on one rank; returns what each rank is told, and by which class of error."""
     run = Run(range(LAYERS), overlap_grad_reduce=True, bucket_size=1)

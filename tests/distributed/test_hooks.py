@@ -14,11 +14,12 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.grad_hooks import ReadyBucket
-from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.param_attributes import gradient_of, mark_expert, mark_partial_gradient
 from tests.counts import long_count, soak_only
-from tests.distributed.hook_runs import MODES, Counted, Kept, backward, in_each_mode, once, trained, wrap
+from tests.distributed.hook_runs import MODES, SHARDED, Counted, Kept, backward, in_each_mode, once, trained, wrap
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model
 
@@ -126,6 +127,30 @@ def _starts(model: DistributedDataParallel) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [3, soak_only(2)])
 def test_hooks_see_the_bits_of_an_ordinary_wrapper(ranks: int) -> None:
     run_on_ranks(in_each_mode, ranks, _see_gradients_of_each_dtype)
+
+
+def _double_in_a_hook(**mode: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns main_grad and the buffer's gradient of a weight of ones whose hook doubles it."""
+    layer = nn.Linear(64, 2, bias=False, dtype=torch.bfloat16)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False, param_name_patterns_for_fp32_local_accumulation=["weight"], **mode
+    )
+    model = DistributedDataParallel(ModelParallelConfig(deterministic_mode=True), settings, layer)
+    model.register_bucket_ready_hook(lambda bucket: bucket.grad.mul_(2.0))
+    model.zero_grad_buffer()
+    model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    finalize_model_grads([model])
+    (buffer,) = model.buffers
+    start, end = buffer.owned_spans()[0].start, buffer.owned_spans()[0].end
+    main_grad = gradient_of(layer.weight)
+    assert main_grad is not None and main_grad.dtype == torch.float32
+    return main_grad.flatten()[start:end], buffer.grad_data[start:end]
+
+
+@pytest.mark.parametrize("mode", [{}, SHARDED])
+def test_a_change_by_a_hook_reaches_gradients_in_fp32_and_the_bf16_buffer(mode: dict[str, Any]) -> None:
+    for wide, narrow in run_on_ranks(partial(_double_in_a_hook, **mode), 2):
+        assert wide.eq(2.0).all() and narrow.eq(2.0).all()
 
 
 class InHooks:

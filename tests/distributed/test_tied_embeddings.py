@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ParamGroupOverride, ParamKey
+from megatron.core.tensor_parallel.param_attributes import gradient_of, mark_shared
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only
 from tests.distributed.parity import (
@@ -67,6 +69,31 @@ def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, cop
     assert len(held) == 2 * copies * len(MODES)
     assert all(torch.equal(table, held[0]) for table in held)
     torch.testing.assert_close(held[0], reference, rtol=0, atol=1e-8 * reference.norm().item())
+
+
+def _summed_in_fp32(use_distributed_optimizer: bool) -> Tensor:
+    """The fp32 gradient of a table on two stages, of which the stage of rank r had r + 1."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    table = nn.Linear(64, 2, bias=False, dtype=torch.bfloat16)
+    mark_shared(table.weight, is_copy=dist.get_rank() == 1)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False,
+        param_name_patterns_for_fp32_local_accumulation=["weight"],
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    wrapped = DistributedDataParallel(small_config(), settings, table)
+    wrapped.zero_grad_buffer()
+    wrapped(torch.full([1, 64], dist.get_rank() + 1.0, dtype=torch.bfloat16)).sum().backward()
+    finalize_model_grads([wrapped])
+    return gradient_of(table.weight)
+
+
+@pytest.mark.parametrize("use_distributed_optimizer", [False, True])
+def test_both_copies_get_the_sum_where_gradients_add_up_in_fp32_beside_a_bf16_buffer(
+    use_distributed_optimizer: bool,
+) -> None:
+    for grad in run_on_ranks(_summed_in_fp32, 2, use_distributed_optimizer):
+        assert grad.dtype == torch.float32 and torch.equal(grad, torch.full([2, 64], 3.0))
 
 
 def _tables(argvs: list[list[str]]) -> list[Tensor]:
