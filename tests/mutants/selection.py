@@ -5,7 +5,8 @@ A fault is looked for at three levels, until FEW tests are found: its statements
 functions of its file and of the files that import it. What runs at import or in a cached function is recorded for one
 test, or for none, so such faults start at the third level.
 Tests that share a run (a module fixture, a cached function) run none of its lines themselves, except for the first. So
-a file with such a run runs whole. So do test files that import the file and have changed since the record.
+a file with such a run runs whole. So does a test file that has changed since the record, if it imports the file or one
+of its recorded tests is found: its new tests are not recorded.
 Files run in this order: changed ones, then level by level, and in a level by (seconds of their chosen tests) x (lines
 that one of them runs): cheap tests of little code first. The rules of tests/structure come last.
 """
@@ -92,6 +93,7 @@ def read_record(folder: Path, levels: Mapping[str, Sequence[Lines]]) -> Record:
 
 def _choose(fault: Fault, record: Record, tree: Path, new_tests: Sequence[str]) -> Chosen:
     module = module_name(fault.file)
+    changed = set(new_tests)
     files: dict[str, Sequence[str] | None] = {
         name: None for name in new_tests if _imports(module).search((tree / name).read_text(encoding="utf-8"))
     }
@@ -102,7 +104,7 @@ def _choose(fault: Fault, record: Record, tree: Path, new_tests: Sequence[str]) 
         num_tests += len(tests)
         for name, ids in _ordered(tests, record):
             if name not in files and name not in STRUCTURE and (tree / name).exists():
-                files[name] = None if _shares_runs(name, tree) else ids
+                files[name] = None if name in changed or _shares_runs(name, tree) else ids
     return files | {name: None for name in STRUCTURE if (tree / name).exists()}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutants import __main__ as mutants
 from tests.mutants.results import Mutant, Result, Results, Version, written_tables
-from tests.mutants.selection import changed_lines, levels_of
+from tests.mutants.selection import changed_lines, choose_all, levels_of
 from tests.mutants.trials import phases_of
 
 PRODUCT = """import functools
@@ -217,6 +217,25 @@ def test_a_fault_concerns_its_statement_its_function_then_its_file(tmp_path: Pat
     # A constant, and what a cached function does, are recorded for one test at most.
     for old in ("RATE = 3", "return RATE"):
         assert levels_of(mutant(old=old, new="pass"), tmp_path) == [bodies]
+
+
+def test_a_changed_test_file_runs_whole_if_one_of_its_recorded_tests_ran_the_lines(project: Path) -> None:
+    record = project.parent / "record"
+    entry = {"kind": "test", "cpu": 0.1, "children": 0.0, "lines": {NUMBERS: [8]}}
+    lines = [json.dumps({**entry, "test": f"tests/test_{name}.py::test_a"}) for name in ("old", "new")]
+    (record / "2.jsonl").write_text("\n".join(lines))
+    for name in ("old", "new"):
+        (project / f"tests/test_{name}.py").write_text("def test_a():\n    pass\n")
+    git(project, "add", "tests/test_old.py")
+    git(project, "commit", "-q", "-m", "as recorded")
+    recorded = git(project, "rev-parse", "HEAD").strip()
+    git(project, "add", "tests/test_new.py")
+    git(project, "commit", "-q", "-m", "after the record")
+    places = {"folder": record, "root": project, "record_commit": recorded, "commit": "HEAD"}
+    chosen, _ = choose_all([mutant(old="2 * value")], project, **places)
+    assert chosen["a"]["tests/test_new.py"] is None and chosen["a"]["tests/test_old.py"] == [
+        "tests/test_old.py::test_a"
+    ]
 
 
 def test_changed_lines_are_those_that_differ_or_surround_an_addition() -> None:
