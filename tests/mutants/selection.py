@@ -5,10 +5,11 @@ A fault is looked for at three levels, until FEW tests are found: its statements
 functions of its file and of the files that import it. What runs at import or in a cached function is recorded for one
 test, or for none, so such faults start at the third level.
 Tests that share a run (a module fixture, a cached function) run none of its lines themselves, except for the first. So
-a file with such a run runs whole. So does a test file that has changed since the record, if it imports the file or one
-of its recorded tests is found: its new tests are not recorded.
-Files run in this order: changed ones, then level by level, and in a level by (seconds of their chosen tests) x (lines
-that one of them runs): cheap tests of little code first. The rules of tests/structure come last.
+a file with such a run runs whole. So does a test file that has changed since the record, if it imports the file or its
+package or one of its recorded tests is found: its new tests are not recorded.
+Files run in this order: changed ones that import the file, then level by level, and in a level by (seconds of their
+chosen tests) x (lines that one of them runs): cheap tests of little code first. Then changed ones that import the
+package, and the rules of tests/structure.
 """
 
 import ast
@@ -93,10 +94,7 @@ def read_record(folder: Path, levels: Mapping[str, Sequence[Lines]]) -> Record:
 
 def _choose(fault: Fault, record: Record, tree: Path, new_tests: Sequence[str]) -> Chosen:
     module = module_name(fault.file)
-    changed = set(new_tests)
-    files: dict[str, Sequence[str] | None] = {
-        name: None for name in new_tests if _imports(module).search((tree / name).read_text(encoding="utf-8"))
-    }
+    files: dict[str, Sequence[str] | None] = dict.fromkeys(_importing(module, tree, new_tests))
     num_tests = 0
     for tests in record.tests[fault.name]:
         if num_tests >= FEW:
@@ -104,8 +102,9 @@ def _choose(fault: Fault, record: Record, tree: Path, new_tests: Sequence[str]) 
         num_tests += len(tests)
         for name, ids in _ordered(tests, record):
             if name not in files and name not in STRUCTURE and (tree / name).exists():
-                files[name] = None if name in changed or _shares_runs(name, tree) else ids
-    return files | {name: None for name in STRUCTURE if (tree / name).exists()}
+                files[name] = None if name in new_tests or _shares_runs(name, tree) else ids
+    of_package = [name for name in _importing(module.rpartition(".")[0], tree, new_tests) if name not in files]
+    return files | dict.fromkeys([*of_package, *(name for name in STRUCTURE if (tree / name).exists())])
 
 
 def _ordered(tests: Iterable[str], record: Record) -> Iterator[tuple[str, list[str]]]:
@@ -246,8 +245,12 @@ def module_name(file: str) -> str:
 
 def importers(file: str, tree: Path, among: Iterable[str]) -> list[str]:
     """Returns the files of `among` that import the module `file`."""
-    pattern = _imports(module_name(file))
-    return [name for name in among if name != file and pattern.search((tree / name).read_text(encoding="utf-8"))]
+    return [name for name in _importing(module_name(file), tree, among) if name != file]
+
+
+def _importing(module: str, tree: Path, among: Iterable[str]) -> list[str]:
+    pattern = _imports(module)
+    return [name for name in among if pattern.search((tree / name).read_text(encoding="utf-8"))]
 
 
 def _imports(module: str) -> re.Pattern[str]:

@@ -219,7 +219,9 @@ def test_a_fault_concerns_its_statement_its_function_then_its_file(tmp_path: Pat
         assert levels_of(mutant(old=old, new="pass"), tmp_path) == [bodies]
 
 
-def test_a_changed_test_file_runs_whole_if_one_of_its_recorded_tests_ran_the_lines(project: Path) -> None:
+def test_changed_test_files_run_whole_if_they_import_the_package_or_a_recorded_test_ran_the_lines(
+    project: Path,
+) -> None:
     record = project.parent / "record"
     entry = {"kind": "test", "cpu": 0.1, "children": 0.0, "lines": {NUMBERS: [8]}}
     lines = [json.dumps({**entry, "test": f"tests/test_{name}.py::test_a"}) for name in ("old", "new")]
@@ -229,13 +231,13 @@ def test_a_changed_test_file_runs_whole_if_one_of_its_recorded_tests_ran_the_lin
     git(project, "add", "tests/test_old.py")
     git(project, "commit", "-q", "-m", "as recorded")
     recorded = git(project, "rev-parse", "HEAD").strip()
-    git(project, "add", "tests/test_new.py")
+    (project / "tests/test_package.py").write_text("from megatron.core import other\n\n\ndef test_a():\n    pass\n")
+    git(project, "add", "tests/test_new.py", "tests/test_package.py")
     git(project, "commit", "-q", "-m", "after the record")
     places = {"folder": record, "root": project, "record_commit": recorded, "commit": "HEAD"}
     chosen, _ = choose_all([mutant(old="2 * value")], project, **places)
-    assert chosen["a"]["tests/test_new.py"] is None and chosen["a"]["tests/test_old.py"] == [
-        "tests/test_old.py::test_a"
-    ]
+    assert chosen["a"]["tests/test_old.py"] == ["tests/test_old.py::test_a"]
+    assert chosen["a"]["tests/test_new.py"] is None and list(chosen["a"])[-1] == "tests/test_package.py"
 
 
 def test_changed_lines_are_those_that_differ_or_surround_an_addition() -> None:
