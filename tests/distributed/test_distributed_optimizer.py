@@ -181,6 +181,19 @@ def _train_unusual_models() -> None:
         run.step(2)
 
 
+def _read_a_weight_during_its_gather() -> None:
+    run = Run(Borrower(), zero1=True, bucket_size=1, overlap="params")
+    run.step(0)
+    run.optimizer.zero_grad()
+    run.model.launch_order.launch_due_gathers()
+    with pytest.raises(RuntimeError, match="read.weight has a gradient, and forward read it before the gather"):
+        run.model.module.read.weight.square().sum().backward()  # type: ignore[union-attr,operator]
+
+
+def test_b2_a_gradient_of_a_weight_that_was_read_during_its_gather_is_refused() -> None:
+    run_on_ranks(_read_a_weight_during_its_gather, 2)
+
+
 @pytest.mark.slow
 def test_b24_frozen_parameters_frozen_in_mid_run_and_a_model_without_any_to_train() -> None:
     run_on_ranks(_freeze, 3)

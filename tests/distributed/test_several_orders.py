@@ -1,6 +1,5 @@
 """Two wrappers, or two optimizers, over one process group whose gradients come in another order on each rank."""
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,10 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _nets() -> tuple[nn.Module, nn.Module]:
+    """Two modules whose messages differ in size, so that pairs of the wrong ones are errors."""
     torch.manual_seed(5)
-    first = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-    return first, copy.deepcopy(first)
+    first, second = (nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)) for width in (8, 11))
+    return first, second
 
 
 def _loss(first: nn.Module, second: nn.Module, step: int, *, rank: int) -> Tensor:
