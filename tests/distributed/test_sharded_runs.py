@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.core.agreement import RemoteRankError
 from megatron.training.evaluation import evaluate
 from megatron.training.training import train_step
-from tests.counts import long_count
+from tests.counts import long_count, soak_only
 from tests.distributed.layout_runs import FLAGS, MODES, OVERLAPPED, load_and_step, save_after_steps
 from tests.distributed.parity import Box, boxes_of_state, put_together
 from tests.distributed.tiny_runs import started_run, train_steps
@@ -58,7 +58,7 @@ def _tensors(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [{"bf16": True}, {}], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("precision", [{"bf16": True}, soak_only({})], ids=["bf16, with masters", "fp32"])
 def test_b11_what_is_saved_is_the_state_of_the_step_whatever_happens_then(precision: Flags, tmp_path: Path) -> None:
     modes: list[Flags] = [{}, {**OVERLAPPED, "ddp-bucket-size": 1001}, IN_STEP]
     run_on_ranks(_save_and_spoil, 3, [command_line({**TINY, **precision, **mode}) for mode in modes], str(tmp_path))

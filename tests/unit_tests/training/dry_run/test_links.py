@@ -85,7 +85,8 @@ def test_ranks_that_train_nothing_send_nothing() -> None:
     assert not any(line.startswith("sent in a step") for line in lines)
 
 
-@pytest.mark.slow
+# What a plan says is checked by the tests above, of fewer ranks; this one is about its costs.
+@pytest.mark.soak
 def test_deepseek_v3_on_16384_ranks_takes_less_than_a_minute_and_two_gibibytes() -> None:
     # The peak of this program alone: ru_maxrss begins with what its parent held when it forked.
     script = """
