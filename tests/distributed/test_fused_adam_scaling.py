@@ -1,5 +1,6 @@
 """Clipping, norms and loss scaling of DistributedFusedAdam against plain PyTorch: clip_grad_norm_ and GradScaler."""
 
+import functools
 import io
 import itertools
 import math
@@ -155,6 +156,19 @@ def orders_of_calls(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_any_order_of_unscaling_clipping_and_stepping_equals_plain_pytorch(order):
     run_on_ranks(orders_of_calls, long_count(2, soak=3), order)
+
+
+def skipped_step(**settings):
+    """An overflow of one rank, where shards of two ranks end inside parameters, which are copied from messages."""
+    scaled = Scaled({"bucket_cap_mb": cap(400), "contiguous_param_buffer": False, **settings})
+    scaled.gradients(0, overflow=True)
+    scaled.finish()
+    scaled.check()
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap_param_sync": True}], ids=str)
+def test_after_a_skipped_step_all_ranks_have_the_parameters_from_before(settings):
+    run_on_ranks(functools.partial(skipped_step, **settings), 2)
 
 
 def scales_by_hand():

@@ -9,11 +9,16 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import pretrain_gpt
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, GraphedReductions
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.graph_capture import CaptureFailedError
 from megatron.core.graph_tape import TapeGraphs
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.training.run import TrainingRun
 from tests.counts import slow, soak_only
@@ -257,6 +262,32 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_trie
         assert captured.failure is not None and "_local_scalar_dense" in captured.failure
         assert (captured.num_captures, captured.num_graphs) == (1, 0)
         captured.assert_same(eager, "a forward that reads its loss")
+
+
+def _late_in_the_capture() -> str:
+    """Captures a step in which rank 1 has a gradient more than in the step before; returns what this rank is told."""
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(ModelParallelConfig(), settings, nn.Linear(2, 2))
+    num_backwards = iter([1, 1 + dist.get_rank()])
+
+    def passes(**unused: object) -> list[object]:
+        for _ in range(next(num_backwards)):
+            model(torch.ones(1, 2)).sum().backward()
+        return []
+
+    run = FullCudaGraphWrapper(passes, 1, device=TapeGraphs(), participants=[GraphedReductions([model])])
+    model.zero_grad_buffer()
+    run(data_iterator=None, num_microbatches=1)
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    with pytest.raises(CaptureFailedError) as told:
+        run(data_iterator=None, num_microbatches=1)
+    return str(told.value)
+
+
+def test_all_ranks_refuse_a_graph_in_which_one_has_a_gradient_behind_its_bucket() -> None:
+    first, late = run_on_ranks(_late_in_the_capture, 2, timeout=60)
+    assert "gradients came after their bucket was sent" in late and first == f"rank 1: {late}"
 
 
 def _graphs_at_the_end() -> list[int]:
