@@ -125,6 +125,26 @@ def test_iterations_that_begin_inside_one_backward_are_an_error_that_names_both(
     run_on_ranks(_begun_in_backward, 2)
 
 
+def _begun_before_a_launch() -> None:
+    nets, rank = _nets(), dist.get_rank()
+    optimizers = [DistributedFusedAdam(net.parameters(), **RATES) for net in nets]
+    x = torch.ones(1, 5)
+    for net, optimizer in zip(nets, optimizers):
+        optimizer.init_params()
+        net(x).sum().backward()
+        optimizer.step()
+    # The first net's gradients come first. On rank 1 its bucket lacks some, and is not launched.
+    second, hidden = nets[1](x), nets[0][:2](x)
+    with pytest.raises(RuntimeError, match="parameter .* in one backward"):
+        (second + nets[0][2](hidden.detach() if rank == 1 else hidden)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.reset_iteration()
+
+
+def test_iterations_that_begin_inside_one_backward_are_an_error_also_on_a_rank_that_has_launched_nothing() -> None:
+    run_on_ranks(_begun_before_a_launch, 2, timeout=60)
+
+
 def _in_turn() -> list[int]:
     """How many gradients of the first module are under way at the end of its backward, in iterations apart."""
     nets = _nets()
