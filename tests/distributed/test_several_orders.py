@@ -25,10 +25,10 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _nets() -> tuple[nn.Module, nn.Module]:
-    """Two modules whose messages differ in size, so that pairs of the wrong ones are errors."""
+def _nets(widths: tuple[int, int] = (8, 40)) -> tuple[nn.Module, nn.Module]:
+    """Two modules whose messages differ in size, also where padded, so that pairs of the wrong ones are errors."""
     torch.manual_seed(5)
-    first, second = (nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)) for width in (8, 11))
+    first, second = (nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)) for width in widths)
     return first, second
 
 
@@ -109,7 +109,8 @@ def test_two_optimizers_in_one_backward_reduce_the_gradients_of_each(settings: d
 
 
 def _begun_in_backward() -> None:
-    nets = _nets()
+    # Alike: before the error ranks launch messages of different modules.
+    nets = _nets((8, 8))
     for net in nets:
         optimizer = DistributedFusedAdam(net.parameters(), **RATES, **SMALL)
         optimizer.init_params()
@@ -207,7 +208,8 @@ def _after_an_error(mode: str, *, is_early: bool) -> None:
     """Rank 1 alone has an error, in the backward or before it; both reset, and go on as if it had not been."""
     nets = _nets()
     if mode == "fused adam":
-        optimizers = [DistributedFusedAdam(net.parameters(), **RATES, **SMALL) for net in nets]
+        # One bucket each: several would all be of one size.
+        optimizers = [DistributedFusedAdam(net.parameters(), **RATES) for net in nets]
         modules, finish, reset = list(nets), [o.grad_sync for o in optimizers], [o.reset_iteration for o in optimizers]
     else:
         settings, optimizing = MODES[mode]
