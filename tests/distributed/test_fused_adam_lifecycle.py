@@ -101,6 +101,19 @@ def test_groups_are_added_between_steps():
     run_on_ranks(added_groups, 2)
 
 
+def released():
+    run = Run(Case(OVERLAPPED, shapes=SHAPES))
+    run.step(0)
+    run.optimizer.release()
+    # Nothing waits for gathers any more.
+    for param, value in zip(run.model.parameters(), run.reference.values):
+        assert torch.equal(param, value)
+
+
+def test_after_release_parameters_have_the_values_of_the_last_step():
+    run_on_ranks(released, 2)
+
+
 def initialised(run, how):
     params = list(run.model.parameters())
     if how == "all":

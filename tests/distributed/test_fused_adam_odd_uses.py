@@ -150,6 +150,19 @@ def test_a_scaler_that_saw_gradients_of_one_rank_alone_is_refused(unscales_first
         scaler.step(optimizer)
 
 
+def test_a_scaler_that_saw_reduced_gradients_of_an_earlier_iteration_alone_is_refused():
+    _, _, model, optimizer = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        scaler.scale(loss_of(model, 1)).backward()
+    with pytest.raises(RuntimeError, match="call grad_sync"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("numbers", [(0, 1), (0,), (1,)])
 def test_a_scaler_is_refused_at_once_where_no_sync_has_kept_gradients_beside_reduced_ones(numbers):
     params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]

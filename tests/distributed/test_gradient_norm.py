@@ -5,6 +5,7 @@ no clipping at all, infinite gradients or ranks that own nothing.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -51,14 +52,22 @@ class Whole:
 
 @pytest.mark.slow
 def test_b18_b37_expert_and_split_gradients_count_once_in_norm_zeros_and_parameters_norm() -> None:
-    for results in run_on_ranks(_measure_layouts, 4):
-        for layout, (measured, expected) in zip(product(LAYOUTS, (False, True)), results, strict=True):
+    _compare(LAYOUTS, ranks=4)
+
+
+def test_b18_experts_of_all_ranks_count_where_each_has_all_of_the_dense_layers() -> None:
+    _compare([(1, 1, 1, 2, 1)], ranks=2)
+
+
+def _compare(layouts: Sequence[Sizes], *, ranks: int) -> None:
+    for results in run_on_ranks(_measure_layouts, ranks, layouts):
+        for layout, (measured, expected) in zip(product(layouts, (False, True)), results, strict=True):
             assert measured == pytest.approx(expected, rel=1e-6), layout
 
 
-def _measure_layouts() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+def _measure_layouts(layouts: Sequence[Sizes]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     results = []
-    for layout, sharded in product(LAYOUTS, (False, True)):
+    for layout, sharded in product(layouts, (False, True)):
         groups = _groups_of(layout)
         whole = _whole_model(stages=layout[2], sharded=sharded)
         optimizer = _optimizer(groups, whole, clip_grad=1.0)

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.gpt_builder import build_gpt
 from tests.distributed.tiny_runs import parameters, started_run, train_steps
@@ -19,6 +23,7 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.extensions.fake_engine import CLASSES, bound, fake_engine
 from tests.unit_tests.core.extensions.write_engine_signatures import SIGNATURES_FILE, signatures
+from tests.unit_tests.core.models.small_models import small_config
 
 ENGINE: Flags = {"transformer-impl": "transformer_engine"}
 TP: Flags = {"tensor-model-parallel-size": 2}
@@ -114,6 +119,22 @@ def test_a_linear_layer_names_the_setting_that_it_does_not_have(layer: str, sett
     [(name, value)] = setting.items()
     with fake_engine(), pytest.raises(ValueError, match=f"{name} is {value}: .*must be {not value}"):
         getattr(transformer_engine, layer)(4, 4, config=None, init_method=None, **setting)
+
+
+def _fresh_weight(mode: str | None) -> Tensor:
+    model_parallel_cuda_manual_seed(7, tp_rank=dist.get_rank())
+    config = small_config()
+    with fake_engine():
+        layer = transformer_engine.TELinear(
+            4, 4, config=config, init_method=config.init_method, parallel_mode=mode, tp_group=dist.group.WORLD
+        )
+    return layer.weight.detach()
+
+
+@pytest.mark.parametrize("mode", [None, "column"])
+def test_ranks_draw_the_same_weight_where_each_holds_it_whole_and_other_parts_of_a_split_one(mode: str | None) -> None:
+    first, second = run_on_ranks(_fresh_weight, 2, mode)
+    assert torch.equal(first, second) == (mode is None) and first.std() > 0
 
 
 def test_without_the_package_the_error_says_what_to_install() -> None:
