@@ -232,6 +232,24 @@ def test_torchs_adamw_and_adam_hand_over_to_us_and_take_over_bit_for_bit(tmp_pat
     run_on_ranks(go_on_as_plain_adamw, ranks, tmp_path, is_adamw)
 
 
+def moment_gathered_in_a_group():
+    """Returns exp_avg of a torch state dict, of a parameter that the last two of three ranks step."""
+    group = dist.new_group([1, 2])
+    if rank() == 0:
+        return None
+    optimizer = DistributedFusedAdam([param := nn.Parameter(torch.ones(200))], **RATES, process_group=group)
+    param.grad = torch.arange(200.0)
+    optimizer.step()
+    gathered = optimizer.state_dict(state_dict_format="torch")
+    return None if gathered is None else gathered["state"][0]["exp_avg"]
+
+
+def test_the_first_rank_of_a_group_gathers_its_state_for_torch_whatever_its_rank_of_all():
+    outside, first, second = run_on_ranks(moment_gathered_in_a_group, 3, timeout=60)
+    assert outside is None and second is None
+    assert torch.equal(first, 0.25 * torch.arange(200.0))
+
+
 def save_by_names(folder):
     run = Run().train(0, BEFORE)
     run.optimizer.zero_grad()
