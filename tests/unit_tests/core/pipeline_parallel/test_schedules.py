@@ -163,6 +163,21 @@ def test_one_callable_defers_the_reductions_of_several_chunks() -> None:
         assert events == expected
 
 
+def test_parameters_of_a_chunk_are_gathered_from_the_first_forward_of_the_one_before() -> None:
+    events: list[str] = []
+    chunks = [Linear() for _ in range(4)]
+    chunks[0].config.param_sync_func = [lambda _, n=n: events.append(f"gather {n}") for n in range(4)]
+    passes = [Action(ActionKind.FORWARD, chunk, microbatch) for microbatch in (0, 1) for chunk in range(4)]
+    sync = SyncCallables(chunks[0].config, chunks, actions=passes)
+    sync.begin()
+    for step in passes:
+        sync.before(step)
+        events.append(f"F{step.chunk}")
+        sync.after(step)
+    forwards = ["F0", "F1", "F2", "F3"]
+    assert events == ["gather 0", "gather 1", "F0", "gather 2", "F1", "gather 3", "F2", "F3", *forwards]
+
+
 def test_evaluation_makes_no_gradients() -> None:
     model = Linear()
     assert len(run(model, batches(), forward_only=True)) == 3

@@ -14,7 +14,7 @@ from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
 from megatron.core.tokenizers.byte_level_tokenizer import ByteLevelTokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
 from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.sentencepiece_tokenizer import Llama2Tokenizer
+from megatron.core.tokenizers.sentencepiece_tokenizer import Llama2Tokenizer, SentencePieceTokenizer
 from megatron.core.tokenizers.tik_tokenizer import TikTokenizer
 from tests.unit_tests.core.tokenizers.vocabularies import TEXT, write_sentencepiece, write_tiktoken
 
@@ -95,6 +95,14 @@ def test_special_tokens_in_a_template_become_their_ids(tmp_path: Path) -> None:
         assert learned == [*tokenizer.tokenize_piece(" the fox "), tokenizer.eod]
         assert found.ids.count(tokenizer.eod) == 1
         assert tokenizer.bos is None or found.ids[0] == tokenizer.bos
+
+
+def test_of_two_special_tokens_that_begin_alike_the_longer_one_is_read(tmp_path: Path) -> None:
+    path = write_sentencepiece(tmp_path / "s.model", control_symbols=["<|im|>", "<|im|>start", "<|im|>st"])
+    tokenizer = SentencePieceTokenizer(str(path))
+    assert tokenizer.tokenize_marked("<|im|>start<|im|><|im|>st", []).ids == [
+        tokenizer.vocab[text] for text in ("<|im|>start", "<|im|>", "<|im|>st")
+    ]
 
 
 @pytest.mark.parametrize(

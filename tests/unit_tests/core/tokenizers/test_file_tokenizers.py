@@ -117,6 +117,13 @@ def test_special_ids_sizes_and_vocabularies(files: dict[str, Path]) -> None:
         assert tokenizer.eod not in tokenizer.encode("hello </s> <|endoftext|>")
 
 
+def test_sentencepiece_models_may_have_a_special_piece_at_0(tmp_path: Path) -> None:
+    # As T5's.
+    path = write_sentencepiece(tmp_path / "t5.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    tokenizer = build("SentencePieceTokenizer", path)
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (None, 1, 0)
+
+
 def test_a_smaller_vocab_size_leaves_out_the_last_ranks(files: dict[str, Path]) -> None:
     tokenizer = build("TikTokenizer", files["json"], vocab_size=1258)
     assert tokenizer.encode("the wor") == [1256, 1101, *(1000 + byte for byte in b" wor")]

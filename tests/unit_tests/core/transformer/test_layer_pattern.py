@@ -12,6 +12,8 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
         ("[0,1]", [0, 1]),
         ("([0]+[1]*3)*2", [0, 1, 1, 1, 0, 1, 1, 1]),
         (" [1] * 2 + 2*[0, 1,] ", [1, 1, 0, 1, 0, 1]),
+        ("(" * 50 + "[1]" + ")" * 50, [1]),
+        ("+".join(["([0]+[1])"] * 60), [0, 1] * 60),
     ],
 )
 def test_layer_patterns_are_read(word: str, value: object) -> None:
@@ -31,6 +33,7 @@ def test_layer_patterns_are_read(word: str, value: object) -> None:
         "2*3",
         "[a]",
         "[1]*999999999",
+        "(" * 51 + "[1]" + ")" * 51,
         "__import__('os').getcwd()",
     ],
 )
