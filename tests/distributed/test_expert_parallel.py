@@ -112,6 +112,15 @@ def agrees_with_one_process(per_rank: list[Any], routing: str, fields: dict[str,
         close(sum(dense[name] for _, _, _, dense in per_rank), grads[name])
 
 
+def _own_experts() -> list[int]:
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=2)
+    return build_layer(parallel_state.get_process_groups(), **KINDS["grouped"]).local_expert_indices
+
+
+def test_ranks_that_split_experts_among_them_have_the_same_experts() -> None:
+    assert run_on_ranks(_own_experts, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
 def test_the_shared_expert_computes_while_rows_are_on_their_way() -> None:
     # Rows and their weights are sent; the last pair of the forward, and the first of backward, is the way back.
     forward = ["send", "send", "shared", "arrive", "arrive", "send", "arrive"]

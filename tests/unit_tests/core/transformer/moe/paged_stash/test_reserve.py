@@ -121,6 +121,21 @@ def test_a_share_counts_on_what_open_groups_give_back() -> None:
     assert dropped[0.5] == [0, 0, 0] and dropped[1.0][0] == 0 < dropped[1.0][2]
 
 
+def test_rows_follow_sizes_that_change_in_a_later_step_of_the_same_order() -> None:
+    events = tuple(stash_events(SCHEDULES[0](0, 2, 4), layers=3))
+    groups = [event.group for event in events if event.kind is EventKind.FORWARD]
+    grown, other = (Reserve(PoolLayout(PAGE, 1), CPU, share=1) for _ in range(2))
+    for reserve, rows_of_steps in ((grown, (ROWS, 2 * ROWS)), (other, (2 * ROWS,))):
+        for max_rows in rows_of_steps:
+            reserve.begin_step(events)
+            for group in groups:
+                specs = [TensorSpec(PAGE, PAGE, max_rows, kind) for kind in Priority]
+                reserve.learn(group, specs, max_rows=max_rows)
+        reserve.begin_step(events)
+    rows = [grown.row(group, index) for index, group in enumerate(groups)]
+    assert [tuple(row.tolist()) for row in rows if row is not None] == list(other.table) == list(grown.table)
+
+
 @pytest.mark.parametrize("share", [0.75, 1.0])
 def test_a_raised_share_is_written_to_the_same_memory_when_the_next_step_begins(share: float) -> None:
     events = tuple(stash_events(SCHEDULES[0](0, 4, 12), layers=2))

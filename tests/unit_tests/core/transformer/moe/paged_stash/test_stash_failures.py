@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.transformer.moe.paged_stash import (
     PagedStash,
@@ -173,6 +174,19 @@ def test_mistakes_inside_a_context_are_named(body: Callable[..., Any], error: ty
     if kept is not None:
         with pytest.raises(RuntimeError, match="did not end well"):
             kept.sum().backward()
+
+
+def test_what_a_context_saved_is_freed_after_an_exception_though_its_graph_lives_on() -> None:
+    saved: list[StorageWeakRef] = []
+    with pytest.raises(KeyboardInterrupt), context_of(make_stash()) as (_, x):
+        rows, others = x.sin(), torch.ones(5, requires_grad=True).sin()
+        loss = (rows * rows).sum() + (others * others).sum()
+        saved += [StorageWeakRef(tensor.untyped_storage()) for tensor in (rows, others)]
+        del rows, others
+        raise KeyboardInterrupt
+    assert [one.expired() for one in saved] == [True, True]
+    with pytest.raises(RuntimeError, match="did not end well"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("joins", [False, True])

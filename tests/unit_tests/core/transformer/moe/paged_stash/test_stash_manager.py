@@ -1,8 +1,10 @@
 """Gradients with a stash are those without, bit for bit, whatever the tiers, rungs and orders of groups."""
 
 import gc
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import pytest
 import torch
@@ -88,6 +90,35 @@ def test_a_pool_of_every_input_and_little_more_never_lacks_pages_for_inputs(is_g
         dropped.append(stash.pool.occupancy_sync().counters[Counter.DROPPED_GATE_UP])
         stash.reset()
     assert dropped == [4 if is_given else 6, 4, 4], "a step without a known order keeps x alone"
+
+
+def test_forwards_that_two_threads_begin_at_once_are_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stash, both = make_stash(), threading.Barrier(2)
+    next_forward = stash._next_forward
+
+    def both_read(name: str) -> StashEvent:
+        event = next_forward(name)
+        # The other thread never comes where it waits for this one.
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return event
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with stash.context("one", LIVE, max_rows=C):
+            return x.exp()
+
+    monkeypatch.setattr(stash, "_next_forward", both_read)
+    leaves = [torch.randn(C, HIDDEN, requires_grad=True) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        outputs = list(threads.map(run, leaves))
+    for leaf, output in zip(leaves, outputs):
+        output.sum().backward()
+        assert leaf.grad is not None and torch.equal(leaf.grad[:LIVE], output[:LIVE])
+    assert is_empty_sync(stash)
+    stash.reset()
+    assert {(event.kind, event.group) for event in stash.order.events} == {
+        (kind, ("one", instance)) for kind in EventKind for instance in range(2)
+    }
 
 
 @pytest.mark.parametrize("departs_with", [0, 1, 3, 5])
