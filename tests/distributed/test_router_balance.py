@@ -29,6 +29,8 @@ BIASED: Flags = {
 }
 # From a scale of 2**32 every step overflows: the optimizer skips them all.
 PRECISIONS: dict[str, Flags] = {"fp32": {}, "skipped_fp16": {"fp16": True}}
+# Losses over the tokens of one sequence or micro-batch, by kind: the name in the log.
+CONTEXT_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 Choices = list[list[list[int]]]  # by step, then layer: the expert of each slot
 
 
@@ -86,8 +88,28 @@ def test_global_loss_sees_all_ranks_and_the_microbatches_so_far() -> None:
             torch.testing.assert_close(grad, expected[rank])
 
 
+@pytest.mark.parametrize("kind", CONTEXT_LOSSES)
+def test_loss_of_a_sequence_sees_the_tokens_of_all_context_parallel_ranks(kind: str) -> None:
+    logits = torch.randn(RANKS, 5, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = naive.balancing_loss(*naive.shares(logits.flatten(0, 1), _balanced_config(kind)), _balanced_config(kind))
+    # The log has the mean over ranks.
+    assert sum(run_on_ranks(_route_part, RANKS, logits, kind)) / RANKS == pytest.approx(expected.item(), rel=1e-6)
+
+
+def _route_part(logits: Tensor, kind: str) -> float:
+    """Routes this rank's part of one sequence, of which logits [R, T, E] has all parts; returns the loss recorded."""
+    groups = ProcessGroupCollection(cp=dist.group.WORLD, tp_cp=dist.group.WORLD)
+    router = TopKRouter(_balanced_config(kind), groups)
+    router.routing(logits[dist.get_rank()].requires_grad_())
+    return router.aux_losses.take_totals()[CONTEXT_LOSSES[kind]][0].item()
+
+
 def _global_config() -> Any:
-    kind = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5}
+    return _balanced_config("global_aux_loss")
+
+
+def _balanced_config(balancing: str) -> Any:
+    kind = {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": 0.5}
     return small_config(**LLAMA_LIKE, num_moe_experts=EXPERTS, params_dtype=torch.float64, **kind)
 
 

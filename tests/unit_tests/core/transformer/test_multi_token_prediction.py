@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, gradients, small_batch, small_config, small_model
 
 FACTOR = 0.5
@@ -70,6 +71,16 @@ def test_losses_and_gradients_are_those_of_the_formula(fields: dict[str, Any]) -
     for depth, loss in enumerate(further, 1):
         total_loss, count = recorded[f"mtp_{depth} loss"].tolist()
         assert count == loss.numel() and total_loss == pytest.approx(loss.sum().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize(("layers_before", "again"), [(2, []), (1, [3]), (0, [3, 4])])
+def test_layers_that_are_recomputed_as_a_block_are_first_those_before(layers_before: int, again: list[int]) -> None:
+    fields = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    config = small_config(mtp_num_layers=2, **LLAMA_LIKE, **fields)
+    spec = get_gpt_mtp_block_spec(config, get_gpt_decoder_block_spec(config))
+    assert spec is not None
+    block = MultiTokenPredictionBlock(config, spec, layers_before=layers_before)
+    assert block.recomputed_layers() == again
 
 
 def test_the_next_token_is_predicted_as_without_it() -> None:

@@ -92,6 +92,16 @@ def test_a_pool_of_every_input_and_little_more_never_lacks_pages_for_inputs(is_g
     assert dropped == [4 if is_given else 6, 4, 4], "a step without a known order keeps x alone"
 
 
+def test_a_step_that_is_reset_before_its_last_backward_teaches_no_order() -> None:
+    stash, outputs = make_stash(), []
+    for name in ("one", "two"):
+        with stash.context(name, LIVE, max_rows=C):
+            outputs.append(torch.randn(C, HIDDEN, requires_grad=True).exp())
+    outputs[1].sum().backward()
+    stash.reset()
+    assert stash.order.events == ()
+
+
 def test_forwards_that_two_threads_begin_at_once_are_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     stash, both = make_stash(), threading.Barrier(2)
     next_forward = stash._next_forward
