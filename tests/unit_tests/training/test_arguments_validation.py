@@ -215,6 +215,11 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             ["--num-layers is 2", "x --num-layers-per-virtual-pipeline-stage (3)"],
         ),
         (
+            "--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "",
+            ["--num-layers is 6: must be a multiple of", "x --num-layers-per-virtual-pipeline-stage (4)"],
+        ),
+        (
             "--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
             "",
             ["--num-layers-per-virtual-pipeline-stage is 1 and --num-virtual-stages-per-pipeline-rank is 2: give one"],

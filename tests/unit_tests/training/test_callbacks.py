@@ -112,6 +112,20 @@ def test_console_prints_one_line_an_interval_and_the_rest_at_the_end() -> None:
     assert [int(found[1]) for line in lines if (found := re.search(r"iteration +(\d+)/", line))] == [2, 4, 5]
 
 
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_console_forgets_the_steps_of_an_interval_that_a_run_goes_back_from(iteration: int) -> None:
+    lines: list[str] = []
+    log = ConsoleLog(3, write=lines.append)
+    log.on_train_start(RunStart(iteration=3, train_iters=6))
+    for step in (4, 5):
+        log.on_step_end(replace(STEP, iteration=step, losses={"lm loss": 100.0}, skipped=True))
+    log.on_rewind(iteration)
+    for step in range(iteration + 1, 7):
+        log.on_step_end(replace(STEP, iteration=step))
+    [line] = lines
+    assert "lm loss: 2.000000E+00 |" in line and re.search(r"skipped iterations: +0 \|", line)
+
+
 def test_resume_drops_lines_past_its_start_and_a_line_cut_short(tmp_path: Path) -> None:
     for start, end, torn in ((0, 4, b'{"iteration": 1, "lm_lo'), (2, 3, b"5\n\xff\0\n{}")):
         log = CallbackList((JsonlLog(tmp_path),))
@@ -160,6 +174,15 @@ def test_run_file_lists_every_start_until_a_run_begins_anew(tmp_path: Path) -> N
         starts.append([start["iteration"] for start in written["starts"]])
         assert written["flags"] == {"lr": 1} and written["started"] == written["starts"][-1]["started"]
     assert starts == [[0], [0, 4], [0, 4, 6], [0]]
+
+
+def test_a_reader_of_the_run_file_sees_all_of_the_old_one_while_another_start_is_written(tmp_path: Path) -> None:
+    record = {"environment": {"host": "here"}, "flags": {"lr": 1}}
+    RunFile(tmp_path, record=record).on_train_start(RunStart(iteration=0, train_iters=9))
+    before = (tmp_path / "run.json").read_bytes()
+    with (tmp_path / "run.json").open("rb") as reader:
+        RunFile(tmp_path, record=record).on_train_start(RunStart(iteration=4, train_iters=9))
+        assert reader.read() == before != (tmp_path / "run.json").read_bytes()
 
 
 def test_cumulative_throughput_counts_from_the_first_job_on_as_many_devices() -> None:

@@ -1,8 +1,10 @@
 """Save and resume of a run in one process: bit for bit, and each flag takes what it says."""
 
 import argparse
+import errno
 import os
 import random
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import list_tensors
+from megatron.training import checkpointing
 from megatron.training.checkpoint_args import check_same_model
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from tests.unit_tests.training.small_run import SmallRun
@@ -133,6 +136,19 @@ def test_a_save_cleans_up_after_killed_ones_and_leaves_everything_else(tmp_path)
         (tmp_path / name).mkdir()
     SmallRun().train(2).save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "iter_0000002", "latest_checkpointed_iteration.txt"])
+
+
+def test_where_the_tracker_cannot_be_written_the_checkpoint_that_it_names_stays(tmp_path, monkeypatch):
+    run = SmallRun().train(1)
+    run.save(tmp_path, save_retain_interval=100)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(checkpointing, "write_tracker", Mock(side_effect=full))
+        run.train(1).save(tmp_path, save_retain_interval=100)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert (tmp_path / "iter_0000001").exists() and SmallRun().load(tmp_path) == 1
+    run.train(1).save(tmp_path, save_retain_interval=100)
+    assert not (tmp_path / "iter_0000001").exists() and SmallRun().load(tmp_path) == 3
 
 
 def test_a_run_that_only_evaluates_needs_no_optimizer(tmp_path):
