@@ -353,6 +353,14 @@ def test_flags_that_leave_one_meaning_get_it_and_a_note(
     assert note in said if note is not None else "note:" not in said
 
 
+def test_a2a_is_not_chosen_where_query_groups_of_a_tensor_rank_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    assert validated(words).cp_comm_type == "a2a"
+    with pytest.raises(CommandLineError, match="^--attention-dropout is 0.1, .* and --cp-comm-type is p2p"):
+        validated(f"{words} --group-query-attention --num-query-groups 2")
+
+
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [

@@ -18,6 +18,7 @@ from megatron.training.dry_run.buffers import BufferLayout
 from megatron.training.dry_run.command import print_plan
 from megatron.training.dry_run.document import plan_document, time_lines, write_plan
 from megatron.training.dry_run.fit import fit_of
+from megatron.training.dry_run.links_table import links_lines
 from megatron.training.dry_run.page import page
 from megatron.training.dry_run.plan import Plan, RankPlan, place_of
 from megatron.training.dry_run.rates import Kernel, Kernels, Unit
@@ -137,6 +138,21 @@ def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
     }
     assert [len(passes) for passes in read["schedule"]] == [16] * 4
     assert sum(read["step"]["split"].values()) == pytest.approx(read["step"]["seconds"])
+
+
+def test_payload_and_bytes_on_links_stand_in_their_columns_in_the_unit_of_the_table() -> None:
+    # 15 of 16 parts of 3 GiB leave the rank.
+    _, head, row, *_ = links_lines(_stage(0, 4), unit="GiB", size=GIB)
+    assert head.endswith("payload  on links") and row.split()[-2:] == ["3.00", "2.81"]
+    rows = [re.findall("<t[hd][^>]*>([^<]*)", row) for row in re.findall("<tr>.*?</tr>", page(_document()))]
+    [head] = [cells for cells in rows if "on the link" in cells]
+    row = dict(zip(head, next(cells for cells in rows if "all-to-all" in cells)))
+    assert (row["payload"], row["on the link"]) == ("3 GiB", "2.812 GiB")
+
+
+def test_the_line_of_the_devices_memory_stands_where_its_gibibytes_are() -> None:
+    text = page(_document(device=replace(planned_device({}), memory_gib=17.0)))
+    assert "H100: 17 GiB" in text
 
 
 def test_a_stage_that_does_not_fit_is_told() -> None:

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.training.dry_run.buffers import buffer_layouts
 from megatron.training.dry_run.traffic import Traffic, link_bytes, merged
 from megatron.training.dry_run.working_memory import LiveBytes
 from tests.functional_tests.case import Flags
@@ -77,6 +81,14 @@ def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
     assert stage.working > 0 and stage.messages >= max(sum(one.bucket_bytes) for one in stage.buffers)
     assert any(line.startswith("sent in a step by rank 0") for line in lines)
     assert any("are padding" in line for line in lines)
+
+
+def test_buckets_have_the_bytes_of_their_gradients() -> None:
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=8)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    [layout] = buffer_layouts([DistributedDataParallel(ModelParallelConfig(), settings, layers)])
+    assert (layout.param_dtype, layout.grad_dtype) == ("bfloat16", "float32")
+    assert len(layout.bucket_bytes) > 1 and sum(layout.bucket_bytes) == layout.num_bytes * 4 // 6
 
 
 def test_ranks_that_train_nothing_send_nothing() -> None:

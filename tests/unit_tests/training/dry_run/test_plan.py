@@ -9,7 +9,7 @@ from torch import nn
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.dry_run.activations import SavedBytes, peak_bytes
+from megatron.training.dry_run.activations import EXPERTS, SavedBytes, peak_bytes
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.training.dry_run.plans import planned
 
@@ -43,6 +43,20 @@ def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
     assert stage.total == sum([stage.parameters, stage.gradients, stage.masters, stage.moments, stage.pages]) + sum(
         stage.activations.values()
     )
+
+
+def test_passes_take_memory_beside_what_waits_for_backward() -> None:
+    (stage,) = planned("dense", {})[0].stages
+    assert stage.working > 0 and stage.peak > stage.total
+
+
+def test_rows_that_experts_are_padded_to_are_counted() -> None:
+    flags: Flags = {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall", "global-batch-size": 8}
+    flags |= {"moe-expert-capacity-factor": 2.0}
+    (dropping,), (padding,) = (
+        planned("moe", {**flags, "moe-pad-expert-input-to-capacity": pads}, ranks=2)[0].stages for pads in (False, True)
+    )
+    assert padding.activations[EXPERTS] > 1.5 * dropping.activations[EXPERTS]
 
 
 def test_a_stash_in_which_nothing_would_wait_is_refused_as_the_run_refuses_it() -> None:

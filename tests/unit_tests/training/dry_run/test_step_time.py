@@ -209,6 +209,13 @@ def test_groups_of_several_nodes_send_over_the_network() -> None:
     assert message_seconds(replace(gather, count=3), late, in_node=1) == 42.0
 
 
+def test_latencies_are_those_of_the_tree_that_holds_all_ranks() -> None:
+    late, nothing = replace(DEVICE, node_latency_us=1e6), Traffic("dp_cp", 2, "all-gather", "param gather", 1, 0)
+    sizes = {2: 1.0, 3: 2.0, 4: 2.0, 5: 3.0, 6: 3.0, 8: 3.0}
+    found = {size: message_seconds(replace(nothing, group_size=size), late, in_node=size) for size in sizes}
+    assert found == sizes
+
+
 def test_ranks_of_a_group_share_nodes_by_their_numbers() -> None:
     assert ranks_in_node(range(8), 8) == 8
     assert ranks_in_node(range(0, 64, 8), 8) == 1
