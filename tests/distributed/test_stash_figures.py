@@ -67,6 +67,14 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
         assert report.rows == most and report.factors_needed == pytest.approx((max(most.values()) / (32 * 2),))
 
 
+def test_an_expert_rank_has_the_rows_of_all_its_tensor_ranks_in_a_balanced_step() -> None:
+    flags: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "expert-tensor-parallel-size": 2}
+    argv = command_line({**read_bases()["moe"], **FLAGS, **flags, "global-batch-size": 1, **stash(1.0, page_size=4)})
+    for rows, balanced_rows in run_on_ranks(_rows_of_step, 2, argv):
+        # All experts are on every rank, so that any routing is balanced.
+        assert set(rows) == {balanced_rows}
+
+
 def _planned(argv: list[str], trace: Path) -> tuple[Walk, Needs]:
     """Plans a run of two ranks from its own trace."""
     args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", "2"]))
@@ -102,6 +110,13 @@ def _figures_of_steps(argv: list[str]) -> list[Any]:
             routing = {layer: counts.tolist() for layer, counts in (report.routing or {}).items()}
             found.append((_compared(run.expert_memory.last_step), report.stash, routing, report.expert_load))
         return found
+
+
+def _rows_of_step(argv: list[str]) -> tuple[tuple[int, ...], int]:
+    with started_run(argv) as run:
+        train_step(run)
+        assert run.expert_memory is not None and run.expert_memory.last_step is not None
+        return run.expert_memory.last_step.rows, run.expert_memory.last_step.balanced_rows
 
 
 def _compared(step: Any) -> dict[str, Any]:

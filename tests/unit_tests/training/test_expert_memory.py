@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.agreement import RemoteRankError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -22,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.expert_lack import Lack, lacking_words
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.step_runner import ExpertOverflowError
+from tests.harness import run_on_ranks
 
 TOKENS = 32
 PAGES = {"moe_paged_stash": True, "moe_paged_stash_page_size": 8}
@@ -212,6 +215,19 @@ def test_what_was_lacking_is_said_once_with_the_ranks_and_the_worst_of_them() ->
         "ranks 0, 2: experts needed a capacity factor of up to 1.300, not 1.010; "
         "rank 3: no pages for inputs: 90 are needed at once, of 60 in the pool"
     )
+
+
+def _refusal_of_pool() -> str:
+    factor = 1e12 if dist.get_rank() == 1 else 1.0
+    with pytest.raises((ValueError, RemoteRankError)) as caught:
+        Toy.of(moe_paged_stash_buffer_size_factor_cuda=factor)
+    return str(caught.value)
+
+
+def test_a_pool_that_one_rank_refuses_is_refused_on_all_ranks() -> None:
+    other, refusing = run_on_ranks(_refusal_of_pool, 2, timeout=60)
+    assert refusing.startswith("--moe-paged-stash-buffer-size-factor-cuda asks for") and "2**31" in refusing
+    assert other == f"rank 1: {refusing}"
 
 
 def test_a_model_without_a_trainer_keeps_nothing_from_forward_to_forward() -> None:
