@@ -1,15 +1,21 @@
-"""A port that another program has, where ranks are to meet."""
+"""Where ranks meet: a port that another program has, entries of earlier attempts, the failure board's connection."""
 
 import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron.training import joining
-from megatron.training.joining import MeetingPoint
+from megatron.training.config import DistributedConfig
+from megatron.training.failure_board import FailureBoard
+from megatron.training.joining import MeetingPoint, join_process_group
 
 
 def _say_nothing(connection: socket.socket) -> None:
@@ -65,16 +71,20 @@ def test_a_port_that_another_program_has_is_named_on_every_rank(
             _rank(1, port).connect(timedelta(minutes=10))
 
 
-def test_a_port_where_nobody_listens_is_waited_for() -> None:
+def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+        port: int = unused.getsockname()[1]
+    return port
+
+
+def test_a_port_where_nobody_listens_is_waited_for() -> None:
+    port = _free_port()
     with pytest.raises(OSError, match="nobody answers at 127.0.0.1:.* within 0.01 minutes"):
         _rank(1, port).connect(timedelta(seconds=0.6))
 
 
 def test_ranks_meet_at_a_free_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    port = _free_port()
     found = []
     late = threading.Thread(target=lambda: found.append(_rank(1, port).connect(timedelta(seconds=20))))
     late.start()
@@ -82,3 +92,49 @@ def test_ranks_meet_at_a_free_port() -> None:
     late.join()
     store.set("key", "value")
     assert found[0].get("key") == b"value"
+
+
+def test_a_restarted_run_finds_no_entries_of_its_earlier_attempts() -> None:
+    point, timeout = _rank(0, _free_port()), timedelta(seconds=20)
+    point.connect(timeout).set("verdict", "of the first attempt")
+    assert point.connect(timeout).check(["verdict"])
+    assert not replace(point, attempt="1").connect(timeout).check(["verdict"])
+
+
+class _ConnectedError(Exception):
+    """Ends a meeting once its failure board is connected."""
+
+
+class _AskingBoard(FailureBoard):
+    """Asks for failures, as its thread does, while another thread waits for an entry of the store."""
+
+    has_answer = False
+
+    def connect(self, store: dist.Store, *, watched: dist.Store, **_: Any) -> None:
+        store.set_timeout(timedelta(seconds=8))
+        waiting = threading.Thread(target=_wait_for_entry, args=(store,), daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        asking = threading.Thread(target=watched.check, args=(["cause"],), daemon=True)
+        asking.start()
+        asking.join(4)
+        self.has_answer = not asking.is_alive()
+        if self.has_answer:
+            watched.set("entry", "")
+        waiting.join()
+        raise _ConnectedError
+
+
+def _wait_for_entry(store: dist.Store) -> None:
+    with contextlib.suppress(dist.DistStoreError):
+        store.get("entry")
+
+
+def test_failures_are_asked_for_while_the_main_thread_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**address, "TORCH_FR_BUFFER_SIZE": "100"}.items():
+        monkeypatch.setenv(name, value)
+    board = _AskingBoard(describe=str, leave=lambda: None)
+    with pytest.raises(_ConnectedError):
+        join_process_group(DistributedConfig(), torch.device("cpu"), rank=0, settings={}, board=board)
+    assert board.has_answer

@@ -1,0 +1,43 @@
+"""What ranks tell each other of a failure; killed and hanging processes are in functional_tests/test_faults.py."""
+
+import threading
+import time
+from unittest.mock import Mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.agreement import RemoteRankError
+from megatron.training import failure_board
+from megatron.training.failure_board import FailureBoard
+from megatron.training.pending_collectives import PendingCollective
+
+OPERATIONS = ("all_reduce", "all_gather")
+
+
+def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
+    """Returns the error of a rank that loses its connection in a collective, after others have lost theirs."""
+    # The thread that watches ends this process: it finds no store.
+    unwatched = Mock(check=Mock(side_effect=RuntimeError))
+    with pytest.raises(RemoteRankError) as caught, FailureBoard(describe=str, leave=lambda: None) as board:
+        board.connect(store, rank=rank, world_size=2, watched=unwatched, hosts_store=False)
+        board._waited_in = PendingCollective(OPERATIONS[rank], "world", (0, 1), 3, 60.0, 60.0, False)
+        while delay and not store.check(["num lost"]):
+            time.sleep(0.01)
+        time.sleep(delay)
+        raise RuntimeError("Connection closed by peer")
+    return str(caught.value)
+
+
+def test_no_rank_is_accused_where_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_board, "_GRACE_SECONDS", 30.0)
+    store, messages = dist.HashStore(), dict[int, str]()
+    first = threading.Thread(target=lambda: messages.update({0: _message_of_rank(0, store, delay=0.0)}))
+    first.start()
+    messages[1] = _message_of_rank(1, store, delay=0.2)
+    first.join(60)
+    expected = (
+        "the ranks wait for each other: rank 0 waited in all_reduce number 3 of group world (ranks 0, 1); "
+        "rank 1 waited in all_gather number 3 of group world (ranks 0, 1)"
+    )
+    assert messages.keys() == {0, 1} and all(text.startswith(expected) for text in messages.values()), messages
