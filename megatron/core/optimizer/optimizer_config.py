@@ -1,21 +1,225 @@
-"""Settings of the optimizer, gradient clipping and loss scaling.
+"""Settings of the optimizer: its rule, rates, clipping and loss scaling, and the forms and places of its state.
 
-Learning-rate and weight-decay schedules are in megatron/core/optimizer_param_scheduler.py.
+OptimizerConfig inherits its parts, so that flags keep the parts' order. The schedules of learning rate and weight decay
+are in megatron/core/optimizer_param_scheduler.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import ClassVar
 
 import torch
 
 from megatron.core.config_field import config_field, run_checks, validate_fields
-from megatron.core.optimizer.in_backward_config import InBackwardConfig
-from megatron.core.optimizer.muon_config import MuonConfig
-from megatron.core.optimizer.offload_config import OptimizerOffloadConfig
-from megatron.core.optimizer.precision_config import PrecisionConfig
 from megatron.core.timers import Timers
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_MOMENTS = ("fp32", "fp16", "bf16", "fp8")
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """State in fewer bits than the optimizer computes with (stored_floats.py). OptimizerConfig checks the values."""
+
+    cli_group: ClassVar[str] = "optimizer"
+
+    use_precision_aware_optimizer: bool = config_field(
+        False, help="Keep masters, gradients and moments of --optimizer adam in the types of the flags below."
+    )
+    main_grads_dtype: str = config_field(
+        "fp32",
+        choices=("fp32", "bf16"),
+        help="Type in which the optimizer finds gradients; bf16 if they are reduced so.",
+    )
+    main_params_dtype: str = config_field(
+        "fp32", choices=("fp32", "fp16"), help="Type of the masters of 16-bit parameters; fp16 is scaled by blocks."
+    )
+    exp_avg_dtype: str = config_field(
+        "fp32", choices=_MOMENTS, help="Type of Adam's first moment; fp16 is scaled by blocks, fp8 is not there."
+    )
+    exp_avg_sq_dtype: str = config_field(
+        "fp32", choices=_MOMENTS, help="Type of Adam's second moment; fp16 is scaled by blocks, fp8 is not there."
+    )
+    store_param_remainders: bool = config_field(
+        True,
+        flags=(),
+        help="Of fp32 masters beside bf16 parameters, keep only the 16 bits that the parameters lack.",
+    )
+
+    @property
+    def keeps_remainders(self) -> bool:
+        """Whether masters of bf16 parameters are the 16 bits that these lack."""
+        return self.use_precision_aware_optimizer and self.main_params_dtype == "fp32" and self.store_param_remainders
+
+    def validate_stored_types(self, optimizer: str) -> None:
+        """Raises ValueError for types that cannot be stored; optimizer: the name of the update rule."""
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            value = vars(self)[name]
+            if value == "fp8":
+                raise ValueError(f"OptimizerConfig.{name} is fp8: must be fp32, bf16 or fp16, there is no fp8 here")
+            if value != "fp32" and not self.use_precision_aware_optimizer:
+                raise ValueError(f"OptimizerConfig.{name} is {value}: needs use_precision_aware_optimizer")
+        if self.use_precision_aware_optimizer and optimizer not in ("adam", "distributed_fused_adam"):
+            raise ValueError(
+                "OptimizerConfig.use_precision_aware_optimizer is set: optimizer must be adam or "
+                f"distributed_fused_adam, not {optimizer}"
+            )
+
+
+@dataclass(kw_only=True)
+class OptimizerOffloadConfig:
+    """State in the host's memory; param_runs.py chooses the parameters. OptimizerConfig checks the values."""
+
+    cli_group: ClassVar[str] = "optimizer"
+
+    optimizer_cpu_offload: bool = config_field(
+        False, help="Keep masters and moments in the host's memory, and update there; no effect on a CPU."
+    )
+    optimizer_offload_fraction: float = config_field(
+        1.0, at_least=0, at_most=1, help="Part of the parameters that --optimizer-cpu-offload is for."
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = config_field(
+        False,
+        help="With --optimizer-cpu-offload: gradients come and parameters go while the host updates others.",
+    )
+
+    @property
+    def host_fraction(self) -> float:
+        """Part of the parameters whose state is in the host's memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    def validate_offload(self, optimizer: str) -> None:
+        """Raises ValueError for settings that cannot be offloaded; optimizer: the name of the update rule."""
+        if self.optimizer_cpu_offload and optimizer == "muon":
+            raise ValueError("OptimizerConfig.optimizer_cpu_offload is set: any optimizer will do but muon")
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise ValueError(
+                "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: needs optimizer_cpu_offload as well"
+            )
+        if self.optimizer_offload_fraction < 1 and not self.optimizer_cpu_offload:
+            raise ValueError(
+                f"OptimizerConfig.optimizer_offload_fraction is {self.optimizer_offload_fraction}: "
+                "needs optimizer_cpu_offload"
+            )
+
+
+@dataclass(kw_only=True)
+class MuonConfig:
+    """Muon, which steps matrices (muon_rule.py). OptimizerConfig checks the values."""
+
+    cli_group: ClassVar[str] = "optimizer"
+
+    muon_momentum: float = config_field(0.9, at_least=0, less_than=1, help="Momentum of --optimizer muon.")
+    muon_nesterov: bool = config_field(False, help="Look ahead by Nesterov's rule in --optimizer muon.")
+    muon_num_ns_steps: int = config_field(
+        5, at_least=1, less_than=100, help="Newton-Schulz steps that make Muon's updates orthogonal."
+    )
+    muon_scale_mode: str = config_field(
+        "spectral",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        help="Scale of Muon's update of an [m, n] matrix: sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n)).",
+    )
+    muon_extra_scale_factor: float = config_field(1.0, more_than=0, help="Another factor of Muon's updates.")
+    muon_split_qkv: bool = config_field(
+        True,
+        flags=("--muon-no-split-qkv",),
+        help="Make the update of q, k and v orthogonal as one matrix, where one weight holds them.",
+    )
+    muon_tp_mode: str = config_field(
+        "duplicated",
+        choices=("blockwise", "duplicated", "distributed"),
+        help="How Muon treats matrices that lie on several ranks; all the same while none does.",
+    )
+
+
+class InBackwardClip(Enum):
+    """Clipping of gradients whose update precedes the norm of all gradients."""
+
+    EXACT = "exact"
+    PREVIOUS_NORM = "previous-norm"
+    PER_BUCKET = "per-bucket"
+
+
+@dataclass(kw_only=True)
+class InBackwardConfig:
+    """Updates in backward (optimizer_in_backward.py). OptimizerConfig checks the values."""
+
+    cli_group: ClassVar[str] = "optimizer"
+
+    optimizer_in_backward: bool = config_field(
+        False, help="Update each bucket of parameters as soon as its gradients are reduced, and free these."
+    )
+    optimizer_in_backward_clip: str | None = config_field(
+        None,
+        choices=tuple(clip.value for clip in InBackwardClip),
+        help="How --optimizer-in-backward clips: exact keeps reduced gradients until the norm is known, previous-norm "
+        "takes the norm of the step before, per-bucket that of each bucket.",
+    )
+
+    @property
+    def in_backward_clip(self) -> InBackwardClip | None:
+        """The policy; None: updates in backward without clipping, or none in backward."""
+        chosen = self.optimizer_in_backward_clip
+        return None if chosen is None else InBackwardClip(chosen)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether nothing changes before all gradients are known, so that a step may be skipped or dropped."""
+        return self.in_backward_clip is InBackwardClip.EXACT
+
+    def validate_in_backward(
+        self, optimizer: str, *, clip_grad: float, fp16: bool, offloads: bool, has_graph: bool
+    ) -> None:
+        """Raises ValueError for settings that exclude updates in backward.
+
+        optimizer: the name of the update rule. offloads: the host keeps states. has_graph: a CUDA graph holds the step.
+        """
+        if self.optimizer_in_backward:
+            self.validate_clip_in_backward(clip_grad, fp16=fp16)
+            others = [
+                ("optimizer is muon", optimizer == "muon", "its step takes matrices apart that lie in several buckets"),
+                (
+                    "optimizer_cpu_offload is set",
+                    offloads,
+                    "the host updates in step(), while gradients are sent to it",
+                ),
+                ("optimizer_cuda_graph is set", has_graph, "graphs need gradients that stand in memory"),
+            ]
+            for words, is_set, why in others:
+                if is_set:
+                    raise ValueError(
+                        f"OptimizerConfig.{words} and OptimizerConfig.optimizer_in_backward is set: {why}; leave out "
+                        "one of them"
+                    )
+        elif self.optimizer_in_backward_clip is not None:
+            raise ValueError(
+                f"OptimizerConfig.optimizer_in_backward_clip is {self.optimizer_in_backward_clip}: needs "
+                "OptimizerConfig.optimizer_in_backward"
+            )
+
+    def validate_clip_in_backward(self, clip_grad: float, *, fp16: bool) -> None:
+        """Raises ValueError where updates in backward would not clip as these two say."""
+        clip = self.optimizer_in_backward_clip
+        if clip_grad > 0 and clip is None:
+            # Others clip nothing here, silently.
+            raise ValueError(
+                f"OptimizerConfig.clip_grad is {clip_grad} and OptimizerConfig.optimizer_in_backward is set: the norm "
+                "of all gradients is not known before backward ends, so OptimizerConfig.optimizer_in_backward_clip "
+                "must be exact, previous-norm or per-bucket, or OptimizerConfig.clip_grad be 0"
+            )
+        if clip_grad == 0 and clip is not None and not self.holds_gradients:
+            raise ValueError(
+                f"OptimizerConfig.optimizer_in_backward_clip is {clip} and OptimizerConfig.clip_grad is 0, which clips "
+                "nothing: give the norm to clip to, or leave OptimizerConfig.optimizer_in_backward_clip out"
+            )
+        if fp16 and not self.holds_gradients:
+            raise ValueError(
+                "OptimizerConfig.fp16 and OptimizerConfig.optimizer_in_backward are both set: a step that overflows is "
+                "skipped, which is not known before backward ends, so OptimizerConfig.optimizer_in_backward_clip must "
+                "be exact"
+            )
 
 
 @dataclass(kw_only=True)
@@ -121,7 +325,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
             )
 
     def validate_device_step(self) -> None:
-        """Raises ValueError for what a step needs the host for, and so cannot be in a graph (optimizer_cuda_graph)."""
+        """Raises ValueError for settings whose step needs the host, which no graph can hold (optimizer_cuda_graph)."""
         if self.optimizer == "muon":
             raise ValueError(
                 "OptimizerConfig.optimizer is muon, whose step the host decides on: with optimizer_cuda_graph it must "

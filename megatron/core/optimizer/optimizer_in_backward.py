@@ -23,8 +23,7 @@ from megatron.core.distributed.hand_out import GradConsumer, HandedBucket
 from megatron.core.distributed.layout import Span, locate
 from megatron.core.optimizer.clip_grads import clip_coefficient, clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.grad_stats import NormsHere, OwnedElements, ZerosHere
-from megatron.core.optimizer.in_backward_config import InBackwardClip
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.update_rules import GradScale, UpdateRule

@@ -10,10 +10,9 @@ import torch
 
 from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import FlatBuffer
-from megatron.core.optimizer.precision_config import DTYPES
 from megatron.core.optimizer.stored_floats import BLOCK
 from megatron.core.process_groups_config import group_size
 

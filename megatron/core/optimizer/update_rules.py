@@ -13,10 +13,9 @@ from torch.optim.sgd import sgd
 
 from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.host_copies import Chunk, HostCopies
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import ParamRun
-from megatron.core.optimizer.precision_config import DTYPES
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats, piece_elements, zeros_beside
 
 
