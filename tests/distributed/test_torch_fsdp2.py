@@ -22,7 +22,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.fsdp_units import find_units, repeated_layers
+from megatron.core.distributed.torch_fsdp2_shards import find_units, repeated_layers
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient, param_facts

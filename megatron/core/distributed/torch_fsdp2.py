@@ -1,6 +1,8 @@
 """TorchFullyShardedDataParallel: torch's fully_shard under the interface of the other data-parallel wrappers.
 
-What is gathered together is fsdp_units.py's; where shards and gradients lie, sharded_flat_buffer.py's.
+Also ScaledReduceScatter, its reduction by our own collectives. Units and the flat tensors of their shards are in
+torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, an iteration's begin and end in
+torch_fsdp2_iteration.py, values of parameters on the meta device in torch_fsdp2_init.py.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -18,18 +20,38 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.buffer_setup import check_params, expert_ranks_differ, gradient_scale
-from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.collectives import ReductionPolicy, reduce_bucket_, shard_of
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
-from megatron.core.distributed.fsdp_changes import WrappedShards
-from megatron.core.distributed.fsdp_collectives import ScaledReduceScatter
-from megatron.core.distributed.fsdp_gathered import GatheredParams
-from megatron.core.distributed.fsdp_hand_out import ShardHandOut, UnitGroup, unit_groups
-from megatron.core.distributed.fsdp_iteration import FsdpIteration
-from megatron.core.distributed.fsdp_materialize import DeferredValues, InitFn
-from megatron.core.distributed.fsdp_releases import GivenAtEnd, GivenInBackward, UnitsGiven
-from megatron.core.distributed.fsdp_units import Unit, UnitKind, find_units, in_order_of_backward, repeated_layers
-from megatron.core.distributed.fully_shard_state import (
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.hand_out import is_completed_later
+from megatron.core.distributed.stage_groups import stage_group_of
+from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
+from megatron.core.distributed.torch_fsdp2_init import DeferredValues, InitFn
+from megatron.core.distributed.torch_fsdp2_iteration import (
+    EndOfBackwardRelease,
+    FsdpIteration,
+    StreamingRelease,
+    UnitRelease,
+)
+from megatron.core.distributed.torch_fsdp2_shards import (
+    ReleasedShardBuffer,
+    ShardedFlatBuffer,
+    ShardHandOut,
+    Unit,
+    UnitGroup,
+    UnitKind,
+    UnitShards,
+    find_units,
+    in_order_of_backward,
+    repeated_layers,
+    unit_groups,
+)
+from megatron.core.distributed.torch_fsdp2_state import (
+    GatheredParams,
     ParamShard,
+    ReduceScatter,
+    WrappedShards,
+    as_fsdp,
     check_torch,
     mesh_of,
     reduce_unused_params,
@@ -37,11 +59,6 @@ from megatron.core.distributed.fully_shard_state import (
     reset_passes,
     shards_of,
 )
-from megatron.core.distributed.grad_checks import GradChecks
-from megatron.core.distributed.hand_out import is_completed_later
-from megatron.core.distributed.sharded_flat_buffer import ReleasedShardBuffer, ShardedFlatBuffer, UnitShards
-from megatron.core.distributed.stage_groups import stage_group_of
-from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.distributed.wrap_agreement import check_wraps_agree
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -259,11 +276,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     # Inside.
 
-    @property
-    def _fsdp_root(self) -> FSDPModule:
-        assert isinstance(self.module, FSDPModule), "fully_shard has made it one"
-        return self.module
-
     @contextmanager
     def _backwards(self, *, is_last: bool, is_reducing: bool) -> Iterator[None]:
         before = self._is_last, self._is_reducing
@@ -274,8 +286,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self._tell_torch(is_last=before[0], is_reducing=before[1])
 
     def _tell_torch(self, *, is_last: bool, is_reducing: bool) -> None:
-        self._fsdp_root.set_is_last_backward(is_last)
-        self._fsdp_root.set_requires_gradient_sync(is_reducing)
+        root = as_fsdp(self.module)
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_reducing)
         self._is_last, self._is_reducing = is_last, is_reducing
         self._iteration.tell(is_last_backward=is_last)
 
@@ -286,7 +299,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for unit in self.units:
             self._fully_shard(unit)
             trained: list[tuple[str, ParamShard]] = []
-            for shard in shards_of(_as_fsdp(unit.module)):
+            for shard in shards_of(as_fsdp(unit.module)):
                 name, marks, hooks = owners[shard.owner]
                 vars(shard.param).update(marks)
                 if hooks:
@@ -314,7 +327,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             ),
             offload_policy=self._offload_policy(),
         )
-        self._set_reduction(_as_fsdp(unit.module), unit.kind)
+        self._set_reduction(as_fsdp(unit.module), unit.kind)
 
     def _set_reduction(self, module: FSDPModule, kind: UnitKind) -> None:
         group = self._group_of(is_expert=kind.is_expert)
@@ -334,7 +347,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _set_prefetch(self, layers: Sequence[nn.Module]) -> None:
         """Which layers are gathered ahead of each one; 0 is torch's own choice, the next."""
-        modules = [_as_fsdp(layer) for layer in layers]
+        modules = [as_fsdp(layer) for layer in layers]
         forward, backward = self.ddp_config.forward_prefetch, self.ddp_config.backward_prefetch
         for index, module in enumerate(modules):
             if forward:
@@ -374,11 +387,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _build_iteration(self, groups: Mapping[Unit, Sequence[UnitGroup]]) -> FsdpIteration:
         buffers, hand_out, checks = self._flat_buffers, self._hand_out, GradChecks.of(self.ddp_config)
-        units: UnitsGiven
+        units: UnitRelease
         if self.ddp_config.release_gradients:
-            units = GivenInBackward(groups, buffers, hand_out=hand_out, checks=checks)
+            units = StreamingRelease(groups, buffers, hand_out=hand_out, checks=checks)
         else:
-            units = GivenAtEnd(buffers, hand_out=hand_out, checks=checks)
+            units = EndOfBackwardRelease(buffers, hand_out=hand_out, checks=checks)
         return FsdpIteration(
             buffers,
             checks,
@@ -389,14 +402,43 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
 
 
+# Reduction by our own collectives.
+
+
+class ScaledReduceScatter(ReduceScatter):
+    """Scales what is to be reduced, then sums it by our own collectives; policy: how, see there."""
+
+    def __init__(self, scale: float, policy: ReductionPolicy) -> None:
+        self._scale, self._policy = scale, policy
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for what is sent and received: [*size], dtype."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Makes output_tensor, [N], this rank's shard of the sum of input_tensor, [ranks * N]; both the same dtype.
+
+        Overwrites the input. op: torch's choice, always a sum here. On a GPU the current stream waits, not the host.
+        """
+        if self._scale != 1.0:
+            input_tensor.mul_(self._scale)
+        reduce_bucket_(input_tensor, group, sharded=True, policy=self._policy).wait()
+        output_tensor.copy_(shard_of(input_tensor, group))
+
+
 def _scale_(flat: torch.Tensor, *, factor: float) -> None:
     if factor != 1.0:
         flat.mul_(factor)
 
 
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule), "fully_shard has made it one"
-    return module
+# Wrapping.
 
 
 def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:

@@ -1,11 +1,14 @@
-"""What torch's fully_shard keeps to itself and we need: where the shards of a module's parameters lie, and their state.
+"""torch's private state of a module that fully_shard has cut: shards, gathered parameters, and changes of the module.
 
-The one place that knows torch's private names; a torch without them is refused, by name.
+The only file that knows torch's private names; a torch without them is refused, by name. ParamShard is this rank's part
+of a parameter. GatheredParams frees parameters that were gathered before an update. WrappedShards finds changes of the
+module that its shards miss. Where shards lie together in flat tensors is in torch_fsdp2_shards.py.
 """
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,13 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core.device import default_device
+from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.backward_end import is_in_backward
 
 __all__ = [
+    "GatheredParams",
     "ParamShard",
-    "PassWatcher",
     "ReduceScatter",
+    "WrappedShards",
+    "as_fsdp",
     "check_torch",
     "fsdp_modules",
     "mesh_of",
@@ -55,6 +63,9 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
     # torch asks a mesh's device which of its kind is current; in a plan, on the meta device, there is none to ask.
     kind = "cpu" if device.type == "meta" else device.type
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shards {group.group_name}",))
+
+
+# Shards.
 
 
 class ParamShard:
@@ -177,11 +188,20 @@ def shards_of(module: FSDPModule) -> list[ParamShard]:
     return [ParamShard(state) for group in _groups_of(module) for state in group.fsdp_params]
 
 
+# Torch's groups of parameters.
+
+
 def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     # One at most in 2.11.
     found = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
     return [group for group in found if group is not None]
+
+
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """Returns a module that fully_shard was applied to, under the type that it has since."""
+    assert isinstance(module, FSDPModule), "fully_shard has made it one"
+    return module
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
@@ -233,40 +253,47 @@ def _post_backward_of_all(group: Any, post_backward: Callable[..., None], *args:
     post_backward(*args)
 
 
-class PassWatcher(Protocol):
-    """An observer of the forwards and backwards of one module that fully_shard was applied to."""
+def watch_passes(
+    module: FSDPModule,
+    *,
+    forward_begins: Callable[[], None],
+    reduction_begins: Callable[[], None],
+    backward_ends: Callable[[bool], None],
+) -> None:
+    """Reports each forward and backward of a module from now on.
 
-    def forward_begins(self) -> None:
-        """Called when parameters are about to be used, in a forward or in one that backward recomputes."""
-        ...
-
-    def reduction_begins(self) -> None:
-        """Called when gradients are about to be reduced."""
-        ...
-
-    def backward_ends(self, *, is_reduced: bool) -> None:
-        """Called when the backward of one forward or more is over; is_reduced: gradients are reduced, or in flight."""
-        ...
-
-
-def watch_passes(module: FSDPModule, watcher: PassWatcher) -> None:
-    """Tells a watcher of each forward and backward from now on."""
+    forward_begins: is called before parameters are used, in a forward or in one that backward recomputes.
+    reduction_begins: is called before gradients are reduced. backward_ends: is called when the backward of one forward
+    or more is over, with whether its gradients are reduced, or in flight.
+    """
     for group in _groups_of(module):
-        group.pre_forward = partial(_pre_forward_watched, watcher, group.pre_forward)
-        group.post_backward = partial(_post_backward_watched, group, group.post_backward, watcher=watcher)
+        group.pre_forward = partial(_pre_forward_watched, group.pre_forward, forward_begins)
+        group.post_backward = partial(
+            _post_backward_watched,
+            group,
+            group.post_backward,
+            reduction_begins=reduction_begins,
+            backward_ends=backward_ends,
+        )
 
 
-def _pre_forward_watched(watcher: PassWatcher, pre_forward: Callable[..., Any], *args: Any) -> Any:
-    watcher.forward_begins()
+def _pre_forward_watched(pre_forward: Callable[..., Any], forward_begins: Callable[[], None], *args: Any) -> Any:
+    forward_begins()
     return pre_forward(*args)
 
 
-def _post_backward_watched(group: Any, post_backward: Callable[..., None], *args: Any, watcher: PassWatcher) -> None:
+def _post_backward_watched(
+    group: Any,
+    post_backward: Callable[..., None],
+    *args: Any,
+    reduction_begins: Callable[[], None],
+    backward_ends: Callable[[bool], None],
+) -> None:
     is_reduced = group.reduce_grads
     if is_reduced:
-        watcher.reduction_begins()
+        reduction_begins()
     post_backward(*args)
-    watcher.backward_ends(is_reduced=is_reduced)
+    backward_ends(is_reduced)
 
 
 def wait_for_sums(module: FSDPModule) -> None:
@@ -283,22 +310,22 @@ def _wait_for_streams_sync(state: Any) -> None:
 
 def reset_passes(root: nn.Module) -> None:
     """Makes torch forget a forward or backward that an error ended; what was on its way is waited for."""
-    assert isinstance(root, FSDPModule), "fully_shard has made it one"
-    state: Any = root._get_fsdp_state()
+    module = as_fsdp(root)
+    state: Any = module._get_fsdp_state()
     if state._is_root is None:
         # No forward has begun.
         return
     if "reset_iter_state" in vars(FSDPModule):
-        root.reset_iter_state()
+        module.reset_iter_state()
         return
     # torch 2.13 does the same in its reset; waiting for all streams takes the place of its events.
     _wait_for_streams_sync(state)
     context = state._comm_ctx
     context.all_gather_state = context.reduce_scatter_state = None
     context.post_forward_order.clear()
-    for module in fsdp_modules(root):
-        module._get_fsdp_state()._training_state = TrainingState.IDLE
-        for group in _groups_of(module):
+    for inside in fsdp_modules(root):
+        inside._get_fsdp_state()._training_state = TrainingState.IDLE
+        for group in _groups_of(inside):
             if group._all_gather_result is not None and (work := group._all_gather_result.all_gather_work) is not None:
                 work.wait()
             group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
@@ -308,3 +335,145 @@ def reset_passes(root: nn.Module) -> None:
             group._to_sharded()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+
+
+# Gathered parameters.
+
+
+class GatheredParams:
+    """Watches the gathered parameters of a module that fully_shard has cut. shards: all there are, frozen ones too.
+
+    [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered:
+    root's do, and others with reshard_after_forward False or set_reshard_after_backward(False), whoever calls that. If
+    shards change meanwhile, modules would go on with what was. So before each forward, of the module or of one inside
+    that is called by itself, all is let go of if an optimizer of torch's has stepped since, or shards were written to
+    (loaded weights, an optimizer of somebody's). The wrapper's own moments of update (`drop`) come on top, for kernels
+    that nothing sees write. After a forward without autograd nothing is kept: what is done next to parameters, as by
+    the one that builds an optimizer, is to be done to the shards.
+    """
+
+    def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
+        self._module, self._shards = module, shards
+        self._is_stale, self._is_in_forward = False, False
+        self._versions = self._current_versions()
+        # Before fully_shard's own, which asks for the parameters.
+        module.register_forward_pre_hook(self._before_forward, prepend=True)
+        module.register_forward_hook(self._after_forward, always_call=True)
+        inside = [owner for shard in shards for owner, _ in shard.places]
+        for other in dict.fromkeys([*fsdp_modules(module), *inside]):
+            if other is not module:
+                other.register_forward_pre_hook(self._before_one, prepend=True)
+        # Of all optimizers: a foreign one is not known. It must not keep the model alive.
+        hook = register_optimizer_step_post_hook(_StepHook(weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def drop(self) -> None:
+        """Lets go of all gathered parameters."""
+        reshard_all(self._module)
+        self._is_stale, self._versions = False, self._current_versions()
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Records that a torch optimizer has stepped."""
+        # Not at once: it may do so in a backward that has yet to read some of them.
+        self._is_stale = True
+
+    def _before_forward(self, *unused: Any) -> None:
+        self._before_one()
+        self._is_in_forward = True
+
+    def _before_one(self, *unused: Any) -> None:
+        # In a backward, activations are computed again: nothing was updated that is still read.
+        if self._is_in_forward or is_in_backward():
+            return
+        if self._is_stale or self._versions != self._current_versions():
+            self.drop()
+
+    def _after_forward(self, *unused: Any) -> None:
+        self._is_in_forward = False
+        if not torch.is_grad_enabled() and not is_in_backward():
+            self.drop()
+
+    def _current_versions(self) -> list[int]:
+        # Of the parameters, and of the flat tensors that their rows lie in.
+        return [shard.version for shard in self._shards]
+
+
+class _StepHook:
+    def __init__(self, gathered: "weakref.ref[GatheredParams]") -> None:
+        self._gathered = gathered
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        gathered = self._gathered()
+        if gathered is not None:
+            gathered.note_step(optimizer)
+
+
+# Changes of the module.
+
+
+class WrappedShards:
+    """All shards of a module, frozen ones too, by each place that a parameter has in it."""
+
+    def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
+        self._module, self._shards = module, shards
+        by_place = {place: shard for shard in shards for place in shard.places}
+        self._by_name = {name: by_place[place] for name, place in _places(module) if place in by_place}
+        of_module: dict[nn.Module, dict[str, ParamShard]] = {}
+        for (owner, name), shard in by_place.items():
+            of_module.setdefault(owner, {})[name] = shard
+        for owner, by_name in of_module.items():
+            owner.register_load_state_dict_pre_hook(partial(_check_loaded, list(by_name)))
+            # After torch's own, which takes note of new parameters.
+            owner.register_load_state_dict_post_hook(partial(_take_in, list(by_name.values())))
+
+    def sharded(self, param: nn.Parameter) -> nn.Parameter:
+        """The shard of a gathered parameter, any shape and dtype; of any other, itself."""
+        if isinstance(param, DTensor):
+            return param
+        return next((shard.param for shard in self._shards if shard.whole is param), param)
+
+    def find_problem(self) -> str | None:
+        """The first change after which gradients or updates would miss a parameter; None: there is none."""
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, param in now.items():
+            shard = self._by_name.get(name)
+            if shard is None:
+                if param.requires_grad:
+                    return _changed(name, "added")
+            elif param is not shard.param and param is not shard.whole:
+                return _changed(name, "replaced")
+            elif shard.is_trained != param.requires_grad or shard.is_trained != shard.param.requires_grad:
+                return _changed(name, "frozen" if shard.is_trained else "unfrozen")
+            elif shard.is_elsewhere:
+                return _changed(name, "moved or given other data")
+        return next((_changed(name, "removed") for name in self._by_name if name not in now), None)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    for prefix, inside in module.named_modules(remove_duplicate=False):
+        for name, _ in inside.named_parameters(recurse=False, remove_duplicate=False):
+            yield (f"{prefix}.{name}" if prefix else name), (inside, name)
+
+
+def _check_loaded(names: Sequence[str], *of_load: Any) -> None:
+    _, state_dict, prefix, *_ = of_load
+    for name in names:
+        given = state_dict.get(f"{prefix}{name}")
+        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+            raise ValueError(
+                f"load_state_dict was given {prefix}{name} as a plain tensor of shape {tuple(given.shape)} with "
+                "TorchFullyShardedDataParallel: must be a DTensor, as its state_dict gives; load whole tensors into "
+                "the module before it is wrapped, or a checkpoint"
+            )
+
+
+def _take_in(shards: Sequence[ParamShard], *unused: Any) -> None:
+    for shard in shards:
+        shard.take_in()
+
+
+def _changed(name: str, what: str) -> str:
+    return (
+        f"parameter {canonical_name(name)} was {what} after the module was wrapped in TorchFullyShardedDataParallel: "
+        "make such changes before it is wrapped, and build its optimizer after that"
+    )

@@ -1,11 +1,14 @@
-"""ShardedFlatBuffer: this rank's shards of many parameters, and of their gradients, each in one flat tensor; and with
-gradients that do not stand, ReleasedShardBuffer.
+"""Units, and this rank's shards of them as flat tensors: what fully_shard gathers and reduces together.
 
-A shard along the first dimension of a contiguous parameter is a range of the flattened one. Who gathers and reduces is
-torch's fully_shard; what it keeps to itself is fully_shard_state.py's.
+A unit is a module that fully_shard is applied to. ShardedFlatBuffer holds the shards of many units and of their
+gradients, each in one flat tensor; in a ReleasedShardBuffer, gradients have memory only while they are needed.
+UnitGroup and ShardHandOut show reduced units to hooks and optimizers in the place of buckets. torch gathers and
+reduces; its private state is in torch_fsdp2_state.py.
+
+A shard along the first dimension of a contiguous parameter is a range of the flattened parameter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +17,162 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device
+from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.fsdp_units import UnitKind
-from megatron.core.distributed.fully_shard_state import ParamShard
+from megatron.core.distributed.hand_out import HandOut, not_wrapped
 from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, Span, locate, round_up
-from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass
+from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.torch_fsdp2_state import ParamShard
+from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass, param_facts
+
+# Units.
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """Properties that the parameters of a unit share: the compute dtype, and the ranks they are spread over."""
+
+    dtype: torch.dtype
+    is_expert: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module whose parameters are gathered together, but for those of units inside it."""
+
+    name: str
+    module: nn.Module
+    kind: UnitKind
+
+    @property
+    def dtype_of_half(self) -> torch.dtype | None:
+        """The 16-bit dtype that modules compute in, while shards are fp32; None where both are one."""
+        return self.kind.dtype if self.kind.dtype.itemsize < 4 else None
+
+
+def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: bool) -> list[Unit]:
+    """The units of `root`: one a layer, the rest in one of the root's, the inner ones first, root last.
+
+    Experts that are reduced over other ranks, and parameters of another dtype than most, make units of their own.
+    Raises ValueError where a module has parameters of two kinds itself, or two units share a parameter.
+    """
+
+    def kind_of(param: nn.Parameter) -> UnitKind:
+        return UnitKind(param.dtype, experts_apart and param_facts(param).is_expert)
+
+    names = {module: name for name, module in root.named_modules()}
+    cut = set(layers)
+    units: list[Unit] = []
+    for outer in [*layers, root]:
+        inside = [(n, p) for n, p in outer.named_parameters() if not _is_below(n, outer, cut=cut - {outer})]
+        kind = _main_kind([kind_of(param) for _, param in inside], [param.numel() for _, param in inside])
+        if kind is None:
+            kind = UnitKind(torch.float32, is_expert=False)
+        units += [
+            Unit(canonical_name(names[module]), module, kind_inside)
+            for module, kind_inside in _apart(outer, kind, kind_of=kind_of, stop=cut)
+        ]
+        units.append(Unit(canonical_name(names[outer]), outer, kind))
+    _check_not_shared(root, units)
+    return units
+
+
+def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> list[Unit]:
+    """Sorts the units of find_units as backward ends with them: the last layer first, root last.
+
+    Units inside a layer come before it.
+    """
+    outer = set(layers)
+    of_layers: list[list[Unit]] = [[]]
+    for unit in units:
+        of_layers[-1].append(unit)
+        if unit.module in outer:
+            of_layers.append([])
+    *inner, of_root = of_layers
+    return [unit for of_layer in (*reversed(inner), of_root) for unit in of_layer]
+
+
+def repeated_layers(root: nn.Module) -> list[nn.Module]:
+    """The members of the outermost ModuleLists, and of lists in these: in a model of layers, the layers."""
+    found: list[nn.Module] = []
+    for child in root.children():
+        if isinstance(root, nn.ModuleList) and _has_forward(child):
+            found.append(child)
+        else:
+            found += repeated_layers(child)
+    return [layer for layer in found if any(True for _ in layer.parameters())]
+
+
+def _is_below(name: str, outer: nn.Module, *, cut: set[nn.Module]) -> bool:
+    """Whether a parameter of `outer` lies in one of the modules of `cut`."""
+    module = outer
+    for part in name.split(".")[:-1]:
+        module = module.get_submodule(part)
+        if module in cut:
+            return True
+    return False
+
+
+def _main_kind(kinds: Sequence[UnitKind], sizes: Sequence[int]) -> UnitKind | None:
+    """The dense kind with most elements; of experts where there is nothing else; None without any."""
+    elements: dict[UnitKind, int] = {}
+    for kind, size in zip(kinds, sizes, strict=True):
+        elements[kind] = elements.get(kind, 0) + size
+    return max(elements, key=lambda kind: (not kind.is_expert, elements[kind]), default=None)
+
+
+def _apart(
+    module: nn.Module,
+    main: UnitKind,
+    *,
+    kind_of: Callable[[nn.Parameter], UnitKind],
+    stop: set[nn.Module],
+) -> Iterator[tuple[nn.Module, UnitKind]]:
+    """The largest modules inside that are all of another kind than `main`."""
+    for name, param in module.named_parameters(recurse=False):
+        if kind_of(param) != main:
+            raise ValueError(
+                f"parameter {name} of {type(module).__name__} is {_words(kind_of(param))} among others that are "
+                f"{_words(main)}: with TorchFullyShardedDataParallel the parameters of a module, and of lists and "
+                "dicts in it, must be of one kind; put it in a module of its own, which is called"
+            )
+    for child in module.children():
+        if child in stop:
+            continue
+        kinds = {kind_of(param) for name, param in child.named_parameters() if not _is_below(name, child, cut=stop)}
+        if len(kinds) == 1 and kinds != {main} and _has_forward(child):
+            yield child, kinds.pop()
+        elif kinds - {main}:
+            yield from _apart(child, main, kind_of=kind_of, stop=stop)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it has a forward, before which its parameters are gathered; lists and dicts of modules have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_not_shared(root: nn.Module, units: Sequence[Unit]) -> None:
+    by_module = {unit.module: unit for unit in units}
+    found: dict[nn.Parameter, tuple[str, Unit]] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        module, unit = root, by_module[root]
+        for part in name.split(".")[:-1]:
+            module = module.get_submodule(part)
+            unit = by_module.get(module, unit)
+        first, other = found.setdefault(param, (name, unit))
+        if other is not unit:
+            raise ValueError(
+                f"parameter {canonical_name(name)} is {canonical_name(first)} as well, and the two are gathered at "
+                f"different times: leave {unit.name or 'the model'} or {other.name or 'the model'} out of "
+                "sub_modules_to_wrap, or untie them (--untie-embeddings-and-output-weights)"
+            )
+
+
+def _words(kind: UnitKind) -> str:
+    return f"{'an expert in ' if kind.is_expert else ''}{str(kind.dtype).removeprefix('torch.')}"
+
+
+# Shards in flat tensors.
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,3 +425,88 @@ def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:
         members = tuple(range(first, len(spans)))
         buckets.append(BucketLayout(index, Span(start, end - start), spans[-1].end - start, members))
     return BufferLayout(tuple(spans), tuple(buckets), num_shards=1)
+
+
+# Reduced units for hooks and optimizers.
+
+
+@dataclass(frozen=True, eq=False)
+class UnitBucket:
+    """The part of a unit that lies in one buffer."""
+
+    buffer: ShardedFlatBuffer
+    layout: BucketLayout
+    entries: list[Entry]
+
+
+class UnitGroup:
+    """A unit, or a part of it that is released separately, as a group of one bucket. name: the same on all ranks."""
+
+    def __init__(self, bucket: UnitBucket, *, name: str) -> None:
+        self.name, self.buckets, self.entries = name, [bucket], bucket.entries
+        self._buffer, self._index = bucket.buffer, bucket.layout.index
+
+    def open(self) -> None:
+        """Lets torch reduce into the places of gradients, and moves there what it has reduced elsewhere."""
+        self._buffer.open_grads(self._index)
+
+    def close(self) -> None:
+        """Releases the gradients."""
+        self._buffer.close_grads(self._index)
+
+    def named_grads(self) -> list[tuple[str, torch.Tensor]]:
+        """Names of the parameters, and this rank's shards of their gradients: [n] each, fp32 or fp64, views."""
+        return self._buffer.named_grads(self._index)
+
+    def reduced_grad(self, bucket: UnitBucket) -> torch.Tensor:
+        """This rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
+        return bucket.buffer.grad_of(bucket.layout.span)
+
+    def take_sums(self) -> None:
+        """Moves gradients that hooks have replaced to their places."""
+        self.close()
+
+
+def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> dict[Unit, list[UnitGroup]]:
+    """Returns the groups of each trained unit, in the order of the units.
+
+    A unit has one group, or two where a part of its gradients is completed later.
+    """
+    found: dict[str, list[UnitGroup]] = {}
+    for buffer in buffers:
+        for layout, name in zip(buffer.layout.buckets, buffer.unit_names, strict=True):
+            bucket = UnitBucket(buffer, layout, [buffer.entries[index] for index in layout.params])
+            of_unit = found.setdefault(name, [])
+            rest = ", completed later" if of_unit else ""
+            of_unit.append(UnitGroup(bucket, name=f"unit {name or 'root'}{rest}"))
+    return {unit: found[unit.name] for unit in units if unit.name in found}
+
+
+class ShardHandOut(HandOut):
+    """The owner's part of a parameter is the sharded parameter itself, whose gradient torch has put there.
+
+    sharded: the shard of a gathered parameter.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[UnitGroup],
+        *,
+        is_later: Callable[[nn.Parameter], bool],
+        sharded: Callable[[nn.Parameter], nn.Parameter],
+    ) -> None:
+        super().__init__(groups, is_later=is_later)
+        self._buffers = {entry.param: group.buckets[0].buffer for group in groups for entry in group.entries}
+        self._sharded = sharded
+
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, a DTensor of any shape and dtype; of a gathered one, its shard."""
+        owned = self._sharded(param)
+        if owned not in self._buffers:
+            raise not_wrapped(param)
+        return owned
+
+    def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
+        self.hooks.fire_param(one.name, one.param)
+        # One that a hook has put in the place of the gradient is what others see.
+        self._buffers[one.param].attach_grad_of(one.param)

@@ -1,6 +1,6 @@
 """DeferredValues: what of a module is on the meta device when fully_shard cuts it, and where its values come from.
 
-Shards get their memory where they lie, in sharded_flat_buffer.py; here they, and buffers, get what they start as.
+Shards get their memory where they lie, in torch_fsdp2_shards.py; here they, and buffers, get what they start as.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.fully_shard_state import ParamShard
+from megatron.core.distributed.torch_fsdp2_state import ParamShard
 
 InitFn = Callable[[nn.Module], object]
 _Place = tuple[nn.Module, str]

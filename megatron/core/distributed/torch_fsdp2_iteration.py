@@ -1,0 +1,411 @@
+"""FsdpIteration: begin and end of an iteration of gradients that torch's fully_shard reduces, and the release of units.
+
+An iteration ends with one agreement between ranks. Hooks and optimizer get reduced units all at its end
+(EndOfBackwardRelease), or one by one in its last backward (StreamingRelease). Where gradients have memory is in
+torch_fsdp2_shards.py.
+
+[Note: units in backward] A unit is given out when torch has launched the reduction of the next one, so that on a GPU
+the sums of one are sent while the next is computed; what is left is given out by `release`. By then its parameters are
+not needed any more in this backward, so they may be updated: it had as many backwards as forwards. Backwards that
+recomputation runs are those of forwards that are counted, and what it runs again is not. A forward without a backward
+makes its unit wait for the end. Parameters that are gathered ahead are of units whose backward is to come; if torch
+gathers others by mistake it throws them away, and nobody has a gradient of them: one that comes is refused, and the
+iteration after that gives out nothing in backward, and counts.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.agreement import RemoteRankError
+from megatron.core.distributed.backward_end import is_in_backward
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.iteration_phase import Phase
+from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.replica_checks import raise_non_finite
+from megatron.core.distributed.stage_groups import stage_group_of
+from megatron.core.distributed.step_agreement import StepAgreement, Verdict
+from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
+from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+_RESET = "reset_iteration() was called after an error"
+
+
+class UnitRelease(Protocol):
+    """Decides when units are released. error: of a hook or an optimizer in backward, kept for the end; None without.
+
+    is_evaluating: whether a forward of the whole model runs that has no backward.
+    """
+
+    is_last_backward: bool
+    is_evaluating: bool
+
+    @property
+    def error(self) -> Exception | None: ...
+    def begin(self) -> None:
+        """Begins an iteration; all gradients are zeros."""
+        ...
+
+    def settle(self) -> None:
+        """Waits after the last backward until all gradients that were not released are in place, and checks them."""
+        ...
+
+    def release(self) -> None:
+        """Releases all units that were not released yet."""
+        ...
+
+
+class FsdpIteration:
+    """Begins with the wrapper's zero_grad_buffer, ends with finish_grad_sync; then an optimizer may step.
+
+    To the optimizer it is what LaunchOrder is for the other wrapper. checks: what units measure, None: nobody looks at
+    gradients. find_change: what was done to the module since it was wrapped, if that is wrong.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ShardedFlatBuffer],
+        checks: GradChecks | None,
+        *,
+        groups: ProcessGroupCollection,
+        hand_out: HandOut,
+        units: UnitRelease,
+        find_change: Callable[[], str | None],
+    ) -> None:
+        self.has_optimizer, self._hand_out, self._units = False, hand_out, units
+        self._buffers, self._checks, self._groups = buffers, checks, groups
+        self._find_change = find_change
+        stage_group = stage_group_of(groups)
+        self._agreement = StepAgreement(
+            stage_group,
+            pp_group=groups.pp,
+            stage_host=groups.tp_dp_cp_host,
+            pp_host=groups.pp_host,
+            ledger=Ledger(stage_group),
+        )
+        self._phase = Phase.COLLECTING
+
+    def watch(self, module: nn.Module) -> None:
+        """Refuses backwards of `module` that come after the end of an iteration; sees which forwards have none."""
+        # Before fully_shard's own, so that the error comes before anything is gathered.
+        module.register_forward_hook(self._watch_outputs, prepend=True)
+        module.register_forward_pre_hook(self._note_evaluation, prepend=True)
+        module.register_forward_hook(self._end_evaluation, always_call=True)
+
+    def tell(self, *, is_last_backward: bool) -> None:
+        """Sets whether the following backwards are an iteration's last."""
+        self._units.is_last_backward = is_last_backward
+
+    def begin(self) -> None:
+        """Forgets all gradients. Collective after `finish`, where an optimizer was to step and did not. Raises what a
+        hook or an optimizer raised in backward, where nobody has seen it yet.
+        """
+        if self._phase is Phase.COLLECTING and self._units.error is not None:
+            raise self._units.error
+        self._end_finished_sync(is_reset=False)
+        self._start()
+
+    def reset(self) -> None:
+        """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew. Collective,
+        except after the optimizer's step has begun, or `finish` told of another rank's reset.
+        """
+        if self._phase is Phase.COLLECTING:
+            self._agree_sync(is_aborted=True, is_non_finite=False)
+            self._phase = Phase.ABORTED
+            self._agreement.tell_reason(_RESET)
+        self._end_finished_sync(is_reset=True)
+        self._start()
+
+    def finish(self) -> None:
+        """Makes sure that all gradients are in their places, reduced and, if that is checked, finite. Collective.
+
+        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError, or what a hook or an optimizer raised in
+        backward, or RemoteRankError with another's.
+        """
+        if self._phase in (Phase.FINISHED, Phase.STEPPED):
+            self._hand_out.check_whole()
+            return
+        self._check_usable()
+        problem, error = self._find_change() or self._find_unreduced(), self._units.error
+        if error is None:
+            self._units.settle()
+        # NOTE: reads the device, once a step.
+        found = [] if self._checks is None else self._checks.non_finite_sync()
+        verdict = self._agree_sync(is_aborted=error is not None or problem is not None, is_non_finite=bool(found))
+        if verdict.is_aborted:
+            self._phase = Phase.ABORTED
+            if error is not None:
+                self._agreement.tell_reason(f"{type(error).__name__} in backward: {error}")
+                raise error
+            self._agreement.raise_broken_off(problem)
+        if verdict.is_non_finite:
+            self._phase = Phase.ABORTED
+            groups = [stage_group_of(self._groups), self._groups.pp]
+            raise_non_finite(found, groups, in_backward=self._hand_out.consumer is not None)
+        self._phase = Phase.FINISHED
+        self._units.release()
+
+    def step(self) -> None:
+        """Says that the optimizer is about to update; once an iteration. Collective after `finish`.
+
+        Raises RuntimeError where gradients came and `finish` did not, or a hook failed in it; RemoteRankError if
+        another rank has called `reset` since.
+        """
+        if self._phase is Phase.COLLECTING:
+            if any(buffer.may_hold_grads() for buffer in self._buffers) or self._find_unreduced():
+                raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
+        self._check_usable()
+        self._hand_out.check_whole()
+        rank = self._end_finished_sync(is_reset=False)
+        if rank is not None:
+            self._phase = Phase.ABORTED
+            raise RemoteRankError(
+                f"rank {rank} broke the iteration off: {_RESET}, after finish_grad_sync. No rank has updated: call "
+                "reset_iteration() and go on"
+            )
+        self._phase = Phase.STEPPED
+
+    def _start(self) -> None:
+        self._phase = Phase.COLLECTING
+        if self._checks is not None:
+            self._checks.forget()
+        self._units.begin()
+
+    def _watch_outputs(self, *of_forward: Any) -> None:
+        *_, outputs = of_forward
+        if torch.is_grad_enabled() and not is_in_backward():
+            for output in tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(self._gradient_comes)
+
+    def _note_evaluation(self, module: nn.Module, *of_forward: Any) -> None:
+        # In training mode it may be one of a reentrant checkpoint, whose backward comes.
+        self._units.is_evaluating = not (module.training or torch.is_grad_enabled() or is_in_backward())
+
+    def _end_evaluation(self, *of_forward: Any) -> None:
+        self._units.is_evaluating = False
+
+    def _gradient_comes(self, grad: torch.Tensor) -> None:
+        self._check_usable()
+        if self._phase is not Phase.COLLECTING:
+            raise RuntimeError(
+                "a gradient of the wrapped module came after finish_grad_sync: call zero_grad_buffer before the first "
+                "backward"
+            )
+
+    def _check_usable(self) -> None:
+        if self._phase is Phase.ABORTED:
+            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+
+    def _find_unreduced(self) -> str | None:
+        left = [name for buffer in self._buffers for name in buffer.unreduced()]
+        if not left:
+            return None
+        return (
+            f"finish_grad_sync: gradients of {left[0]} and {len(left) - 1} more were not reduced, as the last backward "
+            "was in no_sync: leave the last microbatch out of it, or call reset_iteration. A unit that is called "
+            "several times inside reentrant checkpoints is reduced once alone: give these use_reentrant=False"
+        )
+
+    def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:
+        local = Verdict(is_aborted, is_non_finite, is_reordered=False, late=[])
+        return self._agreement.agree_sync(local, of_all_stages=self._checks is not None)
+
+    def _end_finished_sync(self, *, is_reset: bool) -> int | None:
+        """Returns the highest rank that did not reach the optimizer's step after `finish`, known to all. Collective."""
+        if self._phase is not Phase.FINISHED or not self.has_optimizer:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        highest = self._agreement.highest_sync(rank + 1 if is_reset else 0)
+        self._phase = Phase.STEPPED
+        return highest - 1 if highest else None
+
+
+# Release of units.
+
+
+class EndOfBackwardRelease:
+    """Releases all units at the end of an iteration; gradients are persistent."""
+
+    error = None
+
+    def __init__(self, buffers: Sequence[ShardedFlatBuffer], *, hand_out: HandOut, checks: GradChecks | None) -> None:
+        self.is_last_backward, self.is_evaluating = True, False
+        self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
+
+    def begin(self) -> None:
+        for buffer in self._buffers:
+            buffer.zero_grads()
+        self._hand_out.begin()
+
+    def settle(self) -> None:
+        for buffer in self._buffers:
+            buffer.attach_grads()
+            if self._checks is not None:
+                self._checks.measure([(entry.name, entry.main_grad) for entry in buffer.entries])
+
+    def release(self) -> None:
+        for group in self._hand_out.groups:
+            self._hand_out.reduced(group)
+
+
+class StreamingRelease:
+    """Releases each unit in the last backward of an iteration and then frees its gradients.
+
+    See [Note: units in backward]. An error of a hook or an optimizer is kept until the end of the iteration, when all
+    ranks agree on it; before that the other ranks are in torch's collectives. units: the groups released of each
+    trained unit.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[Unit, Sequence[UnitGroup]],
+        buffers: Sequence[ShardedFlatBuffer],
+        *,
+        hand_out: HandOut,
+        checks: GradChecks | None,
+    ) -> None:
+        self.is_last_backward, self.is_evaluating = True, False
+        self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
+        self._units = [_WatchedUnit(unit, groups, owner=self) for unit, groups in units.items()]
+        # Reduced as often as they will be, and not given out yet.
+        self._reduced: deque[_WatchedUnit] = deque()
+        # Whether this iteration shows how often units are reduced, and gives out nothing before.
+        self._is_counting = False
+        self._kept = _KeptError()
+
+    @property
+    def error(self) -> Exception | None:
+        return self._kept.error
+
+    def begin(self) -> None:
+        self._reduced.clear()
+        self._kept.error = None
+        for unit in self._units:
+            unit.begin()
+        for buffer in self._buffers:
+            buffer.zero_grads()
+        self._hand_out.begin()
+
+    def settle(self) -> None:
+        for unit in self._units:
+            if not unit.is_released:
+                unit.settle(self._checks)
+
+    def release(self) -> None:
+        for unit in self._units:
+            if self._is_counting:
+                unit.expected = max(unit.expected, unit.num_reductions)
+            if not unit.is_released:
+                unit.release(self._hand_out)
+        self._is_counting = False
+        self._reduced.clear()
+
+    def _refuse(self, unit: "_WatchedUnit") -> None:
+        """Raises RuntimeError for a gradient that nobody waits for."""
+        self._is_counting = True
+        raise RuntimeError(
+            f"a gradient of {unit.groups[0].name}, as of {unit.groups[0].entries[0].name}, came after it was reduced "
+            "and given to hooks and optimizer (DistributedDataParallelConfig.release_gradients): put all backwards of "
+            "a step but the last in accumulate(). If both are of one backward, they are waited for after "
+            "reset_iteration(); hooks and optimizer may have updated parameters in this iteration, so load a "
+            "checkpoint then"
+        )
+
+    def _mark_reduced(self, unit: "_WatchedUnit") -> None:
+        if not self.is_last_backward:
+            return
+        unit.num_reductions += 1
+        if self._is_counting or unit.num_to_come > 0 or unit.num_reductions < unit.expected or unit in self._reduced:
+            return
+        self._reduced.append(unit)
+        if len(self._reduced) > 1:
+            self._release_in_backward(self._reduced.popleft())
+
+    def _release_in_backward(self, unit: "_WatchedUnit") -> None:
+        unit.settle(self._checks)
+        if self._kept.error is None:
+            with self._kept:
+                unit.release(self._hand_out)
+        if self._kept.error is not None:
+            # Nobody gets it any more, nor those that come.
+            unit.drop()
+
+
+class _WatchedUnit:
+    """A unit and where it is in an iteration. expected: how often it is reduced in the last backward, at least."""
+
+    def __init__(self, unit: Unit, groups: Sequence[UnitGroup], *, owner: StreamingRelease) -> None:
+        self._owner, self._module, self.groups = owner, as_fsdp(unit.module), groups
+        self.expected = 1
+        self.begin()
+        watch_passes(
+            self._module,
+            forward_begins=self._forward_begins,
+            reduction_begins=self._reduction_begins,
+            backward_ends=self._backward_ends,
+        )
+
+    def begin(self) -> None:
+        # Forwards whose backward is to come; reductions in the last backward.
+        self.num_to_come = self.num_reductions = 0
+        self.is_released = False
+
+    def settle(self, checks: GradChecks | None) -> None:
+        """Makes the current stream wait for the unit's sums and checks them; missing gradients are zeros."""
+        wait_for_sums(self._module)
+        for group in self.groups:
+            group.open()
+            if checks is not None:
+                checks.measure(group.named_grads())
+
+    def release(self, hand_out: HandOut) -> None:
+        self.is_released = True
+        for group in self.groups:
+            hand_out.reduced(group)
+
+    def drop(self) -> None:
+        self.is_released = True
+        for group in self.groups:
+            group.close()
+
+    # Called by torch_fsdp2_state.watch_passes.
+
+    def _forward_begins(self) -> None:
+        if not is_in_backward() and not self._owner.is_evaluating:
+            self.num_to_come += 1
+
+    def _reduction_begins(self) -> None:
+        if self.is_released:
+            self._owner._refuse(self)
+        for group in self.groups:
+            group.open()
+
+    def _backward_ends(self, is_reduced: bool) -> None:
+        self.num_to_come = max(0, self.num_to_come - 1)
+        if is_reduced:
+            self._owner._mark_reduced(self)
+
+
+class _KeptError:
+    """Keeps an error that comes in a block, for who raises it later."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
