@@ -14,9 +14,8 @@ import torch
 import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, collectives
 from megatron.core.distributed.data_parallel_base import WrappedBuffer
-from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.message_memory import MessageMemory
-from megatron.core.distributed.transient_buffer import TransientBuffer
+from megatron.core.distributed.iteration import Ledger
+from megatron.core.distributed.transient_buffer import MessageMemory, TransientBuffer
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import group_rank, group_size

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.ledger import CollectiveMismatchError, Ledger
+from megatron.core.distributed.iteration import CollectiveMismatchError, Ledger
 from tests.harness import run_on_ranks
 
 

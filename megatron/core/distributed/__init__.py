@@ -6,8 +6,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.graphed_reductions import GraphedReductions
+from megatron.core.distributed.iteration import CollectiveMismatchError
 from megatron.core.distributed.launch_order import LaunchOrder
-from megatron.core.distributed.ledger import CollectiveMismatchError
 from megatron.core.distributed.replica_checks import NonFiniteGradientError, check_weights_agree
 from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig

@@ -22,11 +22,10 @@ from megatron.core.distributed.flat_buffer import (
 )
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import is_completed_later
+from megatron.core.distributed.iteration import Ledger, stage_group_of
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.layout import resolve_bucket_size
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.distributed.passes import Passes, PassScope
-from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
 from megatron.core.distributed.transient_grads import TransientGroup

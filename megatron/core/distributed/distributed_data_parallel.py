@@ -15,7 +15,6 @@ from torch import nn
 
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
-from megatron.core.distributed.chunk_sync import ChunkSync
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
@@ -23,10 +22,9 @@ from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import HandOut, is_completed_later
-from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.iteration import stage_group_of
+from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
 from megatron.core.distributed.module_changes import WrappedParams
-from megatron.core.distributed.param_gathers import all_current
-from megatron.core.distributed.stage_groups import stage_group_of
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.tied_weights import follow_owner
 from megatron.core.distributed.wrap_agreement import check_wraps_agree, settings_of_all_ranks

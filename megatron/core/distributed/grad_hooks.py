@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.layout import Span
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import RunParam, Span
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,7 @@ from torch.profiler import record_function
 
 from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.grad_hooks import GradHooks, ReadyBucket, RunState
-from megatron.core.distributed.layout import BucketLayout, Span
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import BucketLayout, RunParam, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts

@@ -6,6 +6,8 @@ have one total order, and each rank launches a prefix of it, then more of it: ga
 decided from this rank's data alone is how long the prefix is. Whatever all ranks must know at the end of an iteration
 (who broke it off, which gradients came too late, whether to change the order) takes one small all-reduce.
 
+Ranks with other experts may have other groups, as experts of some may be frozen. Every rank numbers the groups of all.
+
 Where gradients are reduced in each backward, see [Note: passes] in passes.py.
 
 [Note: several orders] Two wrappers, or two optimizers, may send over the same process groups, each with an order of its
@@ -18,9 +20,11 @@ groups of their own, launch early as usual.
 
 import logging
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,17 +35,14 @@ from torch.profiler import record_function
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import BackwardEnd, is_in_backward
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
-from megatron.core.distributed.chunk_sync import ChunkSync, StageChunks
-from megatron.core.distributed.iteration_phase import Phase
+from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.iteration import Ledger, OrderWords, Phase, StepAgreement, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence
-from megatron.core.distributed.ledger import Ledger
-from megatron.core.distributed.order_words import OrderWords
-from megatron.core.distributed.param_gathers import ParamGathers
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.replica_checks import raise_non_finite
-from megatron.core.distributed.stage_groups import groups_of_stage
-from megatron.core.distributed.step_agreement import StepAgreement, Verdict
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
+from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
@@ -51,7 +52,24 @@ logger = logging.getLogger(__name__)
 _RESET = "reset_iteration() was called after an error"
 
 
-class LaunchOrder(ParamGathers):
+@dataclass(frozen=True, eq=False)
+class ChunkSync:
+    """A model chunk's bucket groups and what its launch order calls for it.
+
+    module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
+    zero_grads: forgets its gradients. checks: look at them before they are reduced; None: nobody does. hand_out: gets
+    them afterwards; None: nobody does.
+    """
+
+    groups: Sequence[SyncedGroup]
+    module: nn.Module
+    find_problem: Callable[[], str | None]
+    zero_grads: Callable[[], None]
+    checks: GradChecks | None = None
+    hand_out: HandOut | None = None
+
+
+class LaunchOrder:
     """The collectives of all chunks of a stage; see [Note: launch order].
 
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
@@ -74,7 +92,7 @@ class LaunchOrder(ParamGathers):
         words: OrderWords | None = None,
         sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
-        super().__init__()
+        self.observers = Observers()
         self.stage_group, self._pp_group, self._words = stage_group, pp_group, words or OrderWords()
         self.ledger = ledger or Ledger(stage_group)
         self._agreement = StepAgreement(
@@ -87,7 +105,9 @@ class LaunchOrder(ParamGathers):
         self._groups: list[SyncedGroup] = []
         # Of this rank; other ranks of the stage may have more.
         self._by_number: dict[int, SyncedGroup] = {}
-        self._chunks = StageChunks()
+        # In the order in which they were attached.
+        self._chunks: list[ChunkSync] = []
+        self._hand_outs: dict[SyncedGroup, HandOut] = {}
         self._phase = Phase.COLLECTING
         # Whether someone calls `step` after `finish`, on all ranks of the model.
         self.has_optimizer = False
@@ -113,17 +133,20 @@ class LaunchOrder(ParamGathers):
         """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
         if self._phase is not Phase.COLLECTING or self._sequence.may_have_begun:
             raise ValueError("launch_order is given after its first iteration: wrap all chunks of a model before it")
-        of_stage, own = groups_of_stage(chunk.groups, self.stage_group), {group.name: group for group in chunk.groups}
-        numbers = self._sequence.add([name in own for name in of_stage.names])
+        names, same_everywhere = _groups_of_stage(chunk.groups, self.stage_group)
+        own = {group.name: group for group in chunk.groups}
+        numbers = self._sequence.add([name in own for name in names])
         self._passes.add_chunk(numbers)
-        for number, group in ((number, own[name]) for number, name in zip(numbers, of_stage.names) if name in own):
+        for number, group in ((number, own[name]) for number, name in zip(numbers, names) if name in own):
             group.number, group.order = number, self
             self._by_number[number] = group
-            if group.name in of_stage.everywhere:
+            if group.name in same_everywhere:
                 group.ledger = self.ledger
                 self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
         self._groups += chunk.groups
-        self._chunks.add(chunk)
+        self._chunks.append(chunk)
+        if chunk.hand_out is not None:
+            self._hand_outs.update(dict.fromkeys(chunk.groups, chunk.hand_out))
         for observer in self.observers:
             observer.attach(chunk.groups, chunk.module)
 
@@ -300,10 +323,10 @@ class LaunchOrder(ParamGathers):
             return
         self._check_usable()
         self.is_open = False
-        problem = self._chunks.find_problem()
+        problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
         if not (is_replayed := self._phase is Phase.REPLAYED):
             self._launch_last()
-        non_finite = self._chunks.non_finite_sync()
+        non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._seen()
         decides = self._overlap and group_rank(self.stage_group) == 0
         local = Verdict(
@@ -319,15 +342,17 @@ class LaunchOrder(ParamGathers):
             self._agreement.raise_broken_off(problem)
         if verdict.is_non_finite:
             self._abandon()
-            raise_non_finite(non_finite, [self.stage_group, self._pp_group], in_backward=self._chunks.have_consumer)
+            in_backward = any(hand_out.consumer is not None for hand_out in self._chunk_hand_outs())
+            raise_non_finite(non_finite, [self.stage_group, self._pp_group], in_backward=in_backward)
         if not is_replayed:
             self._wait_for_reductions(verdict.late)
             self._warn_of_unused()
             self._learn(seen, is_reordered=verdict.is_reordered)
         self._phase = Phase.FINISHED
         for group in self._in_order():
-            self._chunks.reduced(group)
-        self._chunks.end_iteration()
+            self._hand_out_reduced(group)
+        for hand_out in self._chunk_hand_outs():
+            hand_out.end_backward()
         self.observers.end_iteration()
 
     def reset(self) -> None:
@@ -376,6 +401,69 @@ class LaunchOrder(ParamGathers):
         """Ends its part in [Note: several orders]: it launches nothing from now on."""
         remove_sender(self)
 
+    # Parameters. Their gathers go in `gather_order`.
+
+    @property
+    def gather_order(self) -> list[SyncedGroup]:
+        """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
+        return self._in_order()[::-1]
+
+    def mark_stale(self, groups: Sequence[SyncedGroup]) -> None:
+        """Marks groups as stale after owners have updated their shards, so that they are gathered before use.
+
+        Called for the same groups on all ranks.
+        """
+        if not all_current(groups):
+            self.finish_param_sync(groups)
+        for group in groups:
+            if group.is_sharded:
+                group.param_state = ParamState.STALE
+                for observer in self.observers:
+                    observer.gather_due(group)
+
+    def start_param_sync(self, groups: Sequence[SyncedGroup], *, again: bool = False) -> None:
+        """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
+        if again or all_current(groups):
+            self.mark_stale(groups)
+        for group in self.gather_order:
+            if group in groups:
+                self._launch_gathers(up_to=group)
+
+    def finish_param_sync(self, groups: Sequence[SyncedGroup]) -> None:
+        """Launches what is left of the gathers and waits for them. Collective."""
+        for group in self.gather_order:
+            if group in groups:
+                self.need(group, prefetch=False)
+                group.param_state = ParamState.CURRENT
+
+    def need(self, group: SyncedGroup, *, prefetch: bool) -> None:
+        """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
+        if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
+            group.arrival.wait()
+            return
+        self._launch_gathers(up_to=group)
+        if prefetch:
+            self.prefetch()
+        if group.param_state is ParamState.IN_FLIGHT:
+            self._wait_for_gather(group)
+
+    def prefetch(self) -> None:
+        """Launches the next gather that is due, if there is one."""
+        following = next((group for group in self.gather_order if group.param_state is ParamState.STALE), None)
+        if following is not None:
+            self._launch_gather(following)
+
+    def launch_due_gathers(self) -> None:
+        """Launches the gathers of all stale parameters, so that none is left to a forward. Collective."""
+        self._launch_gathers()
+
+    def note_update(self) -> None:
+        """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
+        self.ledger.note("an update of the parameters by the optimizer")
+        if self._defers or any(order.is_open for order in senders_beside(self)):
+            # In a forward, each rank may need another order's first.
+            self.launch_due_gathers()
+
     # In a CUDA graph, whose capture ranks begin and end alike.
 
     @contextmanager
@@ -423,22 +511,6 @@ class LaunchOrder(ParamGathers):
         for group in gathered:
             group.param_state = ParamState.CURRENT
         self._phase = Phase.REPLAYED
-
-    def note_update(self) -> None:
-        """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
-        self.ledger.note("an update of the parameters by the optimizer")
-        if self._defers or any(order.is_open for order in senders_beside(self)):
-            # In a forward, each rank may need another order's first.
-            self.launch_due_gathers()
-
-    def launch_due_gathers(self) -> None:
-        """Launches the gathers of all stale parameters, so that none is left to a forward. Collective."""
-        self._launch_gathers()
-
-    @property
-    def gather_order(self) -> list[SyncedGroup]:
-        """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
-        return self._in_order()[::-1]
 
     # Inside.
 
@@ -526,7 +598,11 @@ class LaunchOrder(ParamGathers):
         self._passes.begin()
         for group in self._groups:
             group.reset()
-        self._chunks.begin()
+        for chunk in self._chunks:
+            if chunk.checks is not None:
+                chunk.checks.forget()
+            if chunk.hand_out is not None:
+                chunk.hand_out.begin()
         for observer in self.observers:
             observer.begin_iteration()
 
@@ -536,6 +612,26 @@ class LaunchOrder(ParamGathers):
     def _late_here(self) -> list[bool]:
         late = {group.number for group in self._groups if group.is_late}
         return [number in late for number in range(len(self._sequence.order))]
+
+    def _launch_gathers(self, *, up_to: SyncedGroup | None = None) -> None:
+        for group in self.gather_order:
+            if group.param_state is ParamState.STALE:
+                self._launch_gather(group)
+            if group is up_to:
+                return
+
+    def _launch_gather(self, group: SyncedGroup) -> None:
+        with self.observers.launching(Traffic.GATHER, group):
+            group.launch_gathers()
+
+    def _wait_if_skipped(self, group: SyncedGroup) -> None:
+        # Forward skipped its modules, and the optimizer is about to write to where it arrives.
+        if group.param_state is ParamState.IN_FLIGHT:
+            self._wait_for_gather(group)
+
+    def _wait_for_gather(self, group: SyncedGroup) -> None:
+        with self.observers.waiting(Traffic.GATHER, group):
+            group.complete_gathers()
 
     def _launch(self, numbers: Sequence[int]) -> None:
         if numbers:
@@ -551,7 +647,14 @@ class LaunchOrder(ParamGathers):
                     oldest.settle()
                 if oldest.can_be_released:
                     self._wait_if_skipped(oldest)
-                    self._chunks.reduced(oldest)
+                    self._hand_out_reduced(oldest)
+
+    def _hand_out_reduced(self, group: SyncedGroup) -> None:
+        if group in self._hand_outs:
+            self._hand_outs[group].reduced(group)
+
+    def _chunk_hand_outs(self) -> list[HandOut]:
+        return [chunk.hand_out for chunk in self._chunks if chunk.hand_out is not None]
 
     def _advance_early(self) -> None:
         # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
@@ -617,11 +720,13 @@ class LaunchOrder(ParamGathers):
             self._sequence.adopt(self._agreement.first_ranks_order_sync(seen))
 
     def _agree_sync(self, local: Verdict) -> Verdict:
-        return self._agreement.agree_sync(local, of_all_stages=self._chunks.are_checked)
+        is_checked = any(chunk.checks for chunk in self._chunks)
+        return self._agreement.agree_sync(local, of_all_stages=is_checked)
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
-        self._chunks.stop()
+        for hand_out in self._chunk_hand_outs():
+            hand_out.stop()
         self.catch_up_earlier()
         if self._passes.scope is PassScope.ALL and not self._sequence.may_have_begun:
             self._launch_last()
@@ -641,3 +746,29 @@ class LaunchOrder(ParamGathers):
             group.abandon()
         self._passes.all_settled()
         self._phase = Phase.ABORTED
+
+
+def all_current(groups: Iterable[SyncedGroup]) -> bool:
+    """Whether all ranks have the parameters of all these groups; the same on all ranks."""
+    return all(group.param_state is ParamState.CURRENT for group in groups)
+
+
+def _groups_of_stage(
+    groups: Sequence[SyncedGroup], stage_group: dist.ProcessGroup | None
+) -> tuple[list[str], frozenset[str]]:
+    """Names of one chunk's groups on any rank of the stage, and those that are the same on all of them. Collective.
+
+    The first are in the order of the first rank that has each.
+    """
+    per_rank = gather_objects([(group.name, _fingerprint(group)) for group in groups], stage_group)
+    names = dict.fromkeys(name for of_rank in per_rank for name, _ in of_rank)
+    same = frozenset.intersection(*(frozenset(of_rank) for of_rank in per_rank))
+    return list(names), frozenset(name for name, _ in same)
+
+
+def _fingerprint(group: SyncedGroup) -> int:
+    buckets = [
+        (bucket.layout.span.numel, str(bucket.grad_data.dtype), [entry.name for entry in bucket.entries])
+        for bucket in group.buckets
+    ]
+    return zlib.crc32(repr(buckets).encode())

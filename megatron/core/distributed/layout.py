@@ -1,13 +1,16 @@
 """Where parameters lie in flat buffers, and how these are cut into buckets and shards; a pure function of sizes.
 
-Buffers themselves are flat_buffer.py's. All modes share this layout: starts of parameters, and starts and
-ends of shards, are multiples of ALIGNMENT elements.
+RunParam names a part of a parameter in any flat tensor. Buffers themselves are flat_buffer.py's. All modes share this
+layout: starts of parameters, and starts and ends of shards, are multiples of ALIGNMENT elements.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 # Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
 ALIGNMENT = 64
@@ -52,6 +55,22 @@ def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
     index = bisect_right(spans, part.start, key=lambda span: span.start) - 1
     start = part.start - spans[index].start
     return index, slice(start, start + part.numel)
+
+
+@dataclass(frozen=True)
+class RunParam:
+    """A parameter of a run, or a range of it. span: its elements in the run's flat tensors; start: the first of them in
+    the flattened parameter.
+    """
+
+    name: str
+    param: nn.Parameter
+    span: Span
+    start: int
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its part of a flat tensor of the run: [N], any dtype -> [span.numel], the same dtype, a view."""
+        return flat[self.span.start : self.span.end]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from megatron.core.device import Arrival
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, gather_shards_
 from megatron.core.distributed.flat_buffer import _ParamAndGradBucket
+from megatron.core.distributed.iteration import Ledger
 from megatron.core.distributed.launch_sequence import Readiness
-from megatron.core.distributed.ledger import Ledger
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 

@@ -24,7 +24,7 @@ from megatron.core.distributed.collectives import ReductionPolicy, reduce_bucket
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import is_completed_later
-from megatron.core.distributed.stage_groups import stage_group_of
+from megatron.core.distributed.iteration import stage_group_of
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.distributed.torch_fsdp2_init import DeferredValues, InitFn
 from megatron.core.distributed.torch_fsdp2_iteration import (

@@ -27,11 +27,8 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import is_in_backward
 from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import HandOut
-from megatron.core.distributed.iteration_phase import Phase
-from megatron.core.distributed.ledger import Ledger
+from megatron.core.distributed.iteration import Ledger, Phase, StepAgreement, Verdict, stage_group_of
 from megatron.core.distributed.replica_checks import raise_non_finite
-from megatron.core.distributed.stage_groups import stage_group_of
-from megatron.core.distributed.step_agreement import StepAgreement, Verdict
 from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
 from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -20,8 +20,7 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.hand_out import HandOut, not_wrapped
-from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, Span, locate, round_up
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, RunParam, Span, locate, round_up
 from megatron.core.distributed.torch_fsdp2_state import ParamShard
 from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass, param_facts
 

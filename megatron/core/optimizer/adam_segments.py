@@ -13,8 +13,7 @@ from megatron.core.dense_memory import flat_view
 from megatron.core.device import SideStream
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
-from megatron.core.distributed.layout import Span
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import RunParam, Span
 from megatron.core.distributed.transient_buffer import ParamMemory
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, write_parameters

@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
+from megatron.core.distributed.iteration import OrderWords
 from megatron.core.distributed.launch_order import LaunchOrder
-from megatron.core.distributed.order_words import OrderWords
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup

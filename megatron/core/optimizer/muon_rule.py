@@ -16,8 +16,7 @@ from torch import nn
 from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.layout import Span
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import RunParam, Span
 from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_of, ranges_of, units_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey

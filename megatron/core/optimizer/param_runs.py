@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, Span
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, RunParam, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     Plain,

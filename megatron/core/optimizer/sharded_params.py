@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.chunk_sync import ChunkSync
-from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
 from megatron.core.distributed.replica_checks import bits_sync
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_grads import TransientGroup

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.grad_hooks import GradHooks, ReadyBucket, RunState
-from megatron.core.distributed.layout import Span
-from megatron.core.distributed.run_params import RunParam
+from megatron.core.distributed.layout import RunParam, Span
 
 
 def parameters(count: int = 4) -> dict[str, nn.Parameter]:

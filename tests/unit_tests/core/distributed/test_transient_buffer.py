@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.live_bytes import LiveBytes
-from megatron.core.distributed.message_memory import MessageMemory
+from megatron.core.distributed.transient_buffer import MessageMemory
 
 CPU = torch.device("cpu")
 

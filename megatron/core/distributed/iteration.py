@@ -1,6 +1,9 @@
-"""Ledger: what one pipeline stage launches, as a hash that its ranks compare once a step, and by entry when debugging.
+"""Where an iteration of gradients is, and what the ranks of a stage compare and agree on at its end.
 
-It launches nothing. How it is used, over one stage:
+Nothing here launches a gradient's or a parameter's collective: those who do so record it in a Ledger first.
+
+[Note: ledger] The collectives that one pipeline stage launches become a hash, which its ranks compare once a step, and
+an entry each when debugging. How a ledger is used, over one stage:
 
     ledger = Ledger(stage_group)  # debug: Ledger(stage_group, debug_timeout_s=300.0), collective
     ledger.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
@@ -13,17 +16,54 @@ import time
 import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.profiler import record_function
 
-from megatron.core.group_collectives import gather_objects
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import gather_objects, message_device
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 
 _NAMES_SHOWN = 3
 _KEPT_LAUNCHES = 1000  # of each rank in the store: a rank may be that far ahead of one that it does not wait for
 _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+
+
+def stage_group_of(groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+    """The ranks whose collectives are to be in one order; None is this rank alone."""
+    return groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
+
+
+class Phase(Enum):
+    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync. Its order alone moves it.
+
+    REPLAYED: a CUDA graph has run it, sums included, and ranks have told each other nothing of it yet. STEPPED: all
+    ranks know that no rank has broken it off, and update. CLOSED: the wrappers were taken off.
+    """
+
+    COLLECTING = "collecting"
+    REPLAYED = "replayed"
+    FINISHED = "finished"
+    STEPPED = "stepped"
+    ABORTED = "aborted"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class OrderWords:
+    """Names of the methods that errors tell a user to call. zero: begins an iteration; finish: ends the reductions of
+    one. Every owner of an order has reset_iteration.
+    """
+
+    zero: str = "zero_grad_buffer"
+    finish: str = "finish_grad_sync"
+
+
+# The trace of launches, see [Note: ledger].
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -119,6 +159,100 @@ class Ledger:
             f"({len(names)} parameters: {shown})"
         )
         return _Entry(line, line.encode())
+
+
+# The agreement at the end of an iteration.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ends an iteration, of one rank or of all; late: of each bucket group, by its number."""
+
+    is_aborted: bool
+    is_non_finite: bool
+    is_reordered: bool
+    late: list[bool]
+
+
+class StepAgreement:
+    """The messages of a stage's ranks at the end of an iteration.
+
+    stage_group: the ranks that agree. pp_group: those that must stop together where a gradient is not finite. None
+    of either is this rank alone. stage_host, pp_host: the same ranks, where these can send from the host; without them,
+    each step reads a GPU. ledger: where launches were noted, which are compared on the way.
+    """
+
+    def __init__(
+        self,
+        stage_group: dist.ProcessGroup | None,
+        *,
+        pp_group: dist.ProcessGroup | None,
+        stage_host: dist.ProcessGroup | None,
+        pp_host: dist.ProcessGroup | None,
+        ledger: Ledger,
+    ) -> None:
+        self._stage_group, self._ledger = stage_group, ledger
+        self._stage_messages, self._pp_messages = stage_host or stage_group, pp_host or pp_group
+        self._message_device = message_device([self._stage_messages, self._pp_messages])
+
+    @record_function("StepAgreement.agree_sync")
+    def agree_sync(self, local: Verdict, *, of_all_stages: bool) -> Verdict:
+        """What holds on any rank of the stage. Collective; raises CollectiveMismatchError on all ranks of the stage.
+
+        of_all_stages: that a gradient is not finite holds if it does on any stage; must be the same on all stages.
+        """
+        if group_size(self._stage_messages) == group_size(self._pp_messages) == 1:
+            # Nothing to send, and so nothing that a graph could not hold.
+            return local
+        flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
+        numbers = torch.tensor([*self._ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
+        if group_size(self._stage_messages) > 1:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
+        if group_size(self._pp_messages) > 1 and of_all_stages:
+            # The other stages have nothing else that tells them, and would wait for this one.
+            is_non_finite = numbers[3:4]  # a view
+            dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
+        # NOTE: reads the device once a step, where messages cannot be sent from the host.
+        highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
+        self._ledger.check_agreed([highest, negated_lowest])
+        return Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
+
+    @record_function("StepAgreement.highest_sync")
+    def highest_sync(self, number: int) -> int:
+        """The highest of all ranks of all stages. Collective."""
+        highest = torch.tensor(number, dtype=torch.int64, device=self._message_device)
+        for group in (self._stage_messages, self._pp_messages):
+            if group_size(group) > 1:
+                dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        # NOTE: reads the device once a step, where messages cannot be sent from the host.
+        return int(highest)
+
+    @record_function("StepAgreement.first_ranks_order_sync")
+    def first_ranks_order_sync(self, order: list[int]) -> list[int]:
+        """The order of bucket groups, by number, that the stage's first rank gives. Collective."""
+        numbers = torch.tensor(order, dtype=torch.int64, device=self._message_device)
+        if group_size(self._stage_messages) > 1:
+            dist.broadcast(numbers, group=self._stage_messages, group_src=0)
+        # NOTE: reads what was sent, in the few steps that change the order.
+        return numbers.tolist()
+
+    def tell_reason(self, reason: str) -> None:
+        """Lets the other ranks raise why this one broke the iteration off. Collective: they, too, tell or raise."""
+        gather_objects(reason, self._stage_group)
+
+    def raise_broken_off(self, problem: str | None) -> NoReturn:
+        """Raises ValueError with this rank's own problem, or RemoteRankError with that of another. Collective."""
+        problems = gather_objects(problem, self._stage_group)
+        if problem is not None:
+            raise ValueError(problem)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason is not None)
+        raise RemoteRankError(
+            f"rank {rank} of the stage broke the iteration off: {reason}. Its gradients are dropped on all ranks: "
+            "call reset_iteration() and go on"
+        )
+
+
+# Inside the trace.
 
 
 class _SideChannel:
