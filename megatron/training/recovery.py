@@ -1,6 +1,6 @@
 """What a run does about a step that went wrong in its numbers: it ends, leaves the step out, or goes back.
 
-How such a step is found: step_statistics.py (losses), core/distributed/grad_checks.py (gradients), and LossWatch here.
+How such a step is found: step_statistics.py (losses), core/distributed/consistency.py (gradients), and LossWatch here.
 
 [Note: going back] A run that goes back loads its last checkpoint in place, as a resumed run does, and so computes the
 steps up to the bad one again, bit for bit. Samples that are left out count as consumed: schedules by samples of
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.core.agreement import any_rank
 from megatron.core.distributed import DistributedDataParallel, NonFiniteGradientError
-from megatron.core.distributed.weight_hashes import check_weight_hashes_sync
+from megatron.core.distributed.consistency import check_weight_hashes_sync
 from megatron.training.callbacks import StepReport
 from megatron.training.checkpoint_folder import complete_iterations
 from megatron.training.console import print_rank_0

@@ -140,8 +140,8 @@ class StatisticsExchange:
         void_flags: [2], fp64, on the device, in the order of Overflow: 1 where this rank lost something; None on all
         ranks where nothing can be lost.
         NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py), for
-        what ranks agree on (launch_order.py) and, unless the check for NaN is off, for this rank's gradients
-        (grad_checks.py); zeros of gradients and the parameters' norm, where they are logged, take a read each.
+        what ranks agree on (iteration.py) and, unless the check for NaN is off, for this rank's gradients
+        (consistency.py); zeros of gradients and the parameters' norm, where they are logged, take a read each.
         """
         required = totals.keys() - set(optional)
         extras = [] if void_flags is None else [void_flags]

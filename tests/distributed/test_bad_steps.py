@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.distributed.weight_hashes import WeightMismatchError, weight_hash
+from megatron.core.distributed.consistency import WeightMismatchError, weight_hash
 from megatron.core.utils import unwrap_model
 from megatron.training import recovery_state
 from megatron.training.callbacks import Callback, CallbackList, StepReport

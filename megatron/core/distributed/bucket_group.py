@@ -14,8 +14,8 @@ from torch.profiler import record_function
 from megatron.core.device import Writers, keep_for_current_stream
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, reduce_bucket_
+from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, plain_grad
-from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 from megatron.core.tensor_parallel.weight_grads import WeightGrad

@@ -11,6 +11,7 @@ from megatron.core.dense_memory import check_apart
 from megatron.core.device import SideStream, default_device
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import (
@@ -20,7 +21,6 @@ from megatron.core.distributed.flat_buffer import (
     buffer_kind,
     partition_buckets,
 )
-from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import is_completed_later
 from megatron.core.distributed.iteration import Ledger, stage_group_of
 from megatron.core.distributed.launch_order import LaunchOrder

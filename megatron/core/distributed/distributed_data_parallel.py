@@ -15,19 +15,22 @@ from torch import nn
 
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
+from megatron.core.distributed.consistency import (
+    GradChecks,
+    check_wraps_agree,
+    follow_owner,
+    module_change_finder,
+    settings_of_all_ranks,
+)
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_arrivals import GradArrivals
-from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.hand_out import HandOut, is_completed_later
 from megatron.core.distributed.iteration import stage_group_of
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
-from megatron.core.distributed.module_changes import WrappedParams
 from megatron.core.distributed.synced_group import SyncedGroup
-from megatron.core.distributed.tied_weights import follow_owner
-from megatron.core.distributed.wrap_agreement import check_wraps_agree, settings_of_all_ranks
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
@@ -53,7 +56,7 @@ class DistributedDataParallel(_BaseDataParallel):
     config: calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion count here.
     disable_bucketing: one bucket for all. pg_collection: None for parallel_state's groups, or else all ranks there are.
     launch_order: that of the other chunks of this pipeline stage. Wrapping a chunk with a tied weight waits for the
-    other stage's (tied_weights.py), so build all chunks before the first is wrapped. Collective over the stage: raises
+    other stage's (consistency.py), so build all chunks before the first is wrapped. Collective over the stage: raises
     the same ValueError on all ranks where parameters or settings differ; where one rank alone cannot wrap, ValueError
     there and RemoteRankError on the others.
     """
@@ -115,13 +118,11 @@ class DistributedDataParallel(_BaseDataParallel):
         self.expert_parallel_bucket_groups = build(self.expert_parallel_buffers, name=f"{chunk} experts")
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
-        params = WrappedParams(module, self.param_to_bucket_group)
+        find_change = module_change_finder(module, self.param_to_bucket_group)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
         self._hand_out = HandOut(self._groups, is_later=is_later)
         self.launch_order.attach(
-            ChunkSync(
-                self._in_order_of_backward(), module, params.find_problem, self._zero_grads, self.checks, self._hand_out
-            )
+            ChunkSync(self._in_order_of_backward(), module, find_change, self._zero_grads, self.checks, self._hand_out)
         )
         self.grad_hooks.adopt()
         self._arrivals = GradArrivals(

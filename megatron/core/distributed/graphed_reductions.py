@@ -6,8 +6,8 @@ What is launched when is launch_order.py's; what a participant is, graph_capture
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from megatron.core.distributed.consistency import Measured
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.grad_checks import Measured
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.graph_capture import GraphParticipant
 

@@ -35,12 +35,11 @@ from torch.profiler import record_function
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import BackwardEnd, is_in_backward
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
-from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.consistency import GradChecks, raise_non_finite
 from megatron.core.distributed.hand_out import HandOut
 from megatron.core.distributed.iteration import Ledger, OrderWords, Phase, StepAgreement, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.passes import Passes, PassScope
-from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside

@@ -25,10 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import is_in_backward
-from megatron.core.distributed.grad_checks import GradChecks
+from megatron.core.distributed.consistency import GradChecks, raise_non_finite
 from megatron.core.distributed.hand_out import HandOut
 from megatron.core.distributed.iteration import Ledger, Phase, StepAgreement, Verdict, stage_group_of
-from megatron.core.distributed.replica_checks import raise_non_finite
 from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
 from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
 from megatron.core.process_groups_config import ProcessGroupCollection

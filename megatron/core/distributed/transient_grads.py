@@ -17,11 +17,11 @@ from megatron.core.dense_memory import flat_view, in_order_of, shaped_view
 from megatron.core.device import Writers, keep_for_current_stream
 from megatron.core.distributed.bucket_observer import Traffic
 from megatron.core.distributed.collectives import Handle, reduce_bucket_, shard_of
+from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.flat_buffer import (
     _ParamAndGradBucket,
     plain_grad,
 )
-from megatron.core.distributed.grad_checks import GradChecks
 from megatron.core.distributed.layout import Fragment, Span
 from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.distributed.transient_buffer import GradMemory, SumMemory, TransientBuffer

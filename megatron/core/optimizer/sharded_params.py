@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.distributed.consistency import bits_sync
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
-from megatron.core.distributed.replica_checks import bits_sync
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects

@@ -1,0 +1,578 @@
+"""Comparisons that ranks make outside the agreement at the end of a step, and checks of one rank that feed them.
+
+In this order: what a stage agrees on before a module is wrapped; what was done to the module afterwards; a weight that
+two stages have; the weights of replicas at the start, and while training runs; gradients before they are reduced. Each
+raises the same error on every rank that takes part. A group of None is this rank alone.
+
+Only a tied weight is repaired, by its owner's values. Launches are compared in iteration.py.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.agreement import RemoteRankError, all_ranks_agree
+from megatron.core.dense_memory import dense_strides
+from megatron.core.device import default_device
+from megatron.core.dist_checkpointing import buffer_sharded_tensors, canonical_name
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.group_collectives import gather_objects
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.utils import unwrap_model
+
+logger = logging.getLogger(__name__)
+
+# Names of parameters in a message.
+_NAMES_SHOWN = 3
+
+# Before a module is wrapped. This is compared before anything else is sent: where ranks differ, what follows pairs up
+# wrongly, or waits for ever.
+
+_COMPARED_SIZES = ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
+_ABSENT = "no such parameter"
+
+
+def settings_of_all_ranks(
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+    *,
+    disable_bucketing: bool,
+    chunk: int,
+) -> dict[str, object]:
+    """Returns, by name, all settings that buffers, scales and collectives depend on. chunk: number of the chunk."""
+    of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
+    return {
+        **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
+        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
+        "disable_bucketing": bool(disable_bucketing),
+        "number of the chunk in launch_order": chunk,
+    }
+
+
+def check_wraps_agree(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    settings: Mapping[str, object],
+    stage_group: dist.ProcessGroup | None,
+    check_alone: Callable[[], None],
+) -> None:
+    """Raises the same ValueError on all ranks of the stage where settings, or replicas' parameters, differ. Collective.
+
+    settings: all that shapes buffers, scales and collectives, by name. check_alone: what each rank can check by itself;
+    where it raises ValueError, the others raise RemoteRankError.
+    """
+    group = groups.dp_cp if group_size(stage_group) == 1 else stage_group
+    own = _wrapping(module, groups, settings=settings)
+    problem = None
+    try:
+        check_alone()
+    except ValueError as error:
+        problem = error
+    per_rank = gather_objects((own.rank, *own.brief(), problem and str(problem)), group)
+    by_replicas: dict[Any, set[int]] = {}
+    for _, crc, parts, _ in per_rank:
+        by_replicas.setdefault("settings", set()).add(crc)
+        for kind, (ranks, crc_of_part) in enumerate(parts):
+            by_replicas.setdefault((kind, ranks), set()).add(crc_of_part)
+    if any(len(crcs) > 1 for crcs in by_replicas.values()):
+        raise ValueError(_difference_of_wraps(gather_objects(own, group)))
+    if problem is not None:
+        raise problem
+    for rank, _, _, text in per_rank:
+        if text is not None:
+            raise RemoteRankError(f"rank {rank}: {text}")
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """The module that a rank is about to wrap, in words.
+
+    replicas: the ranks that share its dense, and its expert parameters; params: names of both, with what shapes buffers
+    and sums.
+    """
+
+    rank: int
+    settings: dict[str, str]
+    replicas: tuple[tuple[int, ...], tuple[int, ...]]
+    params: tuple[dict[str, str], dict[str, str]]
+
+    def brief(self) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
+        """Equal for ranks without a difference, and small."""
+        return _crc(self.settings), [(ranks, _crc(params)) for ranks, params in zip(self.replicas, self.params)]
+
+    def describe(self, name: str) -> str:
+        """A parameter in words, whichever kind this rank takes it for."""
+        return self.params[0].get(name) or self.params[1].get(name, _ABSENT)
+
+
+def _wrapping(module: nn.Module, groups: ProcessGroupCollection, *, settings: Mapping[str, object]) -> _Wrapping:
+    params: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for name, param in module.named_parameters():
+        params[param_facts(param).is_expert][name] = _describe_param(param)
+    sizes = {f"size of pg_collection.{name}": group_size(vars(groups)[name]) for name in _COMPARED_SIZES}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return _Wrapping(
+        rank,
+        {name: repr(value) for name, value in {**sizes, **settings}.items()},
+        (_ranks_of(groups.dp_cp, rank), _ranks_of(groups.expt_dp, rank)),
+        params,
+    )
+
+
+def _describe_param(param: nn.Parameter) -> str:
+    facts = param_facts(param)
+    words = [f"{list(param.shape)} {param.dtype}"]
+    if not param.is_contiguous():
+        # Buffers have it in this order.
+        words.append(f"strides {dense_strides(param)}")
+    # Whether the copy of a tied weight trains, its owner will say.
+    if not facts.shared:
+        words.append("requires grad" if param.requires_grad else "needs no grad")
+    marks = {
+        "allreduce=False": facts.is_expert,
+        "shared_embedding": facts.shared_embedding,
+        "shared": facts.shared,
+        "sequence_parallel": facts.sequence_parallel,
+        "tensor_model_parallel": facts.tensor_model_parallel,
+    }
+    return ", ".join([*words, *(f"marked {mark}" for mark, is_set in marks.items() if is_set)])
+
+
+def _difference_of_wraps(per_rank: list[_Wrapping]) -> str:
+    for name in _all_names(own.settings for own in per_rank):
+        values = {own.rank: own.settings.get(name, "not there") for own in per_rank}
+        if len(set(values.values())) > 1:
+            return f"{name} is {_by_rank(values)}: must be the same on all ranks of a pipeline stage"
+    for kind in (0, 1):
+        for ranks in {own.replicas[kind]: None for own in per_rank}:
+            replicas = [own for own in per_rank if own.replicas[kind] == ranks]
+            if len({_crc(own.params[kind]) for own in replicas}) > 1:
+                found = _difference_of_params(replicas, kind)
+                return f"{found}: all replicas must wrap the same parameters in the same order"
+    raise AssertionError("ranks differ in what this function does not compare")
+
+
+def _difference_of_params(replicas: list[_Wrapping], kind: int) -> str:
+    for name in _all_names(own.params[kind] for own in replicas):
+        values = {own.rank: own.describe(name) for own in replicas}
+        if len(set(values.values())) > 1:
+            return f"parameter {name} is {_by_rank(values)}"
+    place = next(
+        place for place, names in enumerate(zip(*(own.params[kind] for own in replicas))) if len(set(names)) > 1
+    )
+    return f"parameter number {place} is {_by_rank({own.rank: list(own.params[kind])[place] for own in replicas})}"
+
+
+def _all_names(dictionaries: Iterable[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(name for dictionary in dictionaries for name in dictionary))
+
+
+def _by_rank(values: dict[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return " and ".join(
+        f"{value} on rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}" for value, of in ranks.items()
+    )
+
+
+def _crc(lines: dict[str, str]) -> int:
+    return zlib.crc32(repr(lines).encode())
+
+
+def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
+    # A group of this rank alone is None, or ALONE, or one of a grid.
+    return (rank,) if group_size(group) == 1 else tuple(dist.get_process_group_ranks(group))
+
+
+# After a module was wrapped.
+
+
+def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
+    """Returns a function that describes the first change of `module` after which gradients or updates miss a parameter.
+
+    The function returns None while there is none. wrapped: the parameters in buffers.
+    """
+    in_buffers = frozenset(wrapped)
+    at_start = dict(module.named_parameters())
+    addresses = {param: param.data_ptr() for param in wrapped}
+
+    def find_module_change() -> str | None:
+        now = dict(module.named_parameters())
+        for name, param in now.items():
+            if param.requires_grad == (param in in_buffers):
+                continue
+            before = at_start.get(name)
+            if before is param:
+                what = "unfrozen" if param.requires_grad else "frozen"
+            else:
+                what = "added" if before is None else "replaced"
+            return _changed(name, what)
+        if len(now) < len(at_start):
+            return _changed(next(name for name in at_start if name not in now), "removed")
+        lost = next(
+            (name for name, param in at_start.items() if param in in_buffers and now.get(name) is not param), None
+        )
+        if lost is not None:
+            return _changed(lost, "replaced")
+        for name, param in now.items():
+            if param.data_ptr() != addresses.get(param, param.data_ptr()):
+                # No longer a view: forward would read what nobody updates.
+                return _changed(name, "moved, converted or given other data")
+        return None
+
+    return find_module_change
+
+
+def _changed(name: str, what: str) -> str:
+    return (
+        f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
+        "wrap the module, and build its optimizer, after such changes, between steps after release()"
+    )
+
+
+# A weight that the first and the last stage both have. Its gradients are summed in finalize_model_grads.py. Which
+# weights these are is the model's matter.
+
+
+def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives a tied weight on the last stage the values and the requires_grad that it has on the first, its owner.
+
+    Collective over `group`, the first and last stage, for modules that have such a weight; others send nothing. To
+    freeze the word embeddings is thus to freeze the one weight, as in a model on one rank, where its copy has no name
+    of its own. Raises ValueError on both stages if the two have other shapes or dtypes.
+    """
+    for name, param in module.named_parameters():
+        if not param_facts(param).shared_embedding:
+            continue
+        if group_size(group) == 1:
+            continue
+        owner, copy = gather_objects((param.requires_grad, tuple(param.shape), param.dtype), group)
+        if owner[1:] != copy[1:]:
+            raise ValueError(
+                f"tied weight {name} is {owner[2]} of shape {list(owner[1])} on the first stage and {copy[2]} of "
+                f"shape {list(copy[1])} on the last: must be the same"
+            )
+        param.requires_grad_(owner[0])
+        # Also where both drew from one seed: a script may seed each stage by itself, or load weights into one alone.
+        dist.broadcast(param.data, group=group, group_src=0)
+
+
+# Replicas at the start of a run, by name and with what requires grad.
+
+
+def check_weights_agree(
+    model: nn.Module, group: dist.ProcessGroup | None, *, expert_group: dist.ProcessGroup | None = None
+) -> None:
+    """Raises ValueError on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
+
+    Identical in their values, and in which parameters require grad.
+
+    group, expert_group: the ranks that hold the same dense and the same expert parameters. Ranks of a group without a
+    difference raise RemoteRankError. Costs a checksum of all parameters and an exchange of a number each: for the
+    start of a run.
+    """
+    dense: dict[str, tuple[int, bool]] = {}
+    experts: dict[str, tuple[int, bool]] = {}
+    for name, param in model.named_parameters():
+        # On the meta device nothing has a value yet.
+        fingerprint = 0 if param.is_meta else bits_sync(param), param.requires_grad
+        (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = fingerprint
+    differences = [_difference_of_weights(dense, group), _difference_of_weights(experts, expert_group)]
+    with all_ranks_agree():
+        for difference in differences:
+            if difference is not None:
+                raise ValueError(difference)
+
+
+def _difference_of_weights(fingerprints: dict[str, tuple[int, bool]], group: dist.ProcessGroup | None) -> str | None:
+    per_rank = gather_objects(fingerprints, group)
+    if all(other == per_rank[0] for other in per_rank):
+        return None
+    name = next(n for n in [*per_rank[0], *fingerprints] if any(r.get(n) != per_rank[0].get(n) for r in per_rank))
+    ranks = [rank for rank, other in enumerate(per_rank) if other.get(name) != per_rank[0].get(name)]
+    return (
+        f"parameter {name} differs between data-parallel rank 0 and ranks {ranks}: "
+        "all replicas must start from the same seed or checkpoint and train the same parameters"
+    )
+
+
+def bits_sync(param: torch.Tensor) -> int:
+    """A checksum of the bytes of a tensor, any shape and dtype: replicas are bit-identical, and NaN equals itself.
+
+    NOTE: waits for the device; for the start of a run.
+    """
+    # As bytes: numpy has no bfloat16.
+    return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+# Replicas while training runs: a hash of each tensor on its device, and one small exchange per group.
+
+_ROW = 1024
+_ODD, _EVEN = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1E  # any numbers of which the first is odd
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightMismatchError(RuntimeError):
+    """Parameters or buffers that must be equal on several ranks are not; raised on every rank."""
+
+
+def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, iteration: int) -> None:
+    """Raises WeightMismatchError on every rank, naming tensors and ranks, unless all replicas are bit-identical.
+
+    Data-parallel replicas, those of experts among their own ranks, what tensor-parallel ranks have whole, and what the
+    first and the last stage both have: parameters, and the buffers that checkpoints hold, as the biases of routers.
+    chunks: of this stage, with parameters gathered. Collective over all ranks. NOTE: reads the device once, where
+    there is no difference.
+    """
+    compared = [one for one in _replicas(chunks, groups) if one.tensors and group_size(one.group) > 1]
+    hashes = [torch.stack([weight_hash(tensor) for tensor in one.tensors]) for one in compared]
+    is_different = torch.zeros((), dtype=torch.int64, device=default_device())
+    for one, own in zip(compared, hashes):
+        # The highest, and by its complement the lowest: equal where all are.
+        extremes = torch.cat([own, ~own])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=one.group)
+        highest, negated_lowest = extremes.chunk(2)
+        is_different |= (highest != ~negated_lowest).any()
+    if dist.is_initialized():
+        dist.all_reduce(is_different, op=dist.ReduceOp.MAX)
+    if bool(is_different):
+        _raise_unequal_sync(compared, hashes, iteration=iteration)
+
+
+def weight_hash(param: Tensor) -> Tensor:
+    """[], int64, on the device of `param`, any shape and dtype. Two that differ in one element differ for certain.
+
+    Of its bits: NaN equals itself, and 0.0 is not -0.0.
+    """
+    words = param.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[param.element_size()])
+    whole = words.numel() // _ROW * _ROW
+    # Sums of rows and of columns, so that nothing of the parameter's size is kept. An element counts the factor of its
+    # column, which is odd, plus that of its row, which is even: no difference times an odd number is 0 modulo 2**64.
+    table, rest = words[:whole].view(-1, _ROW), words[whole:]
+    columns = torch.arange(1, _ROW + 1, device=words.device) * 2 + 1
+    rows = torch.arange(1, table.shape[0] + 2, device=words.device) * _EVEN
+    total = (table.sum(dim=0, dtype=torch.int64) * (columns * _ODD)).sum()
+    total += (table.sum(dim=1, dtype=torch.int64) * rows[:-1]).sum()
+    return total + (rest.to(torch.int64) * (columns[: rest.numel()] * _ODD + rows[-1])).sum()
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """What this rank and all others of `group` have, in the same order."""
+
+    group: dist.ProcessGroup | None
+    names: list[str]
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, named: Sequence[tuple[str, Tensor]]) -> "_Replicas":
+        """named: tensors of any shape and dtype."""
+        return cls(group, [name for name, _ in named], [tensor for _, tensor in named])
+
+
+def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> list[_Replicas]:
+    named = [
+        (canonical_name(name), param, param_facts(param))
+        for chunk in unwrap_model(list(chunks))
+        for name, param in chunk.named_parameters()
+    ]
+    # A checkpoint holds one of each for all ranks.
+    buffers = [(held.key, held.data) for chunk in unwrap_model(list(chunks)) for held in buffer_sharded_tensors(chunk)]
+    kinds = []
+    for is_expert, data_group, tensor_group, also in (
+        (False, groups.dp_cp, groups.tp, buffers),
+        (True, groups.expt_dp, groups.expt_tp, []),
+    ):
+        own = [(name, param, facts) for name, param, facts in named if facts.is_expert is is_expert]
+        whole = [(name, param) for name, param, facts in own if not facts.tensor_model_parallel]
+        kinds.append(_Replicas.of(data_group, [*((name, param) for name, param, _ in own), *also]))
+        kinds.append(_Replicas.of(tensor_group, [*whole, *also]))
+    kinds.append(_Replicas.of(groups.embd, [(name, param) for name, param, facts in named if facts.shared_embedding]))
+    return kinds
+
+
+def _raise_unequal_sync(compared: list[_Replicas], hashes: list[Tensor], *, iteration: int) -> None:
+    """Raises on all ranks what any of them found. NOTE: reads every hash, which only an error does."""
+    lines: list[str] = []
+    for one, own in zip(compared, hashes):
+        assert one.group is not None
+        ranks = dist.get_process_group_ranks(one.group)
+        told = gather_objects((one.names, own.tolist()), one.group)
+        # In the words of the first: a tied output layer has another name than the embedding that owns it.
+        lines += _unequal_hashes(told[0][0], dict(zip(ranks, (hashes_of_rank for _, hashes_of_rank in told))))
+    found = dict.fromkeys(line for lines_of_rank in gather_objects(lines, dist.group.WORLD) for line in lines_of_rank)
+    shown = list(found)[:_NAMES_SHOWN]
+    more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    raise WeightMismatchError(
+        f"replicas differ after iteration {iteration}: {'; '.join(shown)}{more}. A device or its memory may be faulty; "
+        "go on from an earlier checkpoint"
+    )
+
+
+def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str]:
+    """A line for each name whose hashes differ: the ranks with other ones than most; by_rank: in the order of names."""
+    lines = []
+    for index, name in enumerate(names):
+        ranks_with: dict[int, list[int]] = {}
+        for rank, hashes in by_rank.items():
+            ranks_with.setdefault(hashes[index], []).append(rank)
+        if len(ranks_with) > 1:
+            # Of equally many, the first ranks count as right.
+            usual, *others = sorted(ranks_with.values(), key=len, reverse=True)
+            odd = sorted(rank for ranks in others for rank in ranks)
+            lines.append(f"{name} of rank {', '.join(map(str, odd))} is not that of rank {', '.join(map(str, usual))}")
+    return lines
+
+
+# Gradients, looked at before they are reduced, after which nobody can tell whose one was. They are measured on the
+# device without waiting for it. GradChecks raises nothing itself, since all ranks must.
+
+# So many times the largest norm that a parameter's gradient ever had, and steps before a norm means anything.
+_LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient was NaN or infinite before it was reduced; raised on every rank of the group."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of one iteration's gradients, on the device. by_bucket: names, and [1 or 2, names], fp64.
+
+    finite_so_far: by name, after each gradient of a parameter, whether its sum is finite: [], bool.
+    """
+
+    by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
+    finite_so_far: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class GradChecks:
+    """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`).
+
+    each: looks at the sums after every gradient that comes, to tell with which of them it began. Else only at those of
+    `probe`, one small parameter near the model's input, which costs next to nothing: what goes wrong behind it comes
+    down to it.
+    """
+
+    def __init__(self, *, nan: bool, large: bool, each: bool = False, probe: nn.Parameter | None = None) -> None:
+        self._nan, self._large, self._each, self._probe = nan, large, each, probe
+        self._measured = Measured()
+        # The largest norm of each parameter so far, and in how many steps.
+        self._largest: dict[str, tuple[float, int]] = {}
+
+    @classmethod
+    def of(cls, config: DistributedDataParallelConfig, module: nn.Module | None = None) -> "GradChecks | None":
+        """Returns the checks that the settings enable, or None. module: a model that accumulates over microbatches."""
+        if not (config.check_for_nan_in_grad or config.check_for_large_grads):
+            return None
+        params = () if module is None else module.parameters()
+        # A norm's weight or a bias.
+        probe = next((param for param in params if param.requires_grad and param.ndim == 1), None)
+        return cls(
+            nan=config.check_for_nan_in_grad, large=config.check_for_large_grads, each=config.ddp_debug, probe=probe
+        )
+
+    def looks_at(self, param: nn.Parameter) -> bool:
+        """Whether the sum of this parameter's gradients, any shape, is to be measured after each of them."""
+        return self._nan and (self._each or param is self._probe)
+
+    def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Notes a number or two of each gradient: any shapes, floating point, on one device."""
+        # An empty one has no largest element.
+        named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
+        if not named_grads:
+            return
+        # Extremes, NaN if an element is, and not sums: those of finite elements overflow.
+        lows, highs = zip(*(torch.aminmax(grad) for _, grad in named_grads))
+        numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
+        if self._large:
+            numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
+        self._measured.by_bucket.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
+
+    def measure_sum(self, name: str, total: torch.Tensor) -> None:
+        """Notes whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
+        self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
+
+    def take_measured(self) -> Measured:
+        """Returns and clears the measurements of passes that a CUDA graph captures."""
+        measured = self._measured
+        self.forget()
+        return measured
+
+    def restore_measured(self, measured: Measured) -> None:
+        """Restores the measurements of `take_measured`, whose tensors a graph replay has written."""
+        self._measured = measured
+
+    def forget(self) -> None:
+        """Drops what was measured."""
+        self._measured = Measured()
+
+    def non_finite_sync(self) -> list[str]:
+        """Names of the measured gradients that are not finite; forgets what was measured."""
+        if not self._measured.by_bucket:
+            return []
+        # NOTE: reads the device, once a step.
+        largest_elements, *norms = torch.cat([numbers for _, numbers in self._measured.by_bucket], dim=1).tolist()
+        names = [name for names, _ in self._measured.by_bucket for name in names]
+        bad = [name for name, element in zip(names, largest_elements) if not element < float("inf")]
+        # New lists: a graph may keep the old ones. What is kept tells of late gradients, which are measured apart.
+        self._measured = Measured(finite_so_far=self._measured.finite_so_far if bad or self._each else {})
+        if norms and not bad:
+            for name, norm in zip(names, norms[0]):
+                self._compare(name, norm)
+        # First what says when it began: a message has room for few names.
+        bad = sorted(dict.fromkeys(bad), key=lambda name: name not in self._measured.finite_so_far)
+        return [self._since_when_sync(name) for name in bad] if self._nan else []
+
+    def _since_when_sync(self, name: str) -> str:
+        # NOTE: reads the device, when there is an error to tell.
+        so_far = [bool(finite) for finite in self._measured.finite_so_far.get(name, [])]
+        if all(so_far):
+            return name
+        return f"{name} (since microbatch {so_far.index(False)}, of {len(so_far)} that gave it a gradient)"
+
+    def _compare(self, name: str, norm: float) -> None:
+        largest, steps = self._largest.get(name, (0.0, 0))
+        if steps >= _LARGE_AFTER_STEPS and norm > _LARGE_FACTOR * largest > 0:
+            logger.warning(
+                "gradient norm of %s is %.3g: more than ten times the largest so far, %.3g", name, norm, largest
+            )
+        self._largest[name] = (max(largest, norm), steps + 1)
+
+
+def _wide(grad: torch.Tensor) -> torch.dtype:
+    # fp16 has no room for a sum of squares.
+    return torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
+
+
+def raise_non_finite(
+    names: list[str], groups: Sequence[dist.ProcessGroup | None], *, in_backward: bool = False
+) -> None:
+    """Raises NonFiniteGradientError with what the ranks of all groups found. Collective: on all of them.
+
+    names: this rank's parameters with a gradient that is not finite. groups: asked one after the other, so that
+    what the ranks of one found reaches the ranks of the next. in_backward: an optimizer may have updated by them.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = {rank: names} if names else {}
+    for group in groups:
+        found = {rank: names for part in gather_objects(found, group) for rank, names in part.items()}
+    lines = [f"rank {rank}: {', '.join(n[:_NAMES_SHOWN])}{_and_more(n)}" for rank, n in sorted(found.items())]
+    left = "The model was not updated"
+    if in_backward:
+        left = "Parameters that are updated in backward may be spoilt: load a checkpoint, unless the policy is exact"
+    raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. {left}")
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - _NAMES_SHOWN} more parameters" if len(names) > _NAMES_SHOWN else ""
