@@ -18,11 +18,11 @@ from megatron.core.distributed import (
     buffer_setup,
 )
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
+from megatron.core.distributed.ddp_debug import find_coverage_problem
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
-from megatron.core.distributed.shard_coverage import find_problem
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.counts import long_count
@@ -258,4 +258,4 @@ def test_wrong_shards_and_types_are_named_when_a_module_is_wrapped():
     ],
 )
 def test_coverage_finds_gaps_and_overlaps(spans, problem):
-    assert find_problem([[Span(*one) for one in own] for own in spans], numel=256) == problem
+    assert find_coverage_problem([[Span(*one) for one in own] for own in spans], numel=256) == problem

@@ -10,8 +10,8 @@ from torch import nn
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.ddp_debug import find_coverage_problem
 from megatron.core.distributed.layout import Span
-from megatron.core.distributed.shard_coverage import find_problem
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.param_attributes import mark_expert
 from tests.counts import long_count, soak_only
@@ -76,7 +76,7 @@ def check_owners(buffer, instances):
     size = replicas.size() // instances
     for first in range(0, replicas.size(), size):
         spans = [[Span(*one) for one in of_rank] for of_rank in of_ranks[first : first + size]]
-        assert find_problem(spans, numel=buffer.numel) is None
+        assert find_coverage_problem(spans, numel=buffer.numel) is None
 
 
 def compare(expert_size):

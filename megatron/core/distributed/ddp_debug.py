@@ -1,6 +1,6 @@
 """DdpDebug: a BucketObserver that stops a step when something touches parameters or gradients at the wrong time.
 
-It is slow, and reads the device. The reads of parameters that it objects to are found in stale_reads.py.
+It is slow, and reads the device. It also checks that each element of a buffer has one owner.
 
 [Note: debug mode] What must not be read holds NaN: the parameters that other ranks own, from this rank's update to
 their gather, and the gradients whose sums other ranks have. What must not be written has a checksum. Sums are taken in
@@ -8,17 +8,21 @@ rank order while debugging, since only then a bucket stays as it is from its lau
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
 from megatron.core.distributed.collectives import shard_of
-from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket
-from megatron.core.distributed.shard_coverage import check_coverage
-from megatron.core.distributed.stale_reads import StaleReads
+from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, _ParamAndGradBuffer
+from megatron.core.distributed.layout import ALIGNMENT, Span
+from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 
@@ -44,7 +48,7 @@ class DdpDebug:
         # By group: checksums of its gradients under reduction.
         self._sent_grads: dict[str, list[int]] = {}
         self._under_way: set[str] = set()
-        self._reads = StaleReads(self._stop)
+        self._reads = _StaleReads(self._stop)
 
     def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
         """Starts to check these groups. Collective: the ranks' shards must cover every element once."""
@@ -52,7 +56,7 @@ class DdpDebug:
             self._check_views(group)
         for buffer in dict.fromkeys(bucket.buffer for group in groups for bucket in group.buckets):
             if buffer.is_sharded:
-                check_coverage(buffer)
+                _check_coverage(buffer)
         self._groups += groups
         self._reads.watch(module)
 
@@ -205,3 +209,169 @@ def _checksum_sync(tensor: torch.Tensor) -> int:
 
 def _names(group: ObservedGroup) -> str:
     return ", ".join(entry.name for entry in group.entries)
+
+
+# Uses of a parameter before its all-gather. Inside a module's forward any use is found, alike on all ranks. Outside the
+# optimizer is at work, so that only what other ranks own may not be touched.
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Elements [begin, end) of a storage."""
+
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Range":
+        """From a tensor's first element to its last: any shape and dtype."""
+        begin = int(tensor.storage_offset())
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        return cls(begin, begin + 1 + reach if tensor.numel() else begin)
+
+    def without(self, other: "_Range") -> "list[_Range]":
+        parts = [_Range(self.begin, min(self.end, other.begin)), _Range(max(self.begin, other.end), self.end)]
+        return [part for part in parts if part.begin < part.end]
+
+    def meets(self, other: "_Range") -> bool:
+        return max(self.begin, other.begin) < min(self.end, other.end)
+
+
+@dataclass(frozen=True)
+class _Stale:
+    """A parameter that may not be used now: where it is, and which parts of that are others' to update."""
+
+    name: str
+    whole: list[_Range]
+    of_others: list[_Range]
+
+
+class _StaleReads:
+    """The parameters that may not be touched now, and the modules whose forward is watched; stop: raises a message."""
+
+    def __init__(self, stop: Callable[[str], NoReturn]) -> None:
+        self._stop = stop
+        self._forbidden: dict[nn.Parameter, _Stale] = {}
+        self._is_paused = False
+        self._outside = _Watch(self, is_outside=True)
+
+    def watch(self, module: nn.Module) -> None:
+        """Looks at each operation of `module`'s forward from now on."""
+        modes: list[_Watch] = []
+
+        def enter(*unused: Any) -> None:
+            modes.append(_Watch(self, is_outside=False))
+            modes[-1].__enter__()
+
+        def leave(*unused: Any) -> None:
+            modes.pop().__exit__(None, None, None)
+            self._leave_outside()
+
+        # Outermost, so that also what other hooks do is seen; left when forward raises, too.
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def forbid(self, entries: Sequence[Entry], *, own: torch.Tensor) -> None:
+        """The parameters are stale from now on; own: [n], any dtype, what this rank may still update."""
+        for entry in entries:
+            whole = _Range.of(entry.param)
+            self._forbidden[entry.param] = _Stale(entry.name, [whole], whole.without(_Range.of(own)))
+        if any(stale.of_others for stale in self._forbidden.values()):
+            self._enter_outside()
+
+    def allow(self, entries: Sequence[Entry]) -> None:
+        """They are current."""
+        for entry in entries:
+            self._forbidden.pop(entry.param, None)
+        self._leave_outside()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations inside are not looked at."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def check(self, operation: Any, tensors: Iterable[Any], *, is_outside: bool) -> None:
+        """Stops if one of these, tensors or anything else, shares elements with a stale parameter.
+
+        Any shapes and dtypes. operation: for the message. is_outside: of all modules' forward.
+        """
+        if not self._forbidden or self._is_paused:
+            return
+        taken = [(t.untyped_storage().data_ptr(), _Range.of(t)) for t in tensors if isinstance(t, torch.Tensor)]
+        names = [
+            stale.name
+            for param, stale in self._forbidden.items()
+            for ranges in [stale.of_others if is_outside else stale.whole]
+            if any(
+                address == param.untyped_storage().data_ptr() and any(one.meets(reach) for one in ranges)
+                for address, reach in taken
+            )
+        ]
+        if names:
+            self._stop(
+                f"{operation} takes {', '.join(names)} before the gather of these parameters is done: their module "
+                "must be called, or DistributedDataParallel.wait_params be called with them, first"
+            )
+
+    def _enter_outside(self) -> None:
+        # Below all modes of others, so that whoever enters one leaves that one. A model whose step ended in an error
+        # may have left its own.
+        modes = _get_current_dispatch_mode_stack()
+        if self._outside not in modes and all(isinstance(mode, _Watch) and mode.is_outside for mode in modes):
+            self._outside.__enter__()
+
+    def _leave_outside(self) -> None:
+        if not self._forbidden and _get_current_dispatch_mode_stack()[-1:] == [self._outside]:
+            self._outside.__exit__(None, None, None)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, reads: _StaleReads, *, is_outside: bool) -> None:
+        super().__init__()
+        self._reads, self.is_outside = reads, is_outside
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        reads_nothing = func.is_view or name.endswith("_like") or name.startswith("new_")
+        # Collectives are what makes the parameters current.
+        if not reads_nothing and func.namespace != "c10d":
+            self._reads.check(func, tree_leaves((args, kwargs)), is_outside=self.is_outside)
+        return func(*args, **kwargs)
+
+
+# Whether the ranks' shards of a buffer are a partition of it: every element owned, none twice.
+
+
+def _check_coverage(buffer: _ParamAndGradBuffer) -> None:
+    """Raises ValueError on all ranks that share `buffer`, naming a parameter, unless each element has one owner.
+
+    Collective over buffer.data_parallel_group.
+    """
+    of_ranks = gather_objects(buffer.owned_spans(), buffer.data_parallel_group)
+    problem = find_coverage_problem(of_ranks, numel=buffer.numel)
+    if problem is not None:
+        element, what = problem
+        names = [entry.name for entry in buffer.entries if entry.span.start <= element < entry.span.padded_end]
+        raise ValueError(f"element {element} of the buffer, of parameter {', '.join(names) or '(padding)'}, {what}")
+
+
+def find_coverage_problem(spans_of_ranks: Sequence[Sequence[Span]], *, numel: int) -> tuple[int, str] | None:
+    """The first element that has no owner, or several, or begins a shard off the grid, and what is wrong with it."""
+    owned = sorted((span.start, span.end, rank) for rank, spans in enumerate(spans_of_ranks) for span in spans)
+    end, last = 0, -1
+    for start, its_end, rank in owned:
+        if start % ALIGNMENT or its_end % ALIGNMENT:
+            return start, f"is in a shard of rank {rank}, {start} to {its_end}, that is off the grid of {ALIGNMENT}"
+        if start > end:
+            return end, "is owned by no rank"
+        if start < end:
+            return start, f"is owned by rank {last} and by rank {rank}"
+        end, last = its_end, rank
+    return None if end == numel else (min(end, numel), "is owned by no rank" if end < numel else "is past the end")
