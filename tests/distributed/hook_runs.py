@@ -117,7 +117,7 @@ class Kept:
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.num_begun, self._buffers = 0, model.all_buffers
         model.set_consumer(self)
-        model.set_state_provider(self)
+        model.set_state_provider(self.states)
 
     def begin(self) -> None:
         """Drops the gradients of the last step."""

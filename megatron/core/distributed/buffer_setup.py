@@ -21,7 +21,7 @@ from megatron.core.distributed.flat_buffer import (
     buffer_kind,
     partition_buckets,
 )
-from megatron.core.distributed.hand_out import is_completed_later
+from megatron.core.distributed.grad_hooks import is_completed_later
 from megatron.core.distributed.iteration import Ledger, stage_group_of
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.layout import resolve_bucket_size

@@ -1,22 +1,32 @@
-"""_BaseDataParallel: what training loops and optimizers ask of a model chunk that is wrapped for data parallelism."""
+"""_BaseDataParallel: what training loops, optimizers and users' hooks ask of a chunk wrapped for data parallelism."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.device import default_device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.hooked_wrapper import HookedWrapper
+from megatron.core.distributed.grad_hooks import (
+    BucketHook,
+    GradConsumer,
+    GradHookRunner,
+    GradHooks,
+    ParamHook,
+    PostBackwardHook,
+    StateProvider,
+)
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import ModelWrapper
 
 
 class WrappedBuffer(Protocol):
@@ -67,17 +77,22 @@ class WrapperOrder(Protocol):
     def step(self) -> None: ...
 
 
-class _BaseDataParallel(HookedWrapper):
+class _BaseDataParallel(ModelWrapper):
     """Wraps a module whose gradients are reduced over data-parallel ranks.
 
     In a step: `zero_grad_buffer`, forward and backward of each microbatch, `finish_grad_sync`, the optimizer's update,
     `note_update`.
+
+    Hooks on reduced gradients fire once in an iteration, on all ranks, after the backward that reduces (never in
+    `no_sync`); docs/hooks.md says when and in which order. Hooks that are on a parameter when it is wrapped are taken
+    over, for its reduced gradient.
     """
 
     config: ModelParallelConfig
     ddp_config: DistributedDataParallelConfig
     pg_collection: ProcessGroupCollection
     launch_order: WrapperOrder
+    _hook_runner: GradHookRunner
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -120,6 +135,48 @@ class _BaseDataParallel(HookedWrapper):
     def device(self) -> torch.device:
         """Where the module's parameters are, frozen ones too: this rank takes part in sums in any case."""
         return next((param.device for param in self.module.parameters()), default_device())
+
+    # Hooks on reduced gradients.
+
+    @property
+    def grad_hooks(self) -> GradHooks:
+        """The registry."""
+        return self._hook_runner.hooks
+
+    def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
+        """What this rank owns and steps of a parameter, any shape and dtype: always the same object, whose `.grad` is
+        set for the time of a post-accumulate hook. Of replicas it is the parameter itself; of ZeRO-1 and ZeRO-2 [n], a
+        view; of FSDP2 the sharded parameter, a DTensor.
+        """
+        return self._hook_runner.owned_shard(param)
+
+    def set_consumer(self, consumer: GradConsumer | None) -> None:
+        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
+        self._hook_runner.consumer = consumer
+
+    def set_state_provider(self, provider: StateProvider) -> None:
+        """Sets the bound method that `ReadyBucket.states` calls, the last one given, while its object is in use."""
+        self._hook_runner.set_state_provider(provider)
+
+    def notify_grads_final(self) -> None:
+        """Releases gradients that were not final when they were reduced to hooks; complete_model_grads calls it."""
+        self._hook_runner.release_queued()
+
+    def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
+        """Calls `hook(owned_shard(param))` when the gradient of a parameter, any shape and dtype, is reduced."""
+        return self.grad_hooks.register_post_accumulate_grad_hook(param, hook)
+
+    def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
+        """Calls `hook` with each bucket when it is reduced, as a ReadyBucket."""
+        return self.grad_hooks.register_bucket_ready_hook(hook)
+
+    def register_post_backward_hook(
+        self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
+    ) -> RemovableHandle:
+        """Calls `hook` when all of `params`, any shapes and dtypes, are reduced, with a list of ReadyBucket that hold
+        these alone.
+        """
+        return self.grad_hooks.register_post_backward_hook(params, hook)
 
 
 def require_wrapped(chunk: nn.Module) -> _BaseDataParallel:

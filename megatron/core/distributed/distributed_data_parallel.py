@@ -27,7 +27,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_arrivals import GradArrivals
-from megatron.core.distributed.hand_out import HandOut, is_completed_later
+from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import stage_group_of
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
 from megatron.core.distributed.synced_group import SyncedGroup
@@ -120,13 +120,19 @@ class DistributedDataParallel(_BaseDataParallel):
         self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
         find_change = module_change_finder(module, self.param_to_bucket_group)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
-        self._hand_out = HandOut(self._groups, is_later=is_later)
+        self._hook_runner = GradHookRunner(self._groups, is_later=is_later)
         self.launch_order.attach(
-            ChunkSync(self._in_order_of_backward(), module, find_change, self._zero_grads, self.checks, self._hand_out)
+            ChunkSync(
+                self._in_order_of_backward(), module, find_change, self._zero_grads, self.checks, self._hook_runner
+            )
         )
         self.grad_hooks.adopt()
         self._arrivals = GradArrivals(
-            self.param_to_bucket_group, self.launch_order, hand_out=self._hand_out, config=config, ddp_config=ddp_config
+            self.param_to_bucket_group,
+            self.launch_order,
+            hook_runner=self._hook_runner,
+            config=config,
+            ddp_config=ddp_config,
         )
         self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
@@ -226,7 +232,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "sums of its shards alone: leave one of them out"
             )
         self.launch_order.finish()
-        self._hand_out.check_whole()
+        self._hook_runner.check_whole()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype.

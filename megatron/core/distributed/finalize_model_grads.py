@@ -72,7 +72,7 @@ def complete_model_grads(
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
     for chunk in chunks:
-        chunk.hand_out_completed()
+        chunk.notify_grads_final()
 
 
 def end_model_step(chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.distributed.backward_end import OutermostBackward
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -27,11 +27,11 @@ class GradArrivals:
         group_of: Mapping[nn.Parameter, SyncedGroup],
         order: LaunchOrder,
         *,
-        hand_out: HandOut,
+        hook_runner: GradHookRunner,
         config: ModelParallelConfig,
         ddp_config: DistributedDataParallelConfig,
     ) -> None:
-        self._group_of, self._order, self._hand_out = group_of, order, hand_out
+        self._group_of, self._order, self._hook_runner = group_of, order, hook_runner
         self._groups = list(dict.fromkeys(group_of.values()))
         self._releases = ddp_config.release_gradients
         self._end, self._outermost = order.backward_end(self._end_pass), OutermostBackward()
@@ -49,7 +49,7 @@ class GradArrivals:
 
     def watch_backward_of(self, outputs: Any) -> None:
         """Call it with what forward returns: tensors of any shape and dtype, in any structure."""
-        if self._releases and not self._hand_out.knows_counts:
+        if self._releases and not self._hook_runner.knows_counts:
             self._outermost.watch(outputs)
 
     def forget(self) -> None:
@@ -73,7 +73,7 @@ class GradArrivals:
         group = self._group_of[param]
         if group.is_closed:
             # What else comes more often than before is learnt in an iteration that waits for all.
-            self._hand_out.knows_counts = False
+            self._hook_runner.knows_counts = False
             raise RuntimeError(
                 f"a gradient of {group.name_of(param)} came after its bucket was reduced and given to hooks and "
                 "optimizer (DistributedDataParallelConfig.release_gradients): put all backwards of a step but the last "
@@ -90,14 +90,14 @@ class GradArrivals:
 
     def _hold_if_inside(self) -> None:
         # See [Note: several gradients].
-        if not self._hand_out.knows_counts and not self._outermost.is_here():
+        if not self._hook_runner.knows_counts and not self._outermost.is_here():
             for group in self._groups:
                 group.hold()
 
     @torch.no_grad()
     def _end_pass(self) -> None:
         self._order.end_pass(self._groups)
-        self._hand_out.end_backward()
+        self._hook_runner.end_backward()
 
     def _owner_of(self, param: nn.Parameter) -> GradOwner:
         main_grad = gradient_of(param)

@@ -36,7 +36,7 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import BackwardEnd, is_in_backward
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.consistency import GradChecks, raise_non_finite
-from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import Ledger, OrderWords, Phase, StepAgreement, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.passes import Passes, PassScope
@@ -56,8 +56,8 @@ class ChunkSync:
     """A model chunk's bucket groups and what its launch order calls for it.
 
     module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
-    zero_grads: forgets its gradients. checks: look at them before they are reduced; None: nobody does. hand_out: gets
-    them afterwards; None: nobody does.
+    zero_grads: forgets its gradients. checks: look at them before they are reduced. hook_runner: releases them to hooks
+    afterwards. None: there is none.
     """
 
     groups: Sequence[SyncedGroup]
@@ -65,7 +65,7 @@ class ChunkSync:
     find_problem: Callable[[], str | None]
     zero_grads: Callable[[], None]
     checks: GradChecks | None = None
-    hand_out: HandOut | None = None
+    hook_runner: GradHookRunner | None = None
 
 
 class LaunchOrder:
@@ -106,7 +106,7 @@ class LaunchOrder:
         self._by_number: dict[int, SyncedGroup] = {}
         # In the order in which they were attached.
         self._chunks: list[ChunkSync] = []
-        self._hand_outs: dict[SyncedGroup, HandOut] = {}
+        self._runner_of: dict[SyncedGroup, GradHookRunner] = {}
         self._phase = Phase.COLLECTING
         # Whether someone calls `step` after `finish`, on all ranks of the model.
         self.has_optimizer = False
@@ -144,8 +144,8 @@ class LaunchOrder:
                 self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
         self._groups += chunk.groups
         self._chunks.append(chunk)
-        if chunk.hand_out is not None:
-            self._hand_outs.update(dict.fromkeys(chunk.groups, chunk.hand_out))
+        if chunk.hook_runner is not None:
+            self._runner_of.update(dict.fromkeys(chunk.groups, chunk.hook_runner))
         for observer in self.observers:
             observer.attach(chunk.groups, chunk.module)
 
@@ -341,7 +341,7 @@ class LaunchOrder:
             self._agreement.raise_broken_off(problem)
         if verdict.is_non_finite:
             self._abandon()
-            in_backward = any(hand_out.consumer is not None for hand_out in self._chunk_hand_outs())
+            in_backward = any(hook_runner.consumer is not None for hook_runner in self._hook_runners())
             raise_non_finite(non_finite, [self.stage_group, self._pp_group], in_backward=in_backward)
         if not is_replayed:
             self._wait_for_reductions(verdict.late)
@@ -349,9 +349,9 @@ class LaunchOrder:
             self._learn(seen, is_reordered=verdict.is_reordered)
         self._phase = Phase.FINISHED
         for group in self._in_order():
-            self._hand_out_reduced(group)
-        for hand_out in self._chunk_hand_outs():
-            hand_out.end_backward()
+            self._release(group)
+        for hook_runner in self._hook_runners():
+            hook_runner.end_backward()
         self.observers.end_iteration()
 
     def reset(self) -> None:
@@ -600,8 +600,8 @@ class LaunchOrder:
         for chunk in self._chunks:
             if chunk.checks is not None:
                 chunk.checks.forget()
-            if chunk.hand_out is not None:
-                chunk.hand_out.begin()
+            if chunk.hook_runner is not None:
+                chunk.hook_runner.begin()
         for observer in self.observers:
             observer.begin_iteration()
 
@@ -646,14 +646,14 @@ class LaunchOrder:
                     oldest.settle()
                 if oldest.can_be_released:
                     self._wait_if_skipped(oldest)
-                    self._hand_out_reduced(oldest)
+                    self._release(oldest)
 
-    def _hand_out_reduced(self, group: SyncedGroup) -> None:
-        if group in self._hand_outs:
-            self._hand_outs[group].reduced(group)
+    def _release(self, group: SyncedGroup) -> None:
+        if group in self._runner_of:
+            self._runner_of[group].release(group)
 
-    def _chunk_hand_outs(self) -> list[HandOut]:
-        return [chunk.hand_out for chunk in self._chunks if chunk.hand_out is not None]
+    def _hook_runners(self) -> list[GradHookRunner]:
+        return [chunk.hook_runner for chunk in self._chunks if chunk.hook_runner is not None]
 
     def _advance_early(self) -> None:
         # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
@@ -724,8 +724,8 @@ class LaunchOrder:
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
-        for hand_out in self._chunk_hand_outs():
-            hand_out.stop()
+        for hook_runner in self._hook_runners():
+            hook_runner.stop()
         self.catch_up_earlier()
         if self._passes.scope is PassScope.ALL and not self._sequence.may_have_begun:
             self._launch_last()

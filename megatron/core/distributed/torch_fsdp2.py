@@ -23,7 +23,7 @@ from megatron.core.distributed.buffer_setup import check_params, expert_ranks_di
 from megatron.core.distributed.collectives import ReductionPolicy, reduce_bucket_, shard_of
 from megatron.core.distributed.consistency import GradChecks, check_wraps_agree
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
-from megatron.core.distributed.hand_out import is_completed_later
+from megatron.core.distributed.grad_hooks import is_completed_later
 from megatron.core.distributed.iteration import stage_group_of
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.distributed.torch_fsdp2_init import DeferredValues, InitFn
@@ -36,7 +36,7 @@ from megatron.core.distributed.torch_fsdp2_iteration import (
 from megatron.core.distributed.torch_fsdp2_shards import (
     ReleasedShardBuffer,
     ShardedFlatBuffer,
-    ShardHandOut,
+    ShardHookRunner,
     Unit,
     UnitGroup,
     UnitKind,
@@ -142,12 +142,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._wrapped = WrappedShards(module, all_shards)
         self._gathered = GatheredParams(module, all_shards)
         groups = unit_groups(self._flat_buffers, order)
-        self._hand_out = ShardHandOut(
+        self._hook_runner = ShardHookRunner(
             [group for of_unit in groups.values() for group in of_unit],
             is_later=is_later,
             sharded=self._wrapped.sharded,
         )
-        self._hand_out.hooks.adopt()
+        self._hook_runner.hooks.adopt()
         self._iteration = self._build_iteration(groups)
         self._iteration.watch(module)
         self.launch_order = self._iteration
@@ -385,17 +385,17 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         ]
 
     def _build_iteration(self, groups: Mapping[Unit, Sequence[UnitGroup]]) -> FsdpIteration:
-        buffers, hand_out, checks = self._flat_buffers, self._hand_out, GradChecks.of(self.ddp_config)
+        buffers, hook_runner, checks = self._flat_buffers, self._hook_runner, GradChecks.of(self.ddp_config)
         units: UnitRelease
         if self.ddp_config.release_gradients:
-            units = StreamingRelease(groups, buffers, hand_out=hand_out, checks=checks)
+            units = StreamingRelease(groups, buffers, hook_runner=hook_runner, checks=checks)
         else:
-            units = EndOfBackwardRelease(buffers, hand_out=hand_out, checks=checks)
+            units = EndOfBackwardRelease(buffers, hook_runner=hook_runner, checks=checks)
         return FsdpIteration(
             buffers,
             checks,
             groups=self.pg_collection,
-            hand_out=hand_out,
+            hook_runner=hook_runner,
             units=units,
             find_change=self._wrapped.find_problem,
         )

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import is_in_backward
 from megatron.core.distributed.consistency import GradChecks, raise_non_finite
-from megatron.core.distributed.hand_out import HandOut
+from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import Ledger, Phase, StepAgreement, Verdict, stage_group_of
 from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
 from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
@@ -72,11 +72,11 @@ class FsdpIteration:
         checks: GradChecks | None,
         *,
         groups: ProcessGroupCollection,
-        hand_out: HandOut,
+        hook_runner: GradHookRunner,
         units: UnitRelease,
         find_change: Callable[[], str | None],
     ) -> None:
-        self.has_optimizer, self._hand_out, self._units = False, hand_out, units
+        self.has_optimizer, self._hook_runner, self._units = False, hook_runner, units
         self._buffers, self._checks, self._groups = buffers, checks, groups
         self._find_change = find_change
         stage_group = stage_group_of(groups)
@@ -127,7 +127,7 @@ class FsdpIteration:
         backward, or RemoteRankError with another's.
         """
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
-            self._hand_out.check_whole()
+            self._hook_runner.check_whole()
             return
         self._check_usable()
         problem, error = self._find_change() or self._find_unreduced(), self._units.error
@@ -145,7 +145,7 @@ class FsdpIteration:
         if verdict.is_non_finite:
             self._phase = Phase.ABORTED
             groups = [stage_group_of(self._groups), self._groups.pp]
-            raise_non_finite(found, groups, in_backward=self._hand_out.consumer is not None)
+            raise_non_finite(found, groups, in_backward=self._hook_runner.consumer is not None)
         self._phase = Phase.FINISHED
         self._units.release()
 
@@ -159,7 +159,7 @@ class FsdpIteration:
             if any(buffer.may_hold_grads() for buffer in self._buffers) or self._find_unreduced():
                 raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
         self._check_usable()
-        self._hand_out.check_whole()
+        self._hook_runner.check_whole()
         rank = self._end_finished_sync(is_reset=False)
         if rank is not None:
             self._phase = Phase.ABORTED
@@ -233,14 +233,16 @@ class EndOfBackwardRelease:
 
     error = None
 
-    def __init__(self, buffers: Sequence[ShardedFlatBuffer], *, hand_out: HandOut, checks: GradChecks | None) -> None:
+    def __init__(
+        self, buffers: Sequence[ShardedFlatBuffer], *, hook_runner: GradHookRunner, checks: GradChecks | None
+    ) -> None:
         self.is_last_backward, self.is_evaluating = True, False
-        self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
+        self._buffers, self._hook_runner, self._checks = buffers, hook_runner, checks
 
     def begin(self) -> None:
         for buffer in self._buffers:
             buffer.zero_grads()
-        self._hand_out.begin()
+        self._hook_runner.begin()
 
     def settle(self) -> None:
         for buffer in self._buffers:
@@ -249,8 +251,8 @@ class EndOfBackwardRelease:
                 self._checks.measure([(entry.name, entry.main_grad) for entry in buffer.entries])
 
     def release(self) -> None:
-        for group in self._hand_out.groups:
-            self._hand_out.reduced(group)
+        for group in self._hook_runner.groups:
+            self._hook_runner.release(group)
 
 
 class StreamingRelease:
@@ -266,11 +268,11 @@ class StreamingRelease:
         units: Mapping[Unit, Sequence[UnitGroup]],
         buffers: Sequence[ShardedFlatBuffer],
         *,
-        hand_out: HandOut,
+        hook_runner: GradHookRunner,
         checks: GradChecks | None,
     ) -> None:
         self.is_last_backward, self.is_evaluating = True, False
-        self._buffers, self._hand_out, self._checks = buffers, hand_out, checks
+        self._buffers, self._hook_runner, self._checks = buffers, hook_runner, checks
         self._units = [_WatchedUnit(unit, groups, owner=self) for unit, groups in units.items()]
         # Reduced as often as they will be, and not given out yet.
         self._reduced: deque[_WatchedUnit] = deque()
@@ -289,7 +291,7 @@ class StreamingRelease:
             unit.begin()
         for buffer in self._buffers:
             buffer.zero_grads()
-        self._hand_out.begin()
+        self._hook_runner.begin()
 
     def settle(self) -> None:
         for unit in self._units:
@@ -301,7 +303,7 @@ class StreamingRelease:
             if self._is_counting:
                 unit.expected = max(unit.expected, unit.num_reductions)
             if not unit.is_released:
-                unit.release(self._hand_out)
+                unit.release(self._hook_runner)
         self._is_counting = False
         self._reduced.clear()
 
@@ -330,7 +332,7 @@ class StreamingRelease:
         unit.settle(self._checks)
         if self._kept.error is None:
             with self._kept:
-                unit.release(self._hand_out)
+                unit.release(self._hook_runner)
         if self._kept.error is not None:
             # Nobody gets it any more, nor those that come.
             unit.drop()
@@ -363,10 +365,10 @@ class _WatchedUnit:
             if checks is not None:
                 checks.measure(group.named_grads())
 
-    def release(self, hand_out: HandOut) -> None:
+    def release(self, hook_runner: GradHookRunner) -> None:
         self.is_released = True
         for group in self.groups:
-            hand_out.reduced(group)
+            hook_runner.release(group)
 
     def drop(self) -> None:
         self.is_released = True

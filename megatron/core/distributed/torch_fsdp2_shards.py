@@ -2,7 +2,7 @@
 
 A unit is a module that fully_shard is applied to. ShardedFlatBuffer holds the shards of many units and of their
 gradients, each in one flat tensor; in a ReleasedShardBuffer, gradients have memory only while they are needed.
-UnitGroup and ShardHandOut show reduced units to hooks and optimizers in the place of buckets. torch gathers and
+UnitGroup and ShardHookRunner show reduced units to hooks and optimizers in the place of buckets. torch gathers and
 reduces; its private state is in torch_fsdp2_state.py.
 
 A shard along the first dimension of a contiguous parameter is a range of the flattened parameter.
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.hand_out import HandOut, not_wrapped
+from megatron.core.distributed.grad_hooks import GradHookRunner, not_wrapped
 from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, RunParam, Span, locate, round_up
 from megatron.core.distributed.torch_fsdp2_state import ParamShard
 from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass, param_facts
@@ -481,7 +481,7 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
     return {unit: found[unit.name] for unit in units if unit.name in found}
 
 
-class ShardHandOut(HandOut):
+class ShardHookRunner(GradHookRunner):
     """The owner's part of a parameter is the sharded parameter itself, whose gradient torch has put there.
 
     sharded: the shard of a gathered parameter.

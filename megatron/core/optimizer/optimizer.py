@@ -17,7 +17,7 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.hand_out import StateProvider
+from megatron.core.distributed.grad_hooks import StateProvider
 from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
 from megatron.core.optimizer.device_step import DeviceStep, decide
 from megatron.core.optimizer.grad_scaler import GradScaler
@@ -126,7 +126,7 @@ class MegatronOptimizer:
         # Wrappers hold it for no longer than this optimizer does.
         self._run_states = RunStates(self._rules)
         for chunk in model_chunks:
-            chunk.set_state_provider(self._run_states)
+            chunk.set_state_provider(self._run_states.states)
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
         # Standing, so that graphs multiply losses and divide gradients by the scale of their replay.

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.grad_hooks import ReadyBucket
-from megatron.core.distributed.hand_out import GradConsumer, HandedBucket
+from megatron.core.distributed.grad_hooks import GradConsumer, ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import Span, locate
 from megatron.core.optimizer.clip_grads import clip_coefficient, clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.grad_stats import NormsHere, OwnedElements, ZerosHere
@@ -172,7 +171,7 @@ class UpdatesInBackward(RunUpdates):
 
     @record_function("UpdatesInBackward.take")
     @torch.no_grad()
-    def take(self, bucket: ReadyBucket, place: HandedBucket) -> None:
+    def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
         """Updates the runs of a bucket, or keeps its gradients; every bucket once an iteration, alike on all ranks.
 
         Collective with the policy `per-bucket`. Raises RuntimeError and ValueError where a step would.

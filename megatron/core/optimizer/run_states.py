@@ -5,8 +5,7 @@ How numbers are kept is stored_floats.py's; when a hook is called, the data-para
 
 from collections.abc import Iterator, Sequence
 
-from megatron.core.distributed.grad_hooks import RunState
-from megatron.core.distributed.hand_out import HandedBucket
+from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.update_rules import UpdateRule
@@ -24,7 +23,7 @@ class RunStates:
         for pairs in self._found.values():
             pairs.sort(key=lambda pair: pair[1].span.start)
 
-    def states(self, place: HandedBucket) -> Sequence[RunState]:
+    def states(self, place: ReleasedBucket) -> Sequence[RunState]:
         """What is kept of a bucket, in the order of places: fp32 or fp64, views of what is kept so, else copies."""
         start = place.buffer.owned_spans()[place.layout.index].start
         found = self._found.get((place.buffer, place.layout.index), [])
