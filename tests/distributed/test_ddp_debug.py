@@ -15,7 +15,7 @@ from megatron.core.distributed import (
     DdpDebugError,
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    buffer_setup,
+    distributed_data_parallel,
 )
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
 from megatron.core.distributed.ddp_debug import find_coverage_problem
@@ -233,10 +233,12 @@ def wrap_wrongly():
         size = self.buckets[index].span.numel // self.num_shards
         return Span(self.buckets[index].span.start + rank // 2 * size, size)
 
-    kind = buffer_setup.buffer_kind(nn.Parameter(torch.ones(1)), grad_reduce_in_fp32=True, experts_apart=False)
+    kind = distributed_data_parallel.buffer_kind(
+        nn.Parameter(torch.ones(1)), grad_reduce_in_fp32=True, experts_apart=False
+    )
     message(ValueError, BufferLayout, "shard", uneven_shards)
     message(ValueError, BufferLayout, "shard", shards_of_fewer_ranks)
-    message(AssertionError, buffer_setup, "buffer_kind", lambda *_, **__: kind)  # B34
+    message(AssertionError, distributed_data_parallel, "buffer_kind", lambda *_, **__: kind)  # B34
     return told
 
 

@@ -1,12 +1,14 @@
 """Data parallelism over any module; re-exports only."""
 
-from megatron.core.distributed.buffer_setup import build_launch_order
 from megatron.core.distributed.consistency import NonFiniteGradientError, check_weights_agree
 from megatron.core.distributed.ddp_debug import DdpDebugError
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.distributed_data_parallel import (
+    DistributedDataParallel,
+    GraphedReductions,
+    build_launch_order,
+)
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.graphed_reductions import GraphedReductions
 from megatron.core.distributed.iteration import CollectiveMismatchError
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel

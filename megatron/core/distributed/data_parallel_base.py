@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from megatron.core.dense_memory import check_apart
 from megatron.core.device import default_device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.flat_buffer import Entry
@@ -25,8 +27,12 @@ from megatron.core.distributed.grad_hooks import (
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.param_attributes import is_wrapped
 from megatron.core.utils import ModelWrapper
+
+# What optimizers step and all back ends add up.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class WrappedBuffer(Protocol):
@@ -205,3 +211,55 @@ def groups_or_existing(groups: ProcessGroupCollection | None) -> ProcessGroupCol
     if groups.dp_cp is None and dist.is_initialized():
         return ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD)
     return groups
+
+
+def check_params(module: nn.Module) -> None:
+    """Raises ValueError where parameters that require grad are in no dtype or place that can be wrapped."""
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter {name} is a DTensor: the module was given to fully_shard, as by "
+                "TorchFullyShardedDataParallel, before; wrap another one that is not, once"
+            )
+    check_apart([*module.named_parameters(), *module.named_buffers()])
+    trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+    for name, param in trained:
+        if param.dtype not in _DTYPES:
+            raise ValueError(f"parameter {name} is {param.dtype} and requires grad: must be one of {list(_DTYPES)}")
+        if param.device != trained[0][1].device:
+            raise ValueError(
+                f"parameter {name} is on {param.device} where {trained[0][0]} is on {trained[0][1].device}: all that "
+                "require grad must be on one device"
+            )
+        # Two wrappers would each reduce a part of its gradient, and the first one's buffer be nobody's parameter.
+        if is_wrapped(param):
+            raise ValueError(
+                f"parameter {name} is in another DistributedDataParallel: call that one's release() before the module "
+                "is wrapped again; two chunks cannot share a parameter"
+            )
+
+
+def gradient_scale(
+    group: dist.ProcessGroup | None,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+) -> float:
+    """Factor of every gradient before its sum over `group`, all ranks that hold the parameter."""
+    if config.calculate_per_token_loss:
+        return 1.0
+    # An expert's gradient has its share of every rank's tokens already, so the number of replicas is that of the dense
+    # layers for both.
+    replicas = group_size(groups.dp_cp)
+    return group_size(group) / replicas if ddp_config.average_in_collective else 1.0 / replicas
+
+
+def expert_ranks_differ(groups: ProcessGroupCollection) -> bool:
+    """Whether experts are reduced over other ranks than the rest."""
+    return _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int] | None:
+    # A group of this rank alone is None, or one of a grid.
+    return None if group is None or group_size(group) == 1 else dist.get_process_group_ranks(group)

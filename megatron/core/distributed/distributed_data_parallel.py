@@ -1,6 +1,8 @@
 """DistributedDataParallel: replicas of any module whose gradients are reduced in buckets, during backward if wanted.
 
-How buffers are laid out, and what is launched when, is in layout.py and launch_order.py.
+From a module, its settings and its groups it builds buffers, bucket groups and a launch order. How buffers are laid
+out, and what is launched when, is in layout.py and launch_order.py. GraphedReductions makes wrapped chunks a part of a
+step that a CUDA graph holds.
 """
 
 import logging
@@ -13,31 +15,58 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device import SideStream, default_device
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.buffer_setup import build_buffers, build_groups, build_launch_order, check_settings
+from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import (
     GradChecks,
+    Measured,
     check_wraps_agree,
     follow_owner,
     module_change_finder,
     settings_of_all_ranks,
 )
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
+from megatron.core.distributed.data_parallel_base import (
+    _BaseDataParallel,
+    check_params,
+    check_wrapper_types,
+    expert_ranks_differ,
+    gradient_scale,
+    groups_or_existing,
+)
+from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer
+from megatron.core.distributed.flat_buffer import (
+    BufferKind,
+    BufferSettings,
+    _ParamAndGradBuffer,
+    buffer_kind,
+    partition_buckets,
+)
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
-from megatron.core.distributed.iteration import stage_group_of
+from megatron.core.distributed.iteration import Ledger, stage_group_of
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
-from megatron.core.distributed.synced_group import SyncedGroup
+from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.passes import Passes, PassScope
+from megatron.core.distributed.synced_group import ParamState, SyncedGroup
+from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
+from megatron.core.distributed.transient_grads import TransientGroup
+from megatron.core.graph_capture import GraphParticipant
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import (
-    param_facts,
-)
+from megatron.core.tensor_parallel.param_attributes import param_facts
 
 logger = logging.getLogger(__name__)
+
+# Longer than any pause between two launches of a healthy run.
+_DEBUG_TIMEOUT_S = 600.0
+
+# Buckets of gradients that are sent and not yet freed, beside those that fill: one to wait for, one to keep links busy.
+_MAX_IN_FLIGHT = 2
+# Two buckets of gradients at any time.
+_MAX_IN_FLIGHT_RELEASED = 1
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -92,11 +121,11 @@ class DistributedDataParallel(_BaseDataParallel):
                 chunk=launch_order.num_chunks if launch_order else 0,
             ),
             stage_group=launch_order.stage_group if launch_order else stage_group_of(self.pg_collection),
-            check_alone=partial(check_settings, module, self.pg_collection, config=config, ddp_config=ddp_config),
+            check_alone=partial(_check_settings, module, self.pg_collection, config=config, ddp_config=ddp_config),
         )
         follow_owner(module, self.pg_collection.embd)
         self.launch_order = launch_order or build_launch_order(self.pg_collection, ddp_config)
-        built = build_buffers(
+        built = _build_buffers(
             module,
             self.pg_collection,
             config=config,
@@ -112,7 +141,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
         self._every_buffer = built
         self.checks = GradChecks.of(ddp_config, module)
-        build = partial(build_groups, force_single=disable_bucketing, checks=self.checks)
+        build = partial(_build_groups, force_single=disable_bucketing, checks=self.checks)
         chunk = f"chunk {self.launch_order.num_chunks}"
         self.bucket_groups = build(dense, name=f"{chunk} dense")
         self.expert_parallel_bucket_groups = build(self.expert_parallel_buffers, name=f"{chunk} experts")
@@ -423,6 +452,245 @@ class DistributedDataParallel(_BaseDataParallel):
         return sorted(self._groups, key=lambda group: -min(places[entry.param] for entry in group.entries))
 
 
+def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    if group_size(group) > 1:
+        dist.broadcast(flat, group=group, group_src=0)
+
+
+def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
+    """Builds the launch order shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
+    stage_group = stage_group_of(groups)
+    in_flight = _MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT
+    order = LaunchOrder(
+        stage_group,
+        pp_group=groups.pp,
+        stage_host=groups.tp_dp_cp_host,
+        pp_host=groups.pp_host,
+        overlap_grad_reduce=ddp_config.reduces_in_backward,
+        passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.gradients_are_transient else None,
+        ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
+        sends_over=(
+            groups.dp_cp,
+            groups.intra_dp_cp,
+            groups.expt_dp,
+            groups.intra_expt_dp,
+            groups.inter_dist_opt,
+        ),
+    )
+    if ddp_config.ddp_debug:
+        order.observe(DdpDebug(order.ledger.stop))
+    return order
+
+
+class GraphedReductions(GraphParticipant):
+    """The gathers and reductions of a stage's chunks as part of a step that a CUDA graph holds.
+
+    chunks: they share a launch order, which stays as it is, as do buckets.
+
+    With overlap_param_gather the graph begins with stale shards: each replay gathers the parameters of the moment, also
+    where an evaluation in between has done so.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        settings = chunks[0].ddp_config
+        if settings.gradients_are_transient:
+            name = "shard_gradients" if settings.shard_gradients else "release_gradients"
+            raise ValueError(
+                f"DistributedDataParallelConfig.{name} is set: its gradients get their memory during backward, "
+                "which a graph has standing; must be False for chunks in a graph"
+            )
+        self._chunks, self._order = list(chunks), chunks[0].launch_order
+        self._gathered = [
+            group
+            for chunk in chunks
+            if chunk.ddp_config.overlap_param_gather
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            if group.is_sharded
+        ]
+
+    def prepare(self) -> None:
+        """Completes the parameter gathers that were started, which would otherwise pair with gathers of the graph.
+
+        Collective where anything has been gathered since the last update, which is the same on all ranks.
+        """
+        if any(group.param_state is not ParamState.STALE for group in self._gathered):
+            self._order.finish_param_sync(self._gathered)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        with self._order.captured_iteration(self._gathered):
+            yield
+
+    def captured(self) -> list[Measured | None]:
+        """Returns the gradient measurements of each chunk."""
+        self._order.forget_captured(self._gathered)
+        return [None if chunk.checks is None else chunk.checks.take_measured() for chunk in self._chunks]
+
+    def dropped(self) -> None:
+        self._order.forget_captured(self._gathered)
+
+    def replayed(self, account: list[Measured | None]) -> None:
+        self._order.note_replayed(self._gathered)
+        for chunk, measured in zip(self._chunks, account):
+            if chunk.checks is not None and measured is not None:
+                chunk.checks.restore_measured(measured)
+
+
+# From a module and its settings to buffers and bucket groups.
+
+
+def _check_settings(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+) -> None:
+    """Raises ValueError where a module cannot be wrapped with these settings and groups."""
+    check_params(module)
+    _check_has_memory(module)
+    if ddp_config.gradients_are_transient:
+        _check_contiguous(module, "shard_gradients" if ddp_config.shard_gradients else "release_gradients")
+    if config.calculate_per_token_loss and ddp_config.average_in_collective:
+        raise ValueError(
+            "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
+            "over ranks is divided by their tokens, not by their number"
+        )
+    instances = ddp_config.num_distributed_optimizer_instances
+    if instances > 1 and group_size(groups.inter_dist_opt) != instances:
+        raise ValueError(
+            f"DistributedDataParallelConfig.num_distributed_optimizer_instances is {instances}, and "
+            f"pg_collection.inter_dist_opt has {group_size(groups.inter_dist_opt)} ranks: must be as many; give "
+            "initialize_model_parallel the same num_distributed_optimizer_instances"
+        )
+    has_experts = any(param_facts(param).is_expert for param in module.parameters())
+    # Without it experts would be summed with others, or with none, and nobody would notice.
+    if has_experts and groups.dp_cp is not None and groups.expt_dp is None:
+        raise ValueError(
+            "pg_collection.expt_dp is None: the module has expert parameters, so give the ranks that share them"
+        )
+    tied = next((name for name, param in module.named_parameters() if param_facts(param).shared_embedding), None)
+    # Else one end would train, or wait for a gradient that never comes.
+    if tied is not None and groups.embd is None:
+        raise ValueError(f"pg_collection.embd is None: another stage has {tied} too, so give the ranks that share it")
+
+
+def _check_has_memory(module: nn.Module) -> None:
+    if default_device().type == "meta":
+        return  # a plan, in which nothing has
+    name = next((name for name, param in module.named_parameters() if param.requires_grad and param.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"parameter {name} is on the meta device: ranks have whole parameters with DistributedDataParallel; give "
+            "the module memory and values first, or wrap it in TorchFullyShardedDataParallel, which gives shards both"
+        )
+
+
+def _check_contiguous(module: nn.Module, setting: str) -> None:
+    # Hooks are given a parameter's shard, whose order is that of memory, under its logical shape.
+    for name, param in module.named_parameters():
+        if param.requires_grad and not param.is_contiguous():
+            raise ValueError(
+                f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: must be contiguous "
+                f"with DistributedDataParallelConfig.{setting}; make it so with .data = .data.contiguous()"
+            )
+
+
+def _build_buffers(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+    single_bucket: bool,
+) -> list[_ParamAndGradBuffer]:
+    """Moves the parameters that require grad into buffers, one for each kind; of experts apart where they are reduced
+    over other ranks.
+    """
+    several = ddp_config.num_distributed_optimizer_instances > 1
+    device = next((param.device for param in module.parameters()), default_device())
+    side = SideStream(device) if several and ddp_config.reduces_in_backward else None
+    is_whole = single_bucket or not ddp_config.cuts_buckets
+    buffers: list[_ParamAndGradBuffer] = []
+    by_kind = _by_kind(module, groups, config=config, ddp_config=ddp_config)
+    for kind, named_params in by_kind.items():
+        replicas = groups.expt_dp if kind.is_expert else groups.dp_cp
+        group = replicas
+        if several:
+            group = groups.intra_expt_dp if kind.is_expert else groups.intra_dp_cp
+        settings = BufferSettings(
+            group=group,
+            bucket_size=resolve_bucket_size(
+                ddp_config.bucket_size,
+                ddp_config.num_buckets,
+                num_ranks=group_size(group),
+                single_bucket=is_whole,
+            ),
+            num_buckets=None if is_whole else ddp_config.num_buckets,
+            is_sharded=ddp_config.use_distributed_optimizer,
+            scale=gradient_scale(replicas, groups, config=config, ddp_config=ddp_config),
+            policy=ReductionPolicy(
+                # While debugging, so that a bucket under reduction stays what was sent and writes to it are seen.
+                deterministic=config.deterministic_mode or ddp_config.ddp_debug,
+                average=ddp_config.average_in_collective,
+                fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+                instances_group=groups.inter_dist_opt if group is not replicas else None,
+                side=side,
+            ),
+            high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+            fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
+        )
+        buffers.append(_new_buffer(kind, named_params, settings=settings, ddp_config=ddp_config))
+    return buffers
+
+
+def _by_kind(
+    module: nn.Module,
+    groups: ProcessGroupCollection,
+    *,
+    config: ModelParallelConfig,
+    ddp_config: DistributedDataParallelConfig,
+) -> dict[BufferKind, list[tuple[str, nn.Parameter]]]:
+    apart = expert_ranks_differ(groups)
+    found: dict[BufferKind, list[tuple[str, nn.Parameter]]] = {}
+    # named_parameters gives a parameter that two modules share once.
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            later = ddp_config.release_gradients and is_completed_later(param, config=config, groups=groups)
+            fp32 = ddp_config.grad_reduce_in_fp32
+            kind = buffer_kind(param, grad_reduce_in_fp32=fp32, experts_apart=apart, completed_later=later)
+            found.setdefault(kind, []).append((name, param))
+    return found
+
+
+def _new_buffer(
+    kind: BufferKind,
+    named_params: list[tuple[str, nn.Parameter]],
+    *,
+    settings: BufferSettings,
+    ddp_config: DistributedDataParallelConfig,
+) -> _ParamAndGradBuffer:
+    if not ddp_config.gradients_are_transient:
+        return _ParamAndGradBuffer(kind, named_params, settings=settings)
+    is_released = ddp_config.release_gradients and not kind.completed_later
+    memory = MemoryPolicy(sums=SumMemory.RELEASED if is_released else SumMemory.STANDING)
+    return TransientBuffer(kind, named_params, settings=settings, memory=memory)
+
+
+def _build_groups(
+    buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool, checks: GradChecks | None
+) -> list[SyncedGroup]:
+    """The bucket groups of buffers; name: what theirs begin with. force_single: one group, where gradients stand."""
+    groups: list[SyncedGroup] = []
+    for buckets in partition_buckets(buffers, force_single_bucket_group=force_single):
+        if isinstance(buckets[0].buffer, TransientBuffer):
+            for bucket in buckets:
+                groups.append(TransientGroup(bucket, name=f"{name} {len(groups)}", checks=checks))
+        else:
+            groups.append(_ParamAndGradBucketGroup(buckets, name=f"{name} {len(groups)}", checks=checks))
+    return groups
+
+
 def _warn_of_settings(
     config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: LaunchOrder
 ) -> None:
@@ -432,8 +700,3 @@ def _warn_of_settings(
     is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)
     for words in config.without_effect(has_16_bit_grads=is_narrow):
         logger.warning("DistributedDataParallelConfig: %s has no effect", words)
-
-
-def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    if group_size(group) > 1:
-        dist.broadcast(flat, group=group, group_src=0)

@@ -19,10 +19,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.buffer_setup import check_params, expert_ranks_differ, gradient_scale
 from megatron.core.distributed.collectives import ReductionPolicy, reduce_bucket_, shard_of
 from megatron.core.distributed.consistency import GradChecks, check_wraps_agree
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel, check_wrapper_types, groups_or_existing
+from megatron.core.distributed.data_parallel_base import (
+    _BaseDataParallel,
+    check_params,
+    check_wrapper_types,
+    expert_ranks_differ,
+    gradient_scale,
+    groups_or_existing,
+)
 from megatron.core.distributed.grad_hooks import is_completed_later
 from megatron.core.distributed.iteration import stage_group_of
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
