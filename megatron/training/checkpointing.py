@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
 from megatron.core.group_collectives import gather_objects, union_over_model
-from megatron.core.optimizer.state_keys import fresh_state, is_state, parameter_key
+from megatron.core.optimizer.state_dict import fresh_state, is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint_args import args_to_json, check_same_optimizer

@@ -13,7 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint
-from megatron.core.optimizer.state_keys import is_state, parameter_key
+from megatron.core.optimizer.state_dict import is_state, parameter_key
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FLAG = "untie_embeddings_and_output_weights"

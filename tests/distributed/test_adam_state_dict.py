@@ -9,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.core.optimizer.flat_adam import Masters, StateForm
-from megatron.core.optimizer.state_keys import MASTERS
-from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
+from megatron.core.optimizer.state_dict import MASTERS, gather_torch_state_sync
 from tests.counts import slow, soak_only
 from tests.distributed.profiled_memory import peak_bytes
 from tests.harness import run_on_ranks

@@ -22,7 +22,6 @@ from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
-from megatron.core.optimizer.adam_state_dict import AdamShard, adam_state_dict, load_adam_state_dict
 from megatron.core.optimizer.flat_adam import AdamRates, GradUse, adam_step
 from megatron.core.optimizer.forward_gathers import ForwardGathers
 from megatron.core.optimizer.fused_adam_settings import (
@@ -41,7 +40,7 @@ from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
 from megatron.core.optimizer.rank_grid import RankGrid
 from megatron.core.optimizer.shard_scaling import ShardScaling
 from megatron.core.optimizer.sharded_params import ShardedParams
-from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
+from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gather_torch_state_sync, load_adam_state_dict
 from megatron.core.optimizer.update_rules import GradScale
 
 
@@ -399,7 +398,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         """Moments, masters and step counts by parameter, for torch.distributed.checkpoint or torch.save of each rank.
 
         Each rank has its shards alone, under the same keys; any number of ranks loads what any other saved; see
-        adam_state_dict.py. state_dict_format: "torch" gathers it, on rank 0 of process_group alone, as of
+        state_dict.py. state_dict_format: "torch" gathers it, on rank 0 of process_group alone, as of
         torch.optim.AdamW, and gives the others None: save the parameters with it. Collective.
         """
         if state_dict_format not in (None, 2, "torch"):

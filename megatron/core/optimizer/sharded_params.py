@@ -16,10 +16,10 @@ from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam_segments import AdamRun, Segment, SegmentPlan
-from megatron.core.optimizer.adam_state_dict import OwnedRange
 from megatron.core.optimizer.awaited_params import mark_arrived, mark_awaited
 from megatron.core.optimizer.flat_adam import GradUse
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
+from megatron.core.optimizer.state_dict import OwnedRange
 
 
 class ShardedParams:

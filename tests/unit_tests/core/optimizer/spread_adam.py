@@ -9,16 +9,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron.core.distributed.layout import lay_out
-from megatron.core.optimizer.adam_state_checks import EXP_AVG, EXP_AVG_SQ, STEP
-from megatron.core.optimizer.adam_state_dict import (
+from megatron.core.optimizer.flat_adam import FlatAdam, Masters, StateForm
+from megatron.core.optimizer.state_dict import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTERS,
+    STEP,
     AdamShard,
     OwnedRange,
     adam_state_dict,
     load_adam_state_dict,
     range_values,
 )
-from megatron.core.optimizer.flat_adam import FlatAdam, Masters, StateForm
-from megatron.core.optimizer.state_keys import MASTERS
 
 KINDS = (EXP_AVG, EXP_AVG_SQ, MASTERS)
 # Sizes that do not divide, one number, none, and memory that is not in logical order.

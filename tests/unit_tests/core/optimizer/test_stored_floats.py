@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.state_keys import MASTERS, state_prefix
+from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import BLOCK, Rounded, ScaledHalf, WithRemainder, full_masters, half_masters
 from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
 

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.adam_state_checks import EXP_AVG, EXP_AVG_SQ, STEP
 from megatron.core.optimizer.flat_adam import FlatAdam, Masters, StateForm, write_parameters
-from megatron.core.optimizer.state_keys import MASTERS
-from megatron.core.optimizer.torch_adam_state import gather_torch_state_sync
+from megatron.core.optimizer.state_dict import EXP_AVG, EXP_AVG_SQ, MASTERS, STEP, gather_torch_state_sync
 from tests.unit_tests.core.optimizer.spread_adam import SpreadAdam, any_state, make_params
 
 

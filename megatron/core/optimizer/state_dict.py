@@ -1,0 +1,532 @@
+"""Optimizer state in checkpoints: its names, and the state of Adam that is spread over ranks.
+
+An entry has the state of one parameter in logical order, the same at every layout. Checkpoints are written and read by
+megatron/core/dist_checkpointing; what Adam does with its state is in flat_adam.py.
+"""
+
+import math
+import numbers
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, intersection, whole
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_range, range_tensors
+from megatron.core.dist_checkpointing.logical import memory_piece
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
+from megatron.core.distributed.layout import round_up
+from megatron.core.group_collectives import gather_objects, message_device
+from megatron.core.optimizer.flat_adam import FlatAdam
+from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
+
+# The kind of state that holds what is stepped of a 16-bit parameter.
+MASTERS = "fp32_param"
+STEP, EXP_AVG, EXP_AVG_SQ = "step", "exp_avg", "exp_avg_sq"
+_BIAS_CORRECTION = "bias_correction"
+_DECOUPLED = "decoupled_weight_decay"
+_REQUIRED = ("lr", "betas", "eps", "weight_decay")
+# Settings that only torch's optimizers have, with values that leave the way of calculation to them.
+_TORCH_SETTINGS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+# Elements of a box that is saved: who reads a file has so much of it in memory at a time, and reads it once for each
+# part that it needs. 64 MiB of fp32.
+_SAVED_ELEMENTS = 1 << 24
+# Elements that are loaded at a time.
+_LOADED_ELEMENTS = 1 << 22
+
+# The values by kind: [] of the step, else [*parameter's shape], any float dtype.
+_Entry = dict[str, torch.Tensor]
+_Groups = Sequence[Mapping[str, Any]]
+
+
+# Names in checkpoints, `optimizer.KIND.KEY OF THE PARAMETER`, and state as of a start.
+
+
+def state_prefix(kind: str) -> str:
+    """Prefix of a parameter's key; kind: MASTERS, or torch's name of a state."""
+    return f"optimizer.{kind}."
+
+
+def is_state(key: str) -> bool:
+    """Whether it is a key of optimizer state."""
+    return key.startswith("optimizer.")
+
+
+def parameter_key(key: str) -> str:
+    """The key of the parameter that a key of optimizer state is for."""
+    return key.split(".", 2)[2]
+
+
+def fresh_state(weights: Sequence[ShardedTensor], state: Iterable[tuple[str, torch.dtype]]) -> list[ShardedTensor]:
+    """State as of a start: masters are the weights, all else is zeros.
+
+    weights: boxes of parameters, any shapes and dtypes. state: key and dtype of all there is, of any parameters. Gives
+    as many boxes for each of `weights` as its parameter has kinds of state.
+    """
+    by_parameter: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for key, dtype in sorted(state, key=str):
+        by_parameter.setdefault(parameter_key(key), []).append((key, dtype))
+    return [
+        replace(weight, key=key, data=_fresh(weight.data, dtype, is_master=key.startswith(state_prefix(MASTERS))))
+        for weight in weights
+        for key, dtype in by_parameter.get(weight.key, [])
+    ]
+
+
+def _fresh(weight: torch.Tensor, dtype: torch.dtype, *, is_master: bool) -> torch.Tensor:
+    return weight.to(dtype) if is_master else torch.zeros_like(weight, dtype=dtype)
+
+
+# Adam's state of one rank, saved and loaded.
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedRange:
+    """Elements [start, start + numel) of a parameter, in the order of its memory, that this rank keeps the state of.
+
+    index: the parameter's number, counted through the groups as torch's optimizers do. offset: of its first element in
+    the flat tensors of `adam`, a multiple of 64; what lies between its end and the next multiple is nobody's.
+    """
+
+    index: int
+    param: nn.Parameter
+    start: int
+    numel: int
+    adam: FlatAdam
+    offset: int
+
+
+@dataclass(frozen=True)
+class AdamShard:
+    """One rank's part of an optimizer, built whenever it is needed.
+
+    ranges: all that this rank owns, in any order. Of every parameter each element is in a range of some rank, or in
+    the same range of several ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
+    parameters, or copies of it; None only where torch.distributed is not initialised. without_state: the numbers of
+    parameters that nobody steps, which are in no range, the same on all ranks.
+    """
+
+    ranges: Sequence[OwnedRange]
+    param_groups: Sequence[dict[str, Any]]
+    adam_w_mode: bool
+    process_group: dist.ProcessGroup | None
+    without_state: frozenset[int] = frozenset()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """All parameters, any shapes and dtypes, in the order of their numbers."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+
+def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
+    """Returns the state that torch.distributed.checkpoint saves at any number of ranks, and fills at any other.
+
+    {"state": {index: {"step", "exp_avg", "exp_avg_sq", "fp32_param"}}, "param_groups": [...]} as of torch.optim, with
+    the masters besides; the same keys on all ranks. The values have the parameters' shapes and are fp32 (fp64 where
+    states are computed so); each rank has some boxes of them, and reads these when they are saved. Nothing is copied
+    and no other rank waited for. Hyper-parameters that are tensors become numbers, for which the device is waited for.
+    """
+    by_index: dict[int, list[OwnedRange]] = defaultdict(list)
+    for part in shard.ranges:
+        by_index[part.index].append(part)
+    return {
+        "state": {
+            index: _spread_state(param, by_index[index])
+            for index, param in enumerate(shard.params)
+            if index not in shard.without_state
+        },
+        "param_groups": _groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode),
+    }
+
+
+@torch.no_grad()
+def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> None:
+    """Loads a state dict of adam_state_dict, filled by torch.distributed.checkpoint.load or saved at the same layout.
+
+    Loads one of torch.optim.Adam or AdamW as well, with full tensors of any float dtype.
+
+    Collective. The groups take the hyper-parameters; a learning rate that is a tensor keeps its memory. Without masters
+    in it, masters become what the parameters are, so these must be whole. With them it is the parameters that must
+    change: call flat_adam's write_parameters for each run and gather them as after a step.
+    Raises ValueError or RemoteRankError, on every rank and with nothing changed, naming parameter, value and what would
+    be right: for other groups, for entries that are missing, unknown or of another shape, for elements that this rank
+    needs and the value lacks, and for step counts that differ among parameters of one run.
+    """
+    with all_ranks_agree(shard.process_group):
+        groups = _checked_groups_sync(shard.param_groups, state_dict, adam_w_mode=shard.adam_w_mode)
+        entries = _checked_entries(shard.param_groups, state_dict, without_state=shard.without_state)
+        names = _descriptions(shard.param_groups)
+        owned = {part.index for part in shard.ranges}
+        loaded = {index: _Loaded(entries[index], names[index]) for index in sorted(owned)}
+        for part in shard.ranges:
+            loaded[part.index].check_has(part)
+        _check_steps_sync(shard.ranges, loaded)
+    for part in shard.ranges:
+        part.adam.step.copy_(loaded[part.index].step)
+        for kind, stored in _stored(part.adam).items():
+            _write(part, stored, source=loaded[part.index].sources.get(kind))
+    _take_groups(shard.param_groups, groups)
+
+
+@torch.no_grad()
+def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
+    """On the group's rank 0 a state dict that torch.optim.AdamW loads (Adam without adam_w_mode), None on the others.
+
+    Collective. The tensors are on the host, fp32 (fp64 where states are computed so), [*parameter's shape] in its
+    memory format, the step counts [], fp32. Only rank 0 ever holds more than its own, and that without masters:
+    torch's optimizers have none, so save the parameters as well. Raises ValueError for bias_correction=False, which
+    torch's cannot do.
+    """
+    groups = _groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode)
+    for number, group in enumerate(groups):
+        if not group.pop(_BIAS_CORRECTION, True):
+            raise ValueError(
+                f"{_BIAS_CORRECTION} of param group {number} is False: must be True for torch.optim's Adam"
+            )
+    mine = [_Claim(part.index, part.start, part.numel, part.adam.step.item(), part.adam.wide) for part in shard.ranges]
+    claims = gather_objects(mine, shard.process_group)
+    # Replicas claim the same range: the first rank sends it.
+    senders: dict[int, dict[int, tuple[int, _Claim]]] = {}
+    for rank, of_rank in enumerate(claims):
+        for claim in of_rank:
+            senders.setdefault(claim.index, {}).setdefault(claim.start, (rank, claim))
+    transfer = _Transfer({(part.index, part.start): part for part in shard.ranges}, shard.process_group)
+    state = {}
+    for index, param in enumerate(shard.params):
+        if index in shard.without_state:
+            continue
+        of_param = sorted(senders.get(index, {}).values(), key=lambda pair: pair[1].start)
+        moments = {kind: transfer.whole(param, kind, senders=of_param) for kind in (EXP_AVG, EXP_AVG_SQ)}
+        step = of_param[0][1].step if of_param else 0.0
+        state[index] = {STEP: torch.tensor(step, dtype=torch.float32), **moments}
+    return {"state": state, "param_groups": groups} if transfer.rank == 0 else None
+
+
+# Saving.
+
+
+def range_values(part: OwnedRange, stored: StoredFloats) -> torch.Tensor:
+    """The numbers of a range in the order of memory: [numel], fp32 or fp64, perhaps a view."""
+    return _read(stored, part.offset, shape=(part.numel,), stride=(1,))
+
+
+def _stored(adam: FlatAdam) -> dict[str, StoredFloats]:
+    return {MASTERS: adam.main, EXP_AVG: adam.exp_avg, EXP_AVG_SQ: adam.exp_avg_sq}
+
+
+def _spread_state(param: nn.Parameter, parts: Sequence[OwnedRange]) -> dict[str, torch.Tensor]:
+    """The state of one parameter, [*parameter's shape] each, and the step count, [], fp32."""
+    dtype = parts[0].adam.wide if parts else torch.promote_types(param.dtype, torch.float32)
+    if param.numel() == 0:
+        # Nobody owns any of it, and a checkpoint has its key all the same.
+        nothing = {kind: torch.zeros(param.shape, dtype=dtype) for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS)}
+        return {STEP: torch.zeros((), dtype=torch.float32), **nothing}
+    state: dict[str, torch.Tensor] = {}
+    state[STEP] = SpreadTensor((), [HeldBox(whole(()), partial(_step_of, p)) for p in parts[:1]], dtype=torch.float32)
+    for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS):
+        held = [one for part in parts for one in _held_boxes(part, _stored(part.adam)[kind])]
+        state[kind] = SpreadTensor(param.shape, held, dtype=dtype)
+    return state
+
+
+def _step_of(part: OwnedRange) -> torch.Tensor:
+    return part.adam.step
+
+
+def _held_boxes(part: OwnedRange, stored: StoredFloats) -> Iterator[HeldBox]:
+    piece = memory_piece("", part.param)
+    end = part.start + part.numel
+    for first in range(part.start, end, _SAVED_ELEMENTS):
+        for box in boxes_of_range(piece, start=first, end=min(first + _SAVED_ELEMENTS, end)):
+            # A box of a range is one piece of the memory of a parameter.
+            place = sum(o * s for o, s in zip(box.offset, piece.stride, strict=True)) - part.start + part.offset
+            yield HeldBox(box, partial(_read, stored, place, shape=box.shape, stride=piece.stride))
+
+
+def _read(stored: StoredFloats, place: int, *, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """Neighbouring numbers from `place` on, as a box: [*shape], fp32 or fp64."""
+    first = place // BLOCK * BLOCK
+    flat = stored.read(first, round_up(place + math.prod(shape), BLOCK))[place - first :]
+    return flat.as_strided(shape, stride)
+
+
+# Loading.
+
+
+class _Source:
+    """A loaded tensor by boxes; value: [*parameter's shape], any float dtype, or some boxes of it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+        self._boxes = value.boxes if isinstance(value, SpreadTensor) else [whole(tuple(value.shape))]
+        self._places = BoxIndex(self._boxes)
+
+    def num_missing(self, box: Box) -> int:
+        """Number of elements of a box that the tensor lacks."""
+        return box.volume - sum(common.volume for _, common in self._common(box))
+
+    def fill(self, target: torch.Tensor, box: Box) -> None:
+        """Copies a box of which it has every element: [*box shape], any float dtype."""
+        for held, common in self._common(box):
+            values = self._value.read(held) if isinstance(self._value, SpreadTensor) else self._value
+            target[common.relative_to(box)].copy_(values[common.relative_to(held)])
+
+    def _common(self, box: Box) -> Iterator[tuple[Box, Box]]:
+        for position in self._places.touching(box):
+            common = intersection(self._boxes[position], box)
+            assert common is not None, "boxes that touch share elements"
+            yield self._boxes[position], common
+
+
+class _Loaded:
+    """The entry of one parameter. sources: by kind, without masters where these are to be the parameters."""
+
+    def __init__(self, entry: _Entry, name: str) -> None:
+        self.sources = {kind: _Source(value) for kind, value in entry.items()}
+        self._name = name
+
+    @property
+    def step(self) -> torch.Tensor:
+        """[], fp32, on the host."""
+        count = torch.zeros((), dtype=torch.float32)
+        self.sources[STEP].fill(count, whole(()))
+        return count
+
+    def check_has(self, part: OwnedRange) -> None:
+        """Raises ValueError if elements of a range are missing."""
+        boxes = boxes_of_range(memory_piece("", part.param), start=part.start, end=part.start + part.numel)
+        for kind, source in self.sources.items():
+            missing = sum(source.num_missing(box) for box in ([whole(())] if kind == STEP else boxes))
+            if missing:
+                raise ValueError(
+                    f"{kind} of {self._name} lacks {missing} elements that this rank owns: it is of a rank of another "
+                    "layout; torch.distributed.checkpoint.save and load take a state from any layout to any other"
+                )
+
+
+def _check_steps_sync(ranges: Sequence[OwnedRange], loaded: Mapping[int, _Loaded]) -> None:
+    seen: dict[int, tuple[float, int]] = {}
+    for part in ranges:
+        step = loaded[part.index].step.item()
+        other, index = seen.setdefault(id(part.adam), (step, part.index))
+        if other != step:
+            raise ValueError(
+                f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: must be equal "
+                "as they were taken over together and are stepped so; give those of each count to init_params on their "
+                "own, before state_dict and load_state_dict"
+            )
+
+
+def _write(part: OwnedRange, stored: StoredFloats, *, source: _Source | None) -> None:
+    """Fills one kind of a range's state; source: None for the parameter itself."""
+    assert part.offset % BLOCK == 0, f"offset is {part.offset}: ranges start on the grid of {BLOCK}"
+    piece, like = memory_piece("", part.param), stored.read(0, 0)
+    for first in range(0, part.numel, _LOADED_ELEMENTS):
+        count, start = min(_LOADED_ELEMENTS, part.numel - first), part.start + first
+        padded = like.new_zeros(round_up(count, BLOCK))
+        values = padded[:count]
+        if source is None:
+            memory = part.param.detach().as_strided((part.param.numel(),), (1,))
+            values.copy_(memory[start : start + count])
+        else:
+            for one in range_tensors([piece], values, start=start):
+                source.fill(one.data, one.box)
+        stored.write(part.offset + first, padded)
+
+
+# Parameter groups and entries under the names of torch.optim. Their values are looked at from outside alone.
+
+
+def _descriptions(groups: _Groups) -> list[str]:
+    """Number, name if there is one, and shape of each parameter, for messages."""
+    named = [
+        (name, param)
+        for group in groups
+        for name, param in zip(group.get("param_names", [""] * len(group["params"])), group["params"])
+    ]
+    return [
+        " ".join(filter(None, ["parameter", str(index), name, str(list(param.shape))]))
+        for index, (name, param) in enumerate(named)
+    ]
+
+
+def _groups_to_save_sync(groups: _Groups, *, adam_w_mode: bool) -> list[dict[str, Any]]:
+    """The groups with numbers for parameters and for tensors, and with all that torch.optim.Adam looks for."""
+    saved, first = [], 0
+    for group in groups:
+        numbers_of = list(range(first, first + len(group["params"])))
+        first += len(numbers_of)
+        own = {key: _plain_sync(value) for key, value in group.items() if key != "params"}
+        saved.append({**_TORCH_SETTINGS, _DECOUPLED: adam_w_mode, **own, "params": numbers_of})
+    return saved
+
+
+def _checked_groups_sync(groups: _Groups, state_dict: Any, *, adam_w_mode: bool) -> list[dict[str, Any]]:
+    """Hyper-parameters that each group is to take; raises ValueError for other groups than these."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"state_dict is {has}: must have 'state' and 'param_groups', on every rank")
+    saved, state = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(saved, (list, tuple)):
+        raise ValueError(f"param_groups of the state dict is a {type(saved).__name__}: must be a list of dicts")
+    if not isinstance(state, Mapping) or not all(isinstance(entry, Mapping) for entry in state.values()):
+        raise ValueError("state of the state dict must be a dict with a dict for each parameter")
+    for number, group in enumerate(saved):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f"param group {number} of the state dict is {group}: must be a dict with 'params'")
+    sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved))
+    if sizes != saved_sizes:
+        raise ValueError(f"param_groups of the state dict have {saved_sizes} parameters: must be {sizes}, as here")
+    return [_checked_group_sync(number, new, adam_w_mode=adam_w_mode) for number, new in enumerate(saved)]
+
+
+def _checked_entries(
+    groups: _Groups, state_dict: Mapping[str, Any], *, without_state: Collection[int] = ()
+) -> dict[int, _Entry]:
+    """The entry of each parameter by its number here, masters in all or in none; raises ValueError for others.
+
+    without_state: numbers of those that may have none. An optimizer of torch that has never stepped has no entries:
+    they are zeros, as it would begin with.
+    """
+    params = [param for group in groups for param in group["params"]]
+    saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = state_dict["state"]
+    known = set(saved_numbers)
+    unknown = [key for key in state if key not in known]
+    if unknown:
+        raise ValueError(f"state has {unknown[0]!r}: must be one of the {len(params)} parameters of its param_groups")
+    kinds = {STEP, EXP_AVG, EXP_AVG_SQ}
+    if any(MASTERS in entry for entry in state.values()):
+        kinds.add(MASTERS)
+    entries = {}
+    for index, (param, number, name) in enumerate(zip(params, saved_numbers, _descriptions(groups), strict=True)):
+        if index in without_state and number not in state:
+            continue
+        if not state:
+            entries[index] = _entry_of_a_start(param)
+        elif number not in state:
+            raise ValueError(
+                f"state lacks {name}: must have {sorted(kinds)} of it; if torch's optimizer never had a gradient of "
+                "it, the step of the others and zeros"
+            )
+        else:
+            entries[index] = _checked_entry(state[number], kinds, param=param, name=name)
+    return entries
+
+
+def _take_groups(groups: Sequence[dict[str, Any]], new_values: Sequence[Mapping[str, Any]]) -> None:
+    """Gives each group its hyper-parameters; tensors keep their memory, as graphs read it."""
+    for group, new in zip(groups, new_values, strict=True):
+        for key, value in new.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def _checked_group_sync(number: int, new: Mapping[str, Any], *, adam_w_mode: bool) -> dict[str, Any]:
+    plain = {key: _plain_sync(value) for key, value in new.items()}
+    where = f"param group {number} of the state dict"
+    for key in _REQUIRED:
+        values = plain.get(key) if key == "betas" else [plain.get(key)]
+        if not isinstance(values, (tuple, list)) or not all(isinstance(value, numbers.Real) for value in values):
+            raise ValueError(f"{where} has {key} {plain.get(key)!r}: must be given, in numbers")
+    for key in ("amsgrad", "maximize"):
+        if plain.get(key):
+            raise ValueError(f"{where} has {key} {plain[key]}: must be False")
+    decoupled = plain.get(_DECOUPLED, adam_w_mode)
+    if decoupled != adam_w_mode and plain["weight_decay"] != 0:
+        raise ValueError(
+            f"{where} has {_DECOUPLED} {decoupled} with weight_decay {plain['weight_decay']}: must be {adam_w_mode}, "
+            "as adam_w_mode here"
+        )
+    left_out = {*_TORCH_SETTINGS, _DECOUPLED, "params", "param_names"}
+    return {key: value for key, value in plain.items() if key not in left_out}
+
+
+def _entry_of_a_start(param: nn.Parameter) -> _Entry:
+    # One number, seen as all of them.
+    zeros = torch.zeros((), dtype=param.dtype).expand(param.shape)
+    return {STEP: torch.zeros((), dtype=torch.float32), EXP_AVG: zeros, EXP_AVG_SQ: zeros}
+
+
+def _checked_entry(entry: Mapping[str, Any], kinds: set[str], *, param: nn.Parameter, name: str) -> _Entry:
+    if entry.keys() != kinds:
+        raise ValueError(f"state of {name} has {sorted(entry)}: must have {sorted(kinds)}")
+    # Torch's optimizers once counted in plain numbers.
+    step = entry[STEP]
+    values = {**entry, STEP: torch.tensor(float(step), dtype=torch.float32) if isinstance(step, numbers.Real) else step}
+    for kind, value in values.items():
+        # Of other kinds of tensors, as of DTensor, no box could be copied.
+        if type(value) not in (torch.Tensor, nn.Parameter, SpreadTensor):
+            raise ValueError(f"{kind} of {name} is a {type(value).__name__}: must be a tensor, whole or as saved here")
+        shape = [] if kind == STEP else list(param.shape)
+        if list(value.shape) != shape or not value.dtype.is_floating_point:
+            raise ValueError(f"{kind} of {name} is {list(value.shape)}, {value.dtype}: must be {shape}, of floats")
+    return values
+
+
+def _plain_sync(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# torch.optim's format: whole tensors on one rank.
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Metadata of an owned range, sent to the other ranks."""
+
+    index: int
+    start: int
+    numel: int
+    step: float
+    dtype: torch.dtype
+
+
+class _Transfer:
+    """Sends ranges to rank 0 of a group, one after the other in the same order on all ranks."""
+
+    def __init__(self, mine: dict[tuple[int, int], OwnedRange], group: dist.ProcessGroup | None) -> None:
+        self._mine, self._group = mine, group
+        self._device = message_device([group])
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def whole(self, param: nn.Parameter, kind: str, *, senders: Sequence[tuple[int, _Claim]]) -> torch.Tensor | None:
+        """A moment of a parameter on rank 0: [*parameter's shape], fp32 or fp64, on the host; None on the others."""
+        for rank, claim in senders:
+            if rank == self.rank != 0:
+                dist.send(self._values(claim, kind).to(self._device), group=self._group, group_dst=0)
+        if self.rank != 0:
+            return None
+        dtype = senders[0][1].dtype if senders else torch.promote_types(param.dtype, torch.float32)
+        full = torch.empty_strided(param.shape, param.stride(), dtype=dtype)
+        flat = full.as_strided((param.numel(),), (1,))
+        for rank, claim in senders:
+            flat[claim.start : claim.start + claim.numel].copy_(
+                self._values(claim, kind) if rank == 0 else self._received(rank, claim)
+            )
+        return full
+
+    def _values(self, claim: _Claim, kind: str) -> torch.Tensor:
+        part = self._mine[claim.index, claim.start]
+        return range_values(part, part.adam.exp_avg if kind == EXP_AVG else part.adam.exp_avg_sq)
+
+    def _received(self, rank: int, claim: _Claim) -> torch.Tensor:
+        values = torch.empty(claim.numel, dtype=claim.dtype, device=self._device)
+        dist.recv(values, group=self._group, group_src=rank)
+        return values
