@@ -14,7 +14,7 @@ from megatron.core.distributed.data_parallel_base import require_wrapped
 from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
 from megatron.core.graph_capture import GraphParticipant
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.device_step import DeviceStep
+from megatron.core.optimizer.optimizer import DeviceStep
 from megatron.core.process_groups_config import group_size
 from megatron.core.timers import Timers
 from megatron.training.deferred_finalizer import DeferredFinalizer

@@ -1,22 +1,9 @@
-"""get_megatron_optimizer: from settings and wrapped model chunks to an optimizer; re-exports the names users know."""
+"""The public names of the optimizers, under which scripts written for Megatron import them."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
-import torch
-from torch import Tensor, nn
-
-from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
-from megatron.core.optimizer.distrib_optimizer import (
-    DistributedOptimizer,
-    check_same_sharding,
-    check_sharded_gradients,
-)
+from megatron.core.optimizer.builder import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.distributed_fused_adam import DistributedFusedAdam
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
-from megatron.core.optimizer.group_agreement import agree_on_groups, check_patterns_match
-from megatron.core.optimizer.muon_rule import MuonRule
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -24,15 +11,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
-from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping, ParamGroupOverride, ParamKey
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, build_runs
-from megatron.core.optimizer.run_updates import RunUpdates
-from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
-from megatron.core.optimizer.update_rules import FusedRule, UpdateRule
-from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
+from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey
 
 __all__ = [
     "ChainedOptimizer",
@@ -48,160 +27,3 @@ __all__ = [
     "ParamKey",
     "get_megatron_optimizer",
 ]
-
-
-def get_megatron_optimizer(
-    config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
-    config_overrides: ConfigOverrides | None = None,
-    *,
-    no_weight_decay_cond: None = None,
-    scale_lr_cond: None = None,
-    lr_mult: float = 1.0,
-    pg_collection: ProcessGroupCollection | None = None,
-) -> MegatronOptimizer:
-    """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
-
-    A DistributedOptimizer where the chunks are sharded. config_overrides: other rates and decays for some parameters;
-    of several that match one the later wins; alike on all ranks. pg_collection: the groups that parameters are spread
-    over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
-    no_weight_decay_cond, scale_lr_cond, lr_mult: what older scripts give; anything but these values is refused.
-    """
-    _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
-    if not model_chunks:
-        raise ValueError("model_chunks is empty: must be the wrapped chunks of the model, at least one")
-    groups = pg_collection or existing_process_groups()
-    chunks = [require_wrapped(chunk) for chunk in model_chunks]
-    buffers: list[FlatBuffer] = [buffer for chunk in chunks for buffer in chunk.all_buffers]
-    _check_settings(config, groups, buffers=buffers)
-    is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
-    check_sharded_gradients(chunks, optimizer=config.optimizer)
-    check_in_backward(config, [(chunk.ddp_config, chunk.config) for chunk in chunks], groups=groups)
-    grouping = ParamGrouping(config, config_overrides)
-    entries = [entry for buffer in buffers for entry in buffer.entries]
-    keys = agree_on_groups(entries, grouping, groups=groups)
-    patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
-    check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
-    handed = _handed_grads(config, buffers)
-    runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction, grad_places=handed)
-    rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
-    if config.optimizer == "muon":
-        of_matrices = [run for run in runs if run.group.is_matrix]
-        matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
-        rules.append(MuonRule(config, of_matrices, buffers=buffers, keys=keys, matrices=matrices))
-    return _optimizer_class(config, is_sharded=is_sharded)(
-        rules,
-        config,
-        runs=runs,
-        model_chunks=chunks,
-        grad_scaler=_grad_scaler(config),
-        pg_collection=groups,
-        device=chunks[0].device,
-        logical_pieces=_logical_pieces(model_chunks),
-        build_updates=_updates(handed, chunks),
-    )
-
-
-def _handed_grads(config: OptimizerConfig, buffers: Sequence[FlatBuffer]) -> dict[FlatBuffer, HandedGrads] | None:
-    """Where runs find gradients that wrappers hand out; None where these stand in their buffers."""
-    return {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
-
-
-def _updates(
-    handed: dict[FlatBuffer, HandedGrads] | None, chunks: Sequence[_BaseDataParallel]
-) -> Callable[..., RunUpdates]:
-    return RunUpdates if handed is None else partial(UpdatesInBackward, handed=handed, chunks=chunks)
-
-
-def _logical_pieces(model_chunks: Sequence[nn.Module]) -> dict[str, list[LogicalPiece]]:
-    return {name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()}
-
-
-def _check_older_arguments(*given: object) -> None:
-    if given != (None, None, 1.0):
-        raise ValueError(
-            "get_megatron_optimizer: no_weight_decay_cond, scale_lr_cond and lr_mult are {}, {} and {}: give "
-            "config_overrides instead, such as {{ParamKey(predicate=...): ParamGroupOverride(wd_mult=0.0)}}, or with "
-            "lr_mult".format(*given)
-        )
-
-
-def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:
-    if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
-        raise ValueError(
-            "OptimizerConfig.optimizer is muon with tensor-parallel layers: it needs whole matrices, so "
-            "tensor_model_parallel_size and expert_tensor_parallel_size must be 1"
-        )
-    if config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
-    narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
-    if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
-        raise ValueError(
-            "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
-            "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
-        )
-    if config.main_params_dtype == "fp16" and any(
-        buffer.model_dtype.itemsize < buffer.param_data.dtype.itemsize for buffer in buffers
-    ):
-        raise ValueError(
-            "OptimizerConfig.main_params_dtype is fp16 with use_torch_fsdp2, whose fp32 shards are the masters "
-            "themselves: must be fp32"
-        )
-
-
-def _fused_rule(config: OptimizerConfig, runs: Sequence[ParamRun], *, keys: Sequence[GroupKey]) -> FusedRule:
-    # Of all parameters, whatever this rank owns; a dictionary keeps the order in which groups first appear.
-    groups = list(dict.fromkeys(key for key in keys if not key.is_matrix))
-    return FusedRule(config, [run for run in runs if not run.group.is_matrix], groups=groups)
-
-
-def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[MegatronOptimizer]:
-    if is_sharded:
-        return DistributedOptimizer
-    if config.optimizer == "muon":
-        return ChainedOptimizer
-    # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
-    return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
-
-
-# Weights of attention that hold several matrices.
-_PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")
-
-
-def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
-    """How the settings keep what is stepped of parameters [N]."""
-    if not config.use_precision_aware_optimizer:
-        return full_masters
-    if config.main_params_dtype == "fp16":
-        return half_masters
-    return remainder_masters if config.keeps_remainders else full_masters
-
-
-def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:
-    """The matrices that modules describe, by parameter name without wrapper prefixes."""
-    found = {}
-    for chunk in model_chunks:
-        for name, module in chunk.named_modules():
-            if isinstance(module, HasWeightMatrices):
-                for local_name, windows in module.weight_matrices().items():
-                    if split_qkv or not local_name.endswith(_PROJECTIONS):
-                        found[canonical_name(f"{name}.{local_name}" if name else local_name)] = windows
-    return found
-
-
-def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
-    if not config.fp16:
-        return None
-    # Only fp16 has too few exponents for gradients; bf16 has those of fp32.
-    if config.loss_scale is not None:
-        return ConstantGradScaler(config.loss_scale)
-    return DynamicGradScaler(
-        initial_scale=config.initial_loss_scale,
-        min_scale=config.min_loss_scale,
-        # Powers of two, which scale without rounding.
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        # A float on the command line, for Megatron's sake.
-        growth_interval=int(config.loss_scale_window),
-        hysteresis=config.hysteresis,
-    )

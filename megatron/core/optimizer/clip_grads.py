@@ -1,15 +1,22 @@
-"""Norm, clipping and zero count of gradients, over the tensors and ranks that the caller chooses: grad_stats.py.
+"""Norm, clipping and zero count of gradients, on one rank and over all that hold parts of the model.
 
-The optimizer folds the clip factor into its own pass (optimizer.py); clip_grad_by_total_norm_fp32 is for scripts.
+Three functions are for scripts, under Megatron's names. The optimizer counts through OwnedElements, each logical
+element once, and folds the clip factor into its own pass (optimizer.py).
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device
-from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.stored_floats import Plain, pieces
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import gradient_of, gradients_pass, param_facts
 
 # Added to the norm before dividing by it, as in Megatron and torch.
@@ -18,6 +25,9 @@ _CLIP_EPS = 1e-6
 # 8e-4 over 18M normal numbers at once, 2e-7 in pieces, for 1.5 times the time. A GPU's kernel cuts by itself, and a
 # tensor for each piece would cost more than the sum.
 _PIECE = 1 << 16
+
+
+# For scripts.
 
 
 def get_grad_norm_fp32(
@@ -35,64 +45,6 @@ def get_grad_norm_fp32(
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
     return read_norm_sync(total_norm(grads, norm_type, groups=[grad_stats_parallel_group], accumulate_in=accumulate_in))
-
-
-def total_norm(
-    grads: list[torch.Tensor],
-    norm_type: float,
-    *,
-    groups: Sequence[dist.ProcessGroup | None],
-    accumulate_in: torch.dtype,
-) -> torch.Tensor:
-    """As get_grad_norm_fp32, of tensors of any shape and dtype, but left on the device: [], fp64.
-
-    groups: over the ranks of the first, then over those of the next: each spreads elements apart from the others.
-    """
-    return total_of_norms(piece_norms(grads, norm_type, accumulate_in=accumulate_in), norm_type, groups=groups)
-
-
-def piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Norms of the pieces that gradients of any shape and dtype are cut into, for total_of_norms: [n], fp64."""
-    # Views, so that cutting costs no memory.
-    flat = [grad.view(-1) for grad in grads if grad.numel() > 0]
-    pieces = [piece for grad in flat for piece in (grad.split(_PIECE) if grad.device.type == "cpu" else [grad])]
-    if not pieces:
-        return torch.zeros(0, dtype=torch.float64, device=grads[0].device if grads else default_device())
-    # One launch for all gradients of a dtype.
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for piece in pieces:
-        by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
-    # fp64 gradients keep their own precision beside fp32 ones.
-    norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=dtype)) for dtype, some in by_dtype.items()]
-    # Few numbers by now: fp64 costs nothing and the order no longer matters.
-    return torch.cat([of_dtype.double() for of_dtype in norms])
-
-
-def total_of_norms(
-    norms: torch.Tensor, norm_type: float, *, groups: Sequence[dist.ProcessGroup | None]
-) -> torch.Tensor:
-    """total_norm of gradients from the norms of their pieces, [n], fp64: the same bits, [], fp64."""
-    # A rank may own nothing and still take part in the exchange over ranks.
-    total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() > 0 else norms.new_zeros(())
-    for group in groups:
-        total = _norm_over_ranks(total, norm_type, group=group)
-    return total
-
-
-def read_norm_sync(total: torch.Tensor) -> float:
-    """A norm, [] fp64, rounded to fp32. NOTE: reads the device at each step: the optimizer needs it to decide."""
-    return total.float().item()
-
-
-def clip_coefficient(max_norm: float, total_norm: float) -> float:
-    """Factor that brings gradients of `total_norm` down to `max_norm`; 1 where they are not above it."""
-    return min(1.0, max_norm / (total_norm + _CLIP_EPS))
-
-
-def clip_coefficient_on_device(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """clip_coefficient of a norm on its device, the same bits: [], fp64 -> [], fp64."""
-    # Of two tensors: a GPU divides a number by a tensor, and a tensor by a number, by way of a rounded reciprocal.
-    return (torch.full_like(total_norm, max_norm) / (total_norm + _CLIP_EPS)).clamp(max=1.0)
 
 
 def clip_grad_by_total_norm_fp32(
@@ -124,42 +76,8 @@ def count_zeros_fp32(
     tp_group: its ranks hold copies of what they do not split, which count on the first alone; so do tied weights.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = (_gradient_of(tensor) for tensor in tensors if owns_elements(tensor, tp_group))
-    return read_count_sync(total_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group]))
-
-
-def owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank counts a parameter's elements: any shape and dtype; of copies the group's first rank does."""
-    facts = param_facts(param)
-    return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
-
-
-def total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """Number of exact zeros in `grads`, left on the device: [], int64.
-
-    grads: any shapes, floating point, other elements on each rank of the groups, over the ranks of the first, then over
-    those of the next.
-    """
-    return sum_over_ranks(num_zeros(grads), groups)
-
-
-def num_zeros(grads: Iterable[torch.Tensor]) -> torch.Tensor:
-    """total_zeros of this rank alone; grads: any shapes, floating point. [], int64."""
-    counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
-    return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
-
-
-def sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """A count, [], int64, summed in place over the ranks of the first group, then over those of the next."""
-    for group in groups:
-        if group_size(group) > 1:
-            dist.all_reduce(total, group=group)
-    return total
-
-
-def read_count_sync(total: torch.Tensor) -> float:
-    """A count, [], int64, as a number. NOTE: reads the device, where zeros are counted."""
-    return float(total.item())
+    grads = (_gradient_of(tensor) for tensor in tensors if _owns_elements(tensor, tp_group))
+    return read_count_sync(_total_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group]))
 
 
 def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
@@ -174,6 +92,211 @@ def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     return grad
 
 
+# Over all ranks, each logical element once.
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """A range of a run's flat tensors that this rank counts; with_experts: over the ranks of expert layers."""
+
+    run: ParamRun
+    start: int
+    end: int
+    with_experts: bool
+
+    def of_grad(self) -> tuple[Tensor, bool]:
+        """The range of the gradient, [n], any dtype, a view; and with_experts."""
+        return self.run.grad[self.start : self.end], self.with_experts
+
+    def of_main(self) -> tuple[Tensor, bool]:
+        """A tensor with the norm of a range of the masters, [n], fp32 or fp64, perhaps of pieces; and with_experts."""
+        main = self.run.main
+        if isinstance(main, Plain) and main.tensor.device == self.run.model.device:
+            return main.read(self.start, self.end), self.with_experts
+        norms = [
+            torch.linalg.vector_norm(v, dtype=torch.float64) for _, v in pieces(main, start=self.start, end=self.end)
+        ]
+        # A few numbers of what may be in the host's memory.
+        return torch.stack(norms).to(self.run.model.device), self.with_experts
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The data-parallel ranks over which the elements of dense and of expert parameters are spread; None: each rank
+    has all of them.
+    """
+
+    dense: dist.ProcessGroup | None = None
+    experts: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, buffers: Sequence[FlatBuffer]) -> "ShardGroups":
+        """Returns the data-parallel groups of the sharded buffers; the other ranks of a group have the same buffers."""
+        found = {b.is_expert: b.data_parallel_group for b in buffers if b.is_sharded}
+        # Experts without a buffer of their own lie among the dense parameters.
+        return cls(found.get(False), found.get(True, found.get(False)))
+
+
+@dataclass(frozen=True)
+class NormsHere:
+    """This rank's part of a norm over all ranks, of dense parameters and of experts apart from them: [n], fp64."""
+
+    dense: Tensor
+    experts: Tensor
+
+
+@dataclass(frozen=True)
+class ZerosHere:
+    """This rank's exact zeros, likewise: [], int64."""
+
+    dense: Tensor
+    experts: Tensor
+
+
+class OwnedElements:
+    """The elements of its parameters that a rank counts, and the ranks over which the counts are joined.
+
+    Of copies on several tensor-parallel ranks the first rank's counts, of tied weights the owner's. Dense and expert
+    parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
+    alike, so all ranks come to one result; where these have a shard each, shards joins them first. device: of the
+    tensors, the same kind on all ranks.
+    """
+
+    def __init__(self, groups: ProcessGroupCollection, shards: ShardGroups, *, device: torch.device) -> None:
+        self._groups = groups
+        # A rank that owns nothing joins the sums on the device that the others' are on.
+        self._nothing = torch.empty(0, dtype=torch.float32, device=device)
+        # Then there is one list, in the parameters' order, and one collective. Not by the shards' groups: the ranks of
+        # another stage must come to the same answer, and may have none.
+        self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
+        self._dense_groups = [shards.dense or (shards.experts if self._one_group else None), groups.mp]
+        self._expert_groups = [shards.experts, groups.tp_ep_pp]
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether this rank counts a parameter's elements: any shape and dtype."""
+        return _owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
+
+    def parts_of(self, runs: Sequence[ParamRun]) -> list[OwnedPart]:
+        """The flat ranges of runs that this rank counts, neighbours joined."""
+        parts = []
+        for run in runs:
+            kinds = groupby(run.params, key=lambda member: (self.owns(member.param), self._with_experts(member.param)))
+            for (owned, with_experts), members in kinds:
+                spans = [member.span for member in members]
+                if owned:
+                    # With the padding behind each, which is zero: one range for a run that is owned as a whole.
+                    parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, with_experts))
+        return parts
+
+    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> Tensor:
+        """2-norm over all ranks, left on the device: [], fp64. Collective.
+
+        owned: tensors that this rank counts, any shapes, contiguous, floating point; and with_experts of each.
+        """
+        return self.norm_of_all([self.norms_here(owned, accumulate_in=accumulate_in)])
+
+    def norms_here(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> "NormsHere":
+        """This rank's part of a norm of tensors, any shapes, floating point, which may be freed afterwards."""
+        dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
+        return NormsHere(dense, experts)
+
+    def norm_of_all(self, parts: Sequence["NormsHere"]) -> Tensor:
+        """`norm` of the tensors of all parts, the same bits as of all at once: [], fp64. Collective."""
+        total = _total_of_norms(torch.cat([part.dense for part in parts]), 2, groups=self._dense_groups)
+        if not self._one_group:
+            norms = torch.cat([part.experts for part in parts])
+            of_experts = _total_of_norms(norms, 2, groups=self._expert_groups)
+            total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)
+        return total
+
+    def norm_of(self, params: Iterable[nn.Parameter]) -> float:
+        """2-norm of parameters, any shapes and dtypes, over all ranks, summed in fp64. Collective."""
+        owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self.owns(param))
+        return read_norm_sync(self.norm(owned, accumulate_in=torch.float64))
+
+    def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> Tensor:
+        """Exact zeros over all ranks, left on the device: [], int64. Collective. grads: parameters and what there is of
+        their gradients, any shape and floating dtype.
+        """
+        return self.zeros_of_all([self.zeros_here(grads)])
+
+    def zeros_here(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> "ZerosHere":
+        """This rank's part of count_zeros of gradients, any shape and floating dtype, which may change afterwards."""
+        owned = ((param, parts) for param, parts in grads if self.owns(param))
+        dense, experts = self._by_group((part, self._with_experts(param)) for param, parts in owned for part in parts)
+        return ZerosHere(_num_zeros(dense), _num_zeros(experts))
+
+    def zeros_of_all(self, parts: Sequence["ZerosHere"]) -> Tensor:
+        """count_zeros of the gradients of all parts: [], int64. Collective."""
+        total = _sum_over_ranks(torch.stack([part.dense for part in parts]).sum(), self._dense_groups)
+        if self._one_group:
+            return total
+        return total + _sum_over_ranks(torch.stack([part.experts for part in parts]).sum(), self._expert_groups)
+
+    def _with_experts(self, param: Tensor) -> bool:
+        return not self._one_group and param_facts(param).is_expert
+
+    def _by_group(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
+        pairs = list(owned)
+        dense = [tensor for tensor, with_experts in pairs if not with_experts]
+        experts = [tensor for tensor, with_experts in pairs if with_experts]
+        return dense or [self._nothing], experts or [self._nothing]
+
+
+def _with_norm_of(param: Tensor) -> Tensor:
+    """Returns a tensor with a parameter's norm: itself, any shape and dtype, or of a DTensor [1], fp64."""
+    if not isinstance(param, DTensor):
+        return param.detach()
+    square = torch.linalg.vector_norm(param._local_tensor.detach(), dtype=torch.float64).square().view(1)
+    dist.all_reduce(square, group=param.device_mesh.get_group())
+    return square.sqrt()
+
+
+# The arithmetic: tensors of one rank, then the ranks of groups.
+
+
+def total_norm(
+    grads: list[torch.Tensor],
+    norm_type: float,
+    *,
+    groups: Sequence[dist.ProcessGroup | None],
+    accumulate_in: torch.dtype,
+) -> torch.Tensor:
+    """As get_grad_norm_fp32, of tensors of any shape and dtype, but left on the device: [], fp64.
+
+    groups: over the ranks of the first, then over those of the next: each spreads elements apart from the others.
+    """
+    return _total_of_norms(_piece_norms(grads, norm_type, accumulate_in=accumulate_in), norm_type, groups=groups)
+
+
+def _piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
+    """Norms of the pieces that gradients of any shape and dtype are cut into, for _total_of_norms: [n], fp64."""
+    # Views, so that cutting costs no memory.
+    flat = [grad.view(-1) for grad in grads if grad.numel() > 0]
+    cut = [piece for grad in flat for piece in (grad.split(_PIECE) if grad.device.type == "cpu" else [grad])]
+    if not cut:
+        return torch.zeros(0, dtype=torch.float64, device=grads[0].device if grads else default_device())
+    # One launch for all gradients of a dtype.
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for piece in cut:
+        by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
+    # fp64 gradients keep their own precision beside fp32 ones.
+    norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=dtype)) for dtype, some in by_dtype.items()]
+    # Few numbers by now: fp64 costs nothing and the order no longer matters.
+    return torch.cat([of_dtype.double() for of_dtype in norms])
+
+
+def _total_of_norms(
+    norms: torch.Tensor, norm_type: float, *, groups: Sequence[dist.ProcessGroup | None]
+) -> torch.Tensor:
+    """total_norm of gradients from the norms of their pieces, [n], fp64: the same bits, [], fp64."""
+    # A rank may own nothing and still take part in the exchange over ranks.
+    total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() > 0 else norms.new_zeros(())
+    for group in groups:
+        total = _norm_over_ranks(total, norm_type, group=group)
+    return total
+
+
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:
     # The norm of one norm is itself, but only up to rounding.
     if group_size(group) == 1:
@@ -182,3 +305,53 @@ def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.Proce
     norms = [torch.empty_like(local) for _ in range(group_size(group))]
     dist.all_gather(norms, local, group=group)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def read_norm_sync(total: torch.Tensor) -> float:
+    """A norm, [] fp64, rounded to fp32. NOTE: reads the device at each step: the optimizer needs it to decide."""
+    return total.float().item()
+
+
+def clip_coefficient(max_norm: float, total_norm: float) -> float:
+    """Factor that brings gradients of `total_norm` down to `max_norm`; 1 where they are not above it."""
+    return min(1.0, max_norm / (total_norm + _CLIP_EPS))
+
+
+def clip_coefficient_on_device(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
+    """clip_coefficient of a norm on its device, the same bits: [], fp64 -> [], fp64."""
+    # Of two tensors: a GPU divides a number by a tensor, and a tensor by a number, by way of a rounded reciprocal.
+    return (torch.full_like(total_norm, max_norm) / (total_norm + _CLIP_EPS)).clamp(max=1.0)
+
+
+def _owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank counts a parameter's elements: any shape and dtype; of copies the group's first rank does."""
+    facts = param_facts(param)
+    return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
+
+
+def _total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """Number of exact zeros in `grads`, left on the device: [], int64.
+
+    grads: any shapes, floating point, other elements on each rank of the groups, over the ranks of the first, then over
+    those of the next.
+    """
+    return _sum_over_ranks(_num_zeros(grads), groups)
+
+
+def _num_zeros(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """_total_zeros of this rank alone; grads: any shapes, floating point. [], int64."""
+    counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
+    return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
+
+
+def _sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """A count, [], int64, summed in place over the ranks of the first group, then over those of the next."""
+    for group in groups:
+        if group_size(group) > 1:
+            dist.all_reduce(total, group=group)
+    return total
+
+
+def read_count_sync(total: torch.Tensor) -> float:
+    """A count, [], int64, as a number. NOTE: reads the device, where zeros are counted."""
+    return float(total.item())

@@ -1,6 +1,7 @@
 """MegatronOptimizer: one step over flat parameters, with loss scale, clipping and skipped steps.
 
-Which parameters lie together is param_runs.py; the update rules are torch.optim's, through update_rules.py.
+The host decides whether a step updates, or the device, so that a graph can hold the step. Which parameters lie together
+is param_runs.py; the update rules are torch.optim's, through update_rules.py.
 """
 
 import math
@@ -17,14 +18,19 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.grad_hooks import StateProvider
-from megatron.core.optimizer.clip_grads import clip_coefficient, read_count_sync, read_norm_sync
-from megatron.core.optimizer.device_step import DeviceStep, decide
+from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState, StateProvider
+from megatron.core.distributed.layout import Span
+from megatron.core.optimizer.clip_grads import (
+    OwnedElements,
+    ShardGroups,
+    clip_coefficient,
+    clip_coefficient_on_device,
+    read_count_sync,
+    read_norm_sync,
+)
 from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.grad_stats import OwnedElements, ShardGroups
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
-from megatron.core.optimizer.run_states import RunStates
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
@@ -50,6 +56,31 @@ class SteppedChunk(Protocol):
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None: ...
     def note_update(self) -> None: ...
     def set_state_provider(self, provider: StateProvider) -> None: ...
+
+
+@dataclass(frozen=True)
+class _StepOutcome:
+    """Numbers of a step. is_void: the caller said so, and nothing else counts."""
+
+    is_void: bool
+    found_inf: bool
+    grad_norm: float
+    num_zeros: float
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """Result of a step on the device, for the host; each replay of a graph with the step rewrites it.
+
+    outcome: [4], fp64, on the device: void, found_inf, grad_norm and num_zeros.
+    """
+
+    outcome: torch.Tensor
+
+    def read_sync(self) -> _StepOutcome:
+        """NOTE: waits until the device has done the step."""
+        is_void, found_inf, grad_norm, num_zeros = self.outcome.tolist()
+        return _StepOutcome(bool(is_void), bool(found_inf), grad_norm, num_zeros)
 
 
 @dataclass(frozen=True)
@@ -124,7 +155,7 @@ class MegatronOptimizer:
             self._rules, config, runs=self._runs, owned=self._owned, logical_pieces=logical_pieces or {}
         )
         # Wrappers hold it for no longer than this optimizer does.
-        self._run_states = RunStates(self._rules)
+        self._run_states = _RunStates(self._rules)
         for chunk in model_chunks:
             chunk.set_state_provider(self._run_states.states)
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
@@ -224,7 +255,7 @@ class MegatronOptimizer:
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
-        decision = decide(
+        decision = _decide(
             self._updates.norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad
         )
         # Before the update, as in `step`.
@@ -380,3 +411,75 @@ class ChainedOptimizer(MegatronOptimizer):
     def chained_optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers, in the order of their parameter groups."""
         return [rule.optimizer for rule in self._rules]
+
+
+# The decision of a step on its device; MegatronOptimizer.step decides on the host, to the same bits.
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Whether and how a step updates. is_void, found_inf: [], bool. grad_norm, divisor: [], fp64. All on the device."""
+
+    is_void: torch.Tensor
+    found_inf: torch.Tensor
+    grad_norm: torch.Tensor
+    divisor: torch.Tensor
+
+    @property
+    def scale(self) -> GradScale:
+        """The GradScale for update rules."""
+        return GradScale(self.divisor.float(), skip=(self.is_void | self.found_inf).float())
+
+    def for_host(self, num_zeros: torch.Tensor | None) -> DeviceStep:
+        """Result for the host; num_zeros: [], int64, None where they are not counted."""
+        zeros = torch.zeros_like(self.grad_norm) if num_zeros is None else num_zeros.double()
+        return DeviceStep(torch.stack([self.is_void.double(), self.found_inf.double(), self.grad_norm, zeros]))
+
+
+def _decide(
+    total_norm: torch.Tensor, *, loss_scale: torch.Tensor, void: torch.Tensor | None, clip_grad: float
+) -> _Decision:
+    """From the norm of scaled gradients, [], fp64, and their scale, [], fp64, on one device; reads neither.
+
+    void: the step is void where any of it is above 0: any shape, any dtype. clip_grad: 0 does not clip.
+    """
+    # Rounded as read_norm_sync rounds it.
+    scaled_norm = total_norm.float()
+    found_inf = torch.isfinite(scaled_norm).logical_not()
+    is_void = torch.zeros_like(found_inf) if void is None else (void > 0).any()
+    grad_norm = scaled_norm.double() / loss_scale
+    coefficient = clip_coefficient_on_device(clip_grad, grad_norm) if clip_grad else torch.ones_like(grad_norm)
+    return _Decision(is_void, found_inf, grad_norm, divisor=loss_scale / coefficient)
+
+
+# States for hooks on reduced gradients.
+
+
+class _RunStates:
+    """States of each bucket's parameters, for hooks on reduced gradients; rules: those of the optimizer."""
+
+    def __init__(self, rules: Sequence[UpdateRule]) -> None:
+        # By what wrappers know of a run: its buffer, the very object, and the place of its bucket there.
+        self._found: dict[tuple[object, int], list[tuple[UpdateRule, ParamRun]]] = {}
+        for rule in rules:
+            for run in rule.runs:
+                self._found.setdefault((run.buffer, run.bucket), []).append((rule, run))
+        for pairs in self._found.values():
+            pairs.sort(key=lambda pair: pair[1].span.start)
+
+    def states(self, place: ReleasedBucket) -> Sequence[RunState]:
+        """States of a bucket in the order of places: fp32 or fp64, views of what is stored so, else copies."""
+        start = place.buffer.owned_spans()[place.layout.index].start
+        found = self._found.get((place.buffer, place.layout.index), [])
+        return [state for rule, run in found for state in _states_of(run, rule, bucket_start=start)]
+
+
+def _states_of(run: ParamRun, rule: UpdateRule, *, bucket_start: int) -> Iterator[RunState]:
+    moments = rule.flat_state(run)
+    for part, settings in rule.settings_in(run):
+        yield RunState(
+            Span(run.span.start - bucket_start + part.start, part.numel),
+            settings,
+            run.main.read(part.start, part.end),
+            {name: stored.read(part.start, part.end) for name, stored in moments.items()},
+        )

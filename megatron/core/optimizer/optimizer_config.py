@@ -107,7 +107,7 @@ class OptimizerOffloadConfig:
 
 @dataclass(kw_only=True)
 class MuonConfig:
-    """Muon, which steps matrices (muon_rule.py). OptimizerConfig checks the values."""
+    """Muon, which steps matrices (muon.py). OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 

@@ -20,8 +20,14 @@ from torch.profiler import record_function
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.grad_hooks import GradConsumer, ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import Span, locate
-from megatron.core.optimizer.clip_grads import clip_coefficient, clip_coefficient_on_device, total_norm
-from megatron.core.optimizer.grad_stats import NormsHere, OwnedElements, ZerosHere
+from megatron.core.optimizer.clip_grads import (
+    NormsHere,
+    OwnedElements,
+    ZerosHere,
+    clip_coefficient,
+    clip_coefficient_on_device,
+    total_norm,
+)
 from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.run_updates import RunUpdates

@@ -1,11 +1,13 @@
 """MuonRule: orthogonal updates of the matrices inside runs, also where these are cut over ranks.
 
-Which rank works on which matrix is matrix_plan.py's; which matrices a parameter holds, its module says.
+A plan over numbers assigns each matrix to one rank, which receives it whole. Modules describe the matrices of their
+parameters (megatron/core/weight_matrices.py).
 """
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,7 @@ from torch import nn
 from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.layout import RunParam, Span
-from megatron.core.optimizer.matrix_plan import MatrixUnit, batches_of, owners_of, ranges_of, units_of
+from megatron.core.distributed.layout import BufferLayout, RunParam, Span
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam
@@ -34,13 +35,33 @@ _SENT_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
+class _MatrixUnit:
+    """Matrices that one rank processes together: elements [start, end) of a flattened parameter.
+
+    No matrix crosses these ends. place: of the parameter's first element in its buffer.
+    """
+
+    name: str
+    place: int
+    start: int
+    end: int
+    windows: tuple[MatrixWindow, ...]
+
+    @property
+    def cost(self) -> int:
+        """Approximate multiplications of one Newton-Schulz step of these matrices."""
+        shapes = [window.matrix_shape for window in self.windows]
+        return sum(min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes)
+
+
+@dataclass(frozen=True)
 class _Part:
     """This rank's range of a unit: elements first to last of its run's flat tensors.
 
     These are the flattened parameter's elements from `start` on.
     """
 
-    unit: MatrixUnit
+    unit: _MatrixUnit
     run: ParamRun
     start: int
     first: int
@@ -60,7 +81,7 @@ class _Batch:
     group: dist.ProcessGroup | None
     device: torch.device
     sends: list[list[_Part]]
-    receives: list[list[tuple[MatrixUnit, int, int]]]
+    receives: list[list[tuple[_MatrixUnit, int, int]]]
 
     @property
     def parts(self) -> list[_Part]:
@@ -159,7 +180,7 @@ class MuonRule:
 
     def _orthogonalize(self, batch: _Batch, arrived: list[list[torch.Tensor]]) -> None:
         """Replaces what arrived of this rank's units, each [n], bf16, by what becomes of it."""
-        held: dict[MatrixUnit, list[tuple[int, torch.Tensor]]] = {}
+        held: dict[_MatrixUnit, list[tuple[int, torch.Tensor]]] = {}
         for ranges, tensors in zip(batch.receives, arrived, strict=True):
             for (unit, first, _), tensor in zip(ranges, tensors, strict=True):
                 held.setdefault(unit, []).append((first - unit.start, tensor))
@@ -210,20 +231,23 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
     return wide.T if rows > columns else wide
 
 
+# The plan: which rank works on which matrices, where a sharded optimizer cuts them over ranks.
+
+
 def _plan(
     buffer: FlatBuffer, windows: Mapping[PlacedParam, list[MatrixWindow]], *, runs: Sequence[ParamRun]
 ) -> Iterator[_Batch]:
     """Yields the batches that this rank sends and receives for the matrices of a buffer."""
-    of_entries = (units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)
+    of_entries = (_units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)
     units = sorted((unit for of_entry in of_entries for unit in of_entry), key=lambda unit: unit.place)
     group = buffer.data_parallel_group if buffer.is_sharded else None
     ranks, own_rank = group_size(group), group_rank(group)
     members = [(run, member) for run in runs if run.buffer is buffer for member in run.params]
-    for batch in batches_of(units, max_elements=_SENT_AT_ONCE * ranks):
+    for batch in _batches_of(units, max_elements=_SENT_AT_ONCE * ranks):
         sends: list[list[_Part]] = [[] for _ in range(ranks)]
-        receives: list[list[tuple[MatrixUnit, int, int]]] = [[] for _ in range(ranks)]
-        for unit, owner in zip(batch, owners_of(batch, ranks)):
-            for rank, first, last in ranges_of(unit, buffer.layout, is_sharded=group is not None):
+        receives: list[list[tuple[_MatrixUnit, int, int]]] = [[] for _ in range(ranks)]
+        for unit, owner in zip(batch, _owners_of(batch, ranks)):
+            for rank, first, last in _ranges_of(unit, buffer.layout, is_sharded=group is not None):
                 if owner == own_rank:
                     receives[rank].append((unit, first, last))
                 if rank == own_rank:
@@ -231,12 +255,66 @@ def _plan(
         yield _Batch(group, buffer.param_data.device, sends, receives)
 
 
-def _part_of(unit: MatrixUnit, members: Sequence[tuple[ParamRun, RunParam]], *, first: int, last: int) -> _Part:
+def _units_of(name: str, windows: Iterable[MatrixWindow], *, place: int) -> list[_MatrixUnit]:
+    """The matrices of a parameter, those that lie between each other in one unit, in the order of their places."""
+    units: list[_MatrixUnit] = []
+    for window in sorted(windows, key=lambda window: window.offset):
+        reach = sum((n - 1) * s for n, s in zip(window.shape, window.stride, strict=True))
+        start, end = window.offset, window.offset + reach + 1
+        inside: tuple[MatrixWindow, ...] = (window,)
+        if units and units[-1].end > start:
+            last = units.pop()
+            start, end, inside = last.start, max(end, last.end), (*last.windows, window)
+        units.append(_MatrixUnit(name, place, start, end, inside))
+    return units
+
+
+def _owners_of(units: Sequence[_MatrixUnit], num_ranks: int) -> list[int]:
+    """A rank for each unit: the costliest first, each to the rank that has least so far."""
+    loads = [(0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(units)
+    for index in sorted(range(len(units)), key=lambda index: -units[index].cost):
+        load, rank = heapq.heappop(loads)
+        owners[index] = rank
+        heapq.heappush(loads, (load + units[index].cost, rank))
+    return owners
+
+
+def _batches_of(units: Sequence[_MatrixUnit], *, max_elements: int) -> Iterator[list[_MatrixUnit]]:
+    """Neighbouring units whose elements are sent together: at least one, and no more than that many elements."""
+    batch: list[_MatrixUnit] = []
+    size = 0
+    for unit in units:
+        if batch and size + unit.end - unit.start > max_elements:
+            yield batch
+            batch, size = [], 0
+        batch.append(unit)
+        size += unit.end - unit.start
+    if batch:
+        yield batch
+
+
+def _ranges_of(unit: _MatrixUnit, layout: BufferLayout, *, is_sharded: bool) -> list[tuple[int, int, int]]:
+    """Returns each rank's range of a unit: (rank, first and last element of the flattened parameter), in order."""
+    if not is_sharded:
+        return [(0, unit.start, unit.end)]
+    first, last = unit.place + unit.start, unit.place + unit.end
+    bucket = next(bucket for bucket in layout.buckets if bucket.span.start <= first < bucket.span.end)
+    size = bucket.span.numel // layout.num_shards
+    ranks = range((first - bucket.span.start) // size, (last - 1 - bucket.span.start) // size + 1)
+    shards = [(rank, layout.shard(bucket.index, rank)) for rank in ranks]
+    return [(rank, max(shard.start, first) - unit.place, min(shard.end, last) - unit.place) for rank, shard in shards]
+
+
+def _part_of(unit: _MatrixUnit, members: Sequence[tuple[ParamRun, RunParam]], *, first: int, last: int) -> _Part:
     run, member = next(
         (run, m) for run, m in members if m.name == unit.name and m.start <= first < m.start + m.span.numel
     )
     place = member.span.start + first - member.start
     return _Part(unit, run, first, place, place + last - first)
+
+
+# Messages, views and settings.
 
 
 def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[list[int]]) -> list[list[torch.Tensor]]:

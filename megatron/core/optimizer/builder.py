@@ -1,0 +1,262 @@
+"""get_megatron_optimizer: from settings and wrapped model chunks to an optimizer.
+
+Ranks agree on each parameter's group before it is built; the group as far as one rank can tell is param_groups.py's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.agreement import all_ranks_agree
+from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
+from megatron.core.group_collectives import gather_objects, is_fake, union_over_model
+from megatron.core.optimizer.distrib_optimizer import (
+    DistributedOptimizer,
+    check_same_sharding,
+    check_sharded_gradients,
+)
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.core.optimizer.muon import MuonRule
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
+from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
+from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam, build_runs
+from megatron.core.optimizer.run_updates import RunUpdates
+from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
+from megatron.core.optimizer.update_rules import FusedRule, UpdateRule
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
+
+# Weights of attention that hold several matrices.
+_PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: ConfigOverrides | None = None,
+    *,
+    no_weight_decay_cond: None = None,
+    scale_lr_cond: None = None,
+    lr_mult: float = 1.0,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> MegatronOptimizer:
+    """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
+
+    A DistributedOptimizer where the chunks are sharded. config_overrides: other rates and decays for some parameters;
+    of several that match one the later wins; alike on all ranks. pg_collection: the groups that parameters are spread
+    over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
+    no_weight_decay_cond, scale_lr_cond, lr_mult: what older scripts give; anything but these values is refused.
+    """
+    _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
+    if not model_chunks:
+        raise ValueError("model_chunks is empty: must be the wrapped chunks of the model, at least one")
+    groups = pg_collection or existing_process_groups()
+    chunks = [require_wrapped(chunk) for chunk in model_chunks]
+    buffers: list[FlatBuffer] = [buffer for chunk in chunks for buffer in chunk.all_buffers]
+    _check_settings(config, groups, buffers=buffers)
+    is_sharded = check_same_sharding(chunks, wanted=config.use_distributed_optimizer)
+    check_sharded_gradients(chunks, optimizer=config.optimizer)
+    check_in_backward(config, [(chunk.ddp_config, chunk.config) for chunk in chunks], groups=groups)
+    grouping = ParamGrouping(config, config_overrides)
+    entries = [entry for buffer in buffers for entry in buffer.entries]
+    keys = _agree_on_groups(entries, grouping, groups=groups)
+    patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
+    _check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
+    # Where runs find gradients that wrappers hand out; None where gradients are persistent in their buffers.
+    handed = {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
+    runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction, grad_places=handed)
+    rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
+    if config.optimizer == "muon":
+        of_matrices = [run for run in runs if run.group.is_matrix]
+        matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
+        rules.append(MuonRule(config, of_matrices, buffers=buffers, keys=keys, matrices=matrices))
+    return _optimizer_class(config, is_sharded=is_sharded)(
+        rules,
+        config,
+        runs=runs,
+        model_chunks=chunks,
+        grad_scaler=_grad_scaler(config),
+        pg_collection=groups,
+        device=chunks[0].device,
+        logical_pieces=_logical_pieces(model_chunks),
+        build_updates=_updates(handed, chunks),
+    )
+
+
+def _updates(
+    handed: dict[FlatBuffer, HandedGrads] | None, chunks: Sequence[_BaseDataParallel]
+) -> Callable[..., RunUpdates]:
+    return RunUpdates if handed is None else partial(UpdatesInBackward, handed=handed, chunks=chunks)
+
+
+def _logical_pieces(model_chunks: Sequence[nn.Module]) -> dict[str, list[LogicalPiece]]:
+    return {name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()}
+
+
+def _check_older_arguments(*given: object) -> None:
+    if given != (None, None, 1.0):
+        raise ValueError(
+            "get_megatron_optimizer: no_weight_decay_cond, scale_lr_cond and lr_mult are {}, {} and {}: give "
+            "config_overrides instead, such as {{ParamKey(predicate=...): ParamGroupOverride(wd_mult=0.0)}}, or with "
+            "lr_mult".format(*given)
+        )
+
+
+def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:
+    if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
+        raise ValueError(
+            "OptimizerConfig.optimizer is muon with tensor-parallel layers: it needs whole matrices, so "
+            "tensor_model_parallel_size and expert_tensor_parallel_size must be 1"
+        )
+    if config.lr is None:
+        raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
+    narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
+    if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
+        raise ValueError(
+            "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
+            "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
+        )
+    if config.main_params_dtype == "fp16" and any(
+        buffer.model_dtype.itemsize < buffer.param_data.dtype.itemsize for buffer in buffers
+    ):
+        raise ValueError(
+            "OptimizerConfig.main_params_dtype is fp16 with use_torch_fsdp2, whose fp32 shards are the masters "
+            "themselves: must be fp32"
+        )
+
+
+def _fused_rule(config: OptimizerConfig, runs: Sequence[ParamRun], *, keys: Sequence[GroupKey]) -> FusedRule:
+    # Of all parameters, whatever this rank owns; a dictionary keeps the order in which groups first appear.
+    groups = list(dict.fromkeys(key for key in keys if not key.is_matrix))
+    return FusedRule(config, [run for run in runs if not run.group.is_matrix], groups=groups)
+
+
+def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[MegatronOptimizer]:
+    if is_sharded:
+        return DistributedOptimizer
+    if config.optimizer == "muon":
+        return ChainedOptimizer
+    # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
+    return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+
+
+def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
+    """How the settings keep what is stepped of parameters [N]."""
+    if not config.use_precision_aware_optimizer:
+        return full_masters
+    if config.main_params_dtype == "fp16":
+        return half_masters
+    return remainder_masters if config.keeps_remainders else full_masters
+
+
+def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:
+    """The matrices that modules describe, by parameter name without wrapper prefixes."""
+    found = {}
+    for chunk in model_chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, HasWeightMatrices):
+                for local_name, windows in module.weight_matrices().items():
+                    if split_qkv or not local_name.endswith(_PROJECTIONS):
+                        found[canonical_name(f"{name}.{local_name}" if name else local_name)] = windows
+    return found
+
+
+def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
+    if not config.fp16:
+        return None
+    # Only fp16 has too few exponents for gradients; bf16 has those of fp32.
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        # Powers of two, which scale without rounding.
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        # A float on the command line, for Megatron's sake.
+        growth_interval=int(config.loss_scale_window),
+        hysteresis=config.hysteresis,
+    )
+
+
+# Agreement between the ranks that hold parts of one model.
+
+
+def _agree_on_groups(
+    entries: Sequence[PlacedParam], grouping: ParamGrouping, *, groups: ProcessGroupCollection
+) -> dict[nn.Parameter, GroupKey]:
+    """The group of each parameter of this rank. Collective over all ranks that hold parts of the model.
+
+    The copy of a tied weight has the group of its owner, whatever the overrides say of the copy's own name. For
+    rates that contradict each other, and an override without a parameter in any part of the model, raises ValueError
+    where this rank is wrong and RemoteRankError where another one is.
+    """
+    with _all_parts_agree(groups):
+        copies = [entry.name for entry in entries if param_facts(entry.param).shared]
+        if copies and group_size(groups.embd) == 1:
+            raise ValueError(f"pg_collection.embd is {groups.embd}: {copies[0]} is the copy of another stage's weight")
+        keys = {e.param: grouping.key_of(e.name, e.param) for e in entries if not param_facts(e.param).shared}
+    keys |= _owners_keys(entries, keys, grouping=grouping, groups=groups)
+    grouping.check_all_used(union_over_model(grouping.used, groups))
+    return keys
+
+
+def _check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, groups: ProcessGroupCollection) -> None:
+    """Raises ValueError on every rank for a pattern of param_name_patterns_for_fp32_local_accumulation that matches no
+    name in any part of the model. Collective where there are patterns, the same on all ranks.
+    """
+    if not patterns:
+        return
+    used = {pattern for pattern in patterns if pattern == "all" or any(fnmatch(name, pattern) for name in names)}
+    known = union_over_model(used, groups)
+    # A misspelt name would change nothing, silently.
+    unknown = [pattern for pattern in patterns if pattern not in known]
+    if unknown:
+        raise ValueError(
+            f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation has {unknown[0]}: must "
+            "match the name of a parameter that requires grad"
+        )
+
+
+def _owners_keys(
+    entries: Sequence[PlacedParam],
+    keys: dict[nn.Parameter, GroupKey],
+    *,
+    grouping: ParamGrouping,
+    groups: ProcessGroupCollection,
+) -> dict[nn.Parameter, GroupKey]:
+    """The groups of the tied weights that this rank has a copy of, as their owner sees them; in a plan, where no owner
+    answers, as the copies' own names say.
+    """
+    copies = [entry.param for entry in entries if param_facts(entry.param).shared]
+    if is_fake(groups.embd):
+        return {e.param: grouping.key_of(e.name, e.param) for e in entries if param_facts(e.param).shared}
+    owned = [keys[e.param] for e in entries if param_facts(e.param).shared_embedding and e.param in keys]
+    # Asked of the owner and not found by its name: attributes and predicates see a parameter that only it has.
+    of_first_stage = gather_objects(owned, groups.embd)[0]
+    return dict(zip(copies, of_first_stage, strict=True)) if copies else {}
+
+
+@contextmanager
+def _all_parts_agree(groups: ProcessGroupCollection) -> Iterator[None]:
+    """all_ranks_agree over the ranks of dense layers, and then of expert layers: together all parts of the model."""
+    with ExitStack() as stack:
+        for group in (groups.mp, groups.tp_ep_pp):
+            # None would be every rank there is.
+            if group_size(group) > 1:
+                stack.enter_context(all_ranks_agree(group))
+        yield
