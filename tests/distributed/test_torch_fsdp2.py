@@ -285,7 +285,7 @@ def test_members_of_lists_that_nobody_calls_are_no_layers() -> None:
 def test_a_weight_that_two_units_share_is_refused_by_both_names() -> None:
     net = Net()
     net.layers[2][0].weight = net.layers[0][0].weight
-    with pytest.raises(ValueError, match=r"parameter layers\.2\.0\.weight is layers\.0\.0\.weight as well"):
+    with pytest.raises(ValueError, match=r"parameter layers\.2\.0\.weight is shared with layers\.0\.0\.weight"):
         find_units(net, repeated_layers(net), experts_apart=False)
 
 
@@ -350,7 +350,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_in_words() -> None:
         "parameter extra has shape ()",
         "0 is a _Odd, whose first base class leads to _Marked",
         "pipeline_model_parallel_size is 2 with use_torch_fsdp2",
-        "sub_modules_to_wrap is Conv1d: the module has none",
+        "sub_modules_to_wrap is Conv1d: the module contains none",
         "overlap_grad_reduce is True with use_torch_fsdp2",
         "leave out --use-torch-fsdp2 and give --use-distributed-optimizer",
         "gradient is not finite on rank 0: ",

@@ -247,7 +247,9 @@ def _second_backward() -> None:
     kept = Kept(model)
     model.zero_grad_buffer()
     _backward(model)
-    with pytest.raises(RuntimeError, match=r"gradient of unit layers\.2, as of layers\.2\..* in accumulate\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"gradient of unit layers\.2, such as that of layers\.2\..* in accumulate\(\)"
+    ):
         _backward(model)
     for _ in range(2):
         model.reset_iteration()

@@ -243,7 +243,7 @@ def _no_zero() -> None:
     wrapped = wrap_net(Net())
     _backward(wrapped)
     wrapped.finish_grad_sync()
-    with pytest.raises(RuntimeError, match="came after finish_grad_sync: call zero_grad_buffer"):
+    with pytest.raises(RuntimeError, match="became ready after finish_grad_sync: call zero_grad_buffer"):
         _backward(wrapped)
     wrapped.zero_grad_buffer()
     _backward(wrapped)

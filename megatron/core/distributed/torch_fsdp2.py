@@ -71,9 +71,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 
 @dataclass(frozen=True)
 class WeightRange:
-    """A rank's part of a parameter. flat: [n], fp32 where modules use 16 bits (model_dtype), a view.
+    """This rank's part of a parameter. flat: [n], a view, fp32 where modules use 16 bits (model_dtype).
 
-    start: the first of these elements in the flattened parameter.
+    start: the place of its first element in the flattened parameter.
     """
 
     name: str
@@ -84,22 +84,21 @@ class WeightRange:
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
-    """Wraps a module whose parameters, gradients and optimizer state are spread over the data-parallel ranks (ZeRO-3).
+    """Wraps a module whose parameters, gradients and optimizer state are sharded over data-parallel ranks (ZeRO-3).
 
     A unit (a layer, the rest of the model, experts with ranks of their own) is gathered before its forward and its
     backward, and its gradients are reduced when its backward ends. Every backward outside `no_sync` reduces, and this
-    rank's shards add up. 16-bit parameters have their shards in fp32, which is what the optimizer steps; modules see
-    them rounded.
+    rank's shards accumulate. 16-bit parameters have fp32 shards, which the optimizer steps; modules see them rounded.
 
     In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `accumulate`, or in
     `no_sync`), `finish_grad_sync`, the optimizer, `note_update`. A parameter that backward did not reach has zeros.
 
-    config: calculate_per_token_loss and deterministic_mode count here. sub_modules_to_wrap: classes of the modules that
-    are units, or the modules themselves; None: the members of the outermost ModuleLists. disable_bucketing: the whole
-    module is one unit. pg_collection: None for parallel_state's groups, or else all ranks there are. param_init_fn: is
-    called with each module that has something on the meta device itself, and sets it; None: a GPTModel knows what its
-    parameters start as, other modules have reset_parameters(). Collective; raises ValueError where a module cannot be
-    wrapped so.
+    config: only calculate_per_token_loss and deterministic_mode are used. sub_modules_to_wrap: classes of the modules
+    that are units, or the modules themselves; None means the members of the outermost ModuleLists. disable_bucketing:
+    makes the whole module one unit. pg_collection: None means parallel_state's groups, or all ranks if there are none.
+    param_init_fn: called with each module that has parameters or buffers of its own on the meta device, and sets them;
+    without it, a GPTModel sets its initial values and other modules need reset_parameters(). Collective. Raises
+    ValueError if a module cannot be wrapped.
     """
 
     ddp_config: TorchFullyShardedDataParallelConfig
@@ -157,12 +156,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._iteration = self._build_iteration(groups)
         self._iteration.watch(module)
         self.launch_order = self._iteration
-        # What torch was told of the backwards that come.
+        # What torch was told about the next backwards.
         self._is_last, self._is_reducing = True, True
 
     @property
     def all_buffers(self) -> Sequence[ShardedFlatBuffer]:
-        """This rank's shards of all parameters that are trained, and of their gradients."""
+        """This rank's shards of all trained parameters and of their gradients."""
         return self._flat_buffers
 
     def weight_ranges(self) -> list[WeightRange]:
@@ -183,39 +182,39 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     # Gradients, in the order of a step.
 
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
-        """Makes all gradients zero and begins an iteration; call before the first microbatch."""
+        """Sets all gradients to zero and begins an iteration; call before the first microbatch."""
         self._iteration.begin()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backwards inside belong to microbatches before the last: they are reduced, and their sums add up."""
+        """Marks the backwards inside as not the last of a step: they are reduced, and their sums accumulate."""
         with self._backwards(is_last=False, is_reducing=self._is_reducing):
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients that come inside add up whole, on each rank, and nothing is reduced; a backward must follow."""
+        """Accumulates whole gradients on each rank, without reducing them; a backward outside must follow."""
         with self._backwards(is_last=False, is_reducing=False):
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Does nothing: each backward has reduced what it had."""
+        """Does nothing: each backward has reduced its gradients."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Ends the iteration's gradients; call after the last microbatch. Collective.
 
-        Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite. Where the
-        last backward of a rank was in `no_sync`, or its parameters were frozen or replaced since they were wrapped,
-        ValueError; on the other ranks RemoteRankError, as where a rank has called reset_iteration. force_all_reduce:
-        must be False, as no rank has room for all sums.
+        Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite. Raises
+        ValueError on a rank whose last backward was in `no_sync`, or whose parameters were frozen or replaced since
+        wrapping. Other ranks raise RemoteRankError then, and if a rank has called reset_iteration. force_all_reduce:
+        must be False, because no rank has memory for all sums.
         """
         if force_all_reduce:
             raise ValueError(
-                "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, where each rank gets "
-                "the sums of its shards alone: leave it out"
+                "finish_grad_sync: force_all_reduce is set with TorchFullyShardedDataParallel, where each rank "
+                "receives only the sums of its shards: leave it out"
             )
         self._iteration.finish()
-        # Whatever updates parameters from here on, what was kept gathered is of before.
+        # An update may follow, which makes parameters that are still gathered stale.
         self._gathered.drop()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -224,10 +223,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             buffer.scale_grads(scaling_factor)
 
     def reset_iteration(self) -> None:
-        """Makes the next step one that never saw this one's error.
+        """Drops an iteration after an error, so that the next step does not depend on it.
 
-        On the ranks that caught an error: others that have come to finish_grad_sync, or to the optimizer's step, get a
-        RemoteRankError there, and call this too. One that waits for this rank in a forward or backward goes on waiting.
+        Call it on the ranks that caught the error. Ranks that have reached finish_grad_sync, or the optimizer's step,
+        raise RemoteRankError there and must call this too. A rank that waits for this one in a forward or backward is
+        not released.
         """
         reset_passes(self.module)
         self._tell_torch(is_last=True, is_reducing=True)
@@ -236,20 +236,20 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     # Parameters.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and sharded parameters, of any shapes and dtypes: never what is gathered at the moment."""
+        """Yields names and sharded parameters, of any shapes and dtypes, never gathered ones."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield name, self._wrapped.sharded(param)
 
     def note_update(self) -> None:
-        """Records that an optimizer has updated the shards: parameters kept gathered are freed."""
+        """Records that an optimizer has updated the shards; frees parameters that are still gathered."""
         self._gathered.drop()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Lets go of all gathered parameters: modules gather them before they read them."""
+        """Frees all gathered parameters; modules gather them before they read them."""
         self._gathered.drop()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Converts shards in place, with hooks and attributes, for `.to(dtype)` and the like.
+        """Converts shards in place for `.to(dtype)` and similar calls, and keeps their hooks and attributes.
 
         Build the optimizer after it.
         """
@@ -260,7 +260,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for param in params:
             param.grad = None
         result = super()._apply(fn, recurse)
-        # torch has exchanged what is behind the objects.
+        # torch has swapped the contents of these objects.
         for param, of_param in marks.items():
             vars(param).update(of_param)
         for param, called in hooks.items():
@@ -275,8 +275,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a TorchFullyShardedDataParallel cannot be copied, as its process groups cannot: build another module, and "
-            "load this one's state_dict into it"
+            "a TorchFullyShardedDataParallel cannot be copied, because its process groups cannot: wrap another module "
+            "and load this state_dict into it"
         )
 
     # Inside.
@@ -298,7 +298,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._iteration.tell(is_last_backward=is_last)
 
     def _shard_units(self) -> dict[Unit, UnitShards]:
-        """Gives each unit to fully_shard; what is trained of them."""
+        """Applies fully_shard to each unit and returns its trained shards."""
         owners = _owners(self.module)
         found = {}
         for unit in self.units:
@@ -316,16 +316,16 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _fully_shard(self, unit: Unit) -> None:
         half = unit.dtype_of_half
         for param in unit.module.parameters():
-            # Those of units inside are cut already.
+            # Parameters of units inside are cut already.
             if param.requires_grad and param.dtype == half:
-                # Unit by unit, so that only one is there in both types.
+                # Unit by unit, so that only one exists in both dtypes.
                 param.data = param.data.float()
         config, is_root = self.ddp_config, unit.module is self.module
         reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
         fully_shard(
             unit.module,
             mesh=self._mesh(is_expert=unit.kind.is_expert),
-            # Root's own are needed from the begin of forward to the end of backward: None keeps them.
+            # The root's parameters are needed from the start of forward to the end of backward. None keeps them.
             reshard_after_forward=None if is_root and config.reshard_after_forward else config.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=half, reduce_dtype=reduce_dtype if half else None, cast_forward_inputs=False
@@ -337,7 +337,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _set_reduction(self, module: FSDPModule, kind: UnitKind) -> None:
         group = self._group_of(is_expert=kind.is_expert)
         scale = gradient_scale(group, self.pg_collection, config=self.config, ddp_config=self.ddp_config)
-        # Ranks may differ in what their backward reaches, as experts without a token; reductions must not.
+        # Ranks may differ in which parameters backward reaches, such as experts without tokens; reductions must not.
         reduce_unused_params(module)
         if group_size(group) == 1:
             module.set_gradient_divide_factor(1.0)
@@ -351,7 +351,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module.set_gradient_divide_factor(1.0 / scale)
 
     def _set_prefetch(self, layers: Sequence[nn.Module]) -> None:
-        """Which layers are gathered ahead of each one; 0 is torch's own choice, the next."""
+        """Sets which layers are gathered ahead of each one; 0 is torch's own choice, the next."""
         modules = [as_fsdp(layer) for layer in layers]
         forward, backward = self.ddp_config.forward_prefetch, self.ddp_config.backward_prefetch
         for index, module in enumerate(modules):
@@ -380,7 +380,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         releases = self.ddp_config.release_gradients
         by_kind: dict[UnitKind, list[UnitShards]] = {}
         for unit in order:
-            # What waits for the end must not keep the rest.
+            # Parts that are completed at the end must not hold up the rest.
             parts = shards[unit].split(is_later) if releases else [shards[unit]]
             by_kind.setdefault(unit.kind, []).extend(part for part in parts if part.shards)
         buffer_type = ReleasedShardBuffer if releases else ShardedFlatBuffer
@@ -411,13 +411,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
 
 class ScaledReduceScatter(ReduceScatter):
-    """Scales what is to be reduced, then sums it by our own collectives; policy: how, see there."""
+    """Scales gradients, then sums them with our own collectives. policy: the way of summing."""
 
     def __init__(self, scale: float, policy: ReductionPolicy) -> None:
         self._scale, self._policy = scale, policy
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for what is sent and received: [*size], dtype."""
+        """Allocates memory to send or receive: [*size], dtype."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -428,9 +428,9 @@ class ScaledReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Makes output_tensor, [N], this rank's shard of the sum of input_tensor, [ranks * N]; both the same dtype.
+        """Sets output_tensor, [N], to this rank's shard of the sum of input_tensor, [ranks * N], of the same dtype.
 
-        Overwrites the input. op: torch's choice, always a sum here. On a GPU the current stream waits, not the host.
+        Overwrites the input. op: always a sum here. On a GPU the current stream waits, not the host.
         """
         if self._scale != 1.0:
             input_tensor.mul_(self._scale)
@@ -447,7 +447,7 @@ def _scale_(flat: torch.Tensor, *, factor: float) -> None:
 
 
 def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:
-    """Maps each module's parameters to their name (the first one where it is shared), attributes and hooks."""
+    """Maps each module's parameters to their name (the first one if shared), attributes and hooks."""
     names: dict[nn.Parameter, str] = {}
     owners = {}
     for module_name, module in root.named_modules(remove_duplicate=False):
@@ -458,7 +458,7 @@ def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str,
 
 
 def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
-    """The modules that are units: those that are given or of given classes, but none inside another."""
+    """Returns the modules that are units: those given or of given classes, none inside another."""
     if wanted is None:
         return repeated_layers(module)
     wanted = list(wanted)
@@ -476,12 +476,12 @@ def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | N
     look(module)
     if wanted and not found:
         names = ", ".join(sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in wanted}))
-        raise ValueError(f"sub_modules_to_wrap is {names}: the module has none of them; give classes of its parts")
+        raise ValueError(f"sub_modules_to_wrap is {names}: the module contains none of them; pass classes of its parts")
     return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
 def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferred: DeferredValues) -> None:
-    """Raises ValueError where a module cannot be wrapped with these groups."""
+    """Raises ValueError if a module cannot be wrapped with these groups."""
     check_torch()
     if not dist.is_initialized():
         raise ValueError("TorchFullyShardedDataParallel before init_process_group: torch's fully_shard needs a group")
@@ -490,7 +490,7 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferr
     if group_size(groups.pp) > 1:
         raise ValueError(
             f"pipeline_model_parallel_size is {group_size(groups.pp)} with use_torch_fsdp2: each microbatch of each "
-            "stage would gather all of its parameters anew; leave one of them out"
+            "stage would gather all of its parameters again; leave one of them out"
         )
     for name, param in module.named_parameters():
         if not param.numel():
@@ -506,7 +506,7 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferr
 
 
 def _check_classes(units: Iterable[Unit]) -> None:
-    """Raises ValueError for a unit whose class torch cannot derive one of its own from that fits the object."""
+    """Raises ValueError for a unit of a class that torch cannot subclass and assign to the object."""
     for unit in units:
         base = type(unit.module)
         while base.__base__ not in (object, None):

@@ -7,7 +7,7 @@ from megatron.core.config_field import config_field, validate_fields
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# What the others are here, by the flags that give it.
+# The flags that select the modes of the other strategies.
 _OTHER_MODES = {
     "no_shard": "leave out --use-torch-fsdp2",
     "optim": "leave out --use-torch-fsdp2 and give --use-distributed-optimizer",
@@ -17,7 +17,7 @@ _OTHER_MODES = {
 
 @dataclass(kw_only=True)
 class FullyShardConfig:
-    """What torch's fully_shard is told of memory and communication."""
+    """Settings of memory and communication for torch's fully_shard."""
 
     cli_group: ClassVar[str] = "data parallelism"
 
@@ -52,7 +52,7 @@ class FullyShardConfig:
             )
 
 
-# Settings of buckets and of collectives that are torch's own here: field to what to do instead.
+# Settings of buckets and collectives that torch decides by itself here, each with the reason to leave it out.
 _NOT_HERE = {
     "use_distributed_optimizer": "each rank has and steps a shard anyway",
     "overlap_grad_reduce": "torch reduces each unit during backward anyway",

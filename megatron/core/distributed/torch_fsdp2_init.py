@@ -1,6 +1,6 @@
-"""DeferredValues: what of a module is on the meta device when fully_shard cuts it, and where its values come from.
+"""DeferredValues: initial values of parameters and buffers that are on the meta device when fully_shard cuts a module.
 
-Shards get their memory where they lie, in torch_fsdp2_shards.py; here they, and buffers, get what they start as.
+The flat tensors that give shards their memory are in torch_fsdp2_shards.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,47 +16,47 @@ from megatron.core.distributed.torch_fsdp2_state import ParamShard
 InitFn = Callable[[nn.Module], object]
 _Place = tuple[nn.Module, str]
 
-# What memory of no floating dtype holds before it is given values; that of the others is NaN.
+# Fills memory of other than floating dtypes before its values are set; floating ones are filled with NaN.
 _UNSET_BYTE = 0xA5
 
 
 class KnownValues(Protocol):
-    """How parameters start, by name: InitialValues of the transformer, or another's."""
+    """Initial values of parameters, by name, such as InitialValues of the transformer."""
 
     def covers(self, name: str) -> bool: ...
     def fill(self, ranges: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-        """Sets ranges: names, first elements of the flattened parameters, and where they are: [n], any float dtype."""
+        """Sets ranges: names, first elements in the flattened parameters, and destinations: [n], any float dtype."""
         ...
 
 
 @runtime_checkable
 class KnowsInitialValues(Protocol):
-    """A model that can give any range of its parameters' first values, as GPTModel."""
+    """A model that can set any range of its parameters to their initial values, such as GPTModel."""
 
     def initial_values(self) -> KnownValues: ...
 
 
 @runtime_checkable
 class Resets(Protocol):
-    """A module that sets the parameters and buffers that it has itself, as torch's own layers do."""
+    """A module that sets its own parameters and buffers, as torch's layers do."""
 
     def reset_parameters(self) -> object: ...
 
 
 class DeferredValues:
-    """What of a module is on the meta device, found before it is cut, and filled once its shards have memory.
+    """Finds parameters and buffers on the meta device before a module is cut; sets them once shards have memory.
 
-    [Note: values of meta parameters] A model that knows its initial values gives this rank's rows, and no more. For
-    all else, and for all there is with a param_init_fn, one module after the other, in the order of `modules()`, gets
-    whole tensors in the place of what it has itself on the meta device; param_init_fn(module) or its own
-    reset_parameters() sets them, this rank's rows are kept, and the rest is let go. Each rank draws whole tensors then,
-    so that a seed gives the same values on any number of ranks. 16-bit parameters are set in fp32 and rounded, as those
-    of a module that is cast once it is built.
+    [Note: values of meta parameters] A model that knows its initial values sets only this rank's rows. All other
+    parameters and buffers, and with a param_init_fn all of them, are set module by module in the order of `modules()`.
+    A module gets whole tensors in place of its own ones on the meta device. param_init_fn(module) or its
+    reset_parameters() sets these, this rank's rows are kept, and the rest is freed. Each rank draws whole tensors then,
+    so that a seed gives the same values on any number of ranks. 16-bit parameters are set in fp32 and rounded, like
+    those of a module that is cast after it is built.
     """
 
     def __init__(self, module: nn.Module, param_init_fn: InitFn | None = None) -> None:
         self._param_init_fn = param_init_fn
-        # Where nothing has memory, nothing gets values.
+        # A plan allocates no memory, so it sets no values.
         self._is_planned = default_device().type == "meta"
         self._names = {inside: canonical_name(name) for name, inside in module.named_modules()}
         self._dtypes = {
@@ -76,7 +76,7 @@ class DeferredValues:
         self._turns = {inside: names for inside, names in turns.items() if names or _meta_buffers(inside)}
 
     def check(self) -> None:
-        """Raises ValueError where nothing says what a parameter or buffer on the meta device starts as."""
+        """Raises ValueError if a parameter or buffer on the meta device has no known initial value."""
         if self._param_init_fn is not None or self._is_planned:
             return
         for inside, names in self._turns.items():
@@ -85,8 +85,8 @@ class DeferredValues:
             can_reset = isinstance(inside, Resets)
             if not can_reset:
                 raise ValueError(
-                    f"{first} is on the meta device and its {kind} has no reset_parameters(), which would give values: "
-                    "write it, or give TorchFullyShardedDataParallel a param_init_fn"
+                    f"{first} is on the meta device and its {kind} has no reset_parameters() that would set it: define "
+                    "it, or pass a param_init_fn to TorchFullyShardedDataParallel"
                 )
             others = [name for name, param in inside.named_parameters(recurse=False) if not param.is_meta]
             if others:
@@ -96,7 +96,7 @@ class DeferredValues:
                 )
 
     def fill(self, shards: Sequence[ParamShard]) -> None:
-        """Gives values to what was on the meta device. shards: of all parameters; trained ones have their memory."""
+        """Sets parameters and buffers that were on the meta device. shards: all; trained ones have their memory."""
         if self._is_planned:
             return
         for shard in shards:
@@ -128,11 +128,11 @@ class DeferredValues:
 
     @torch.no_grad()
     def _set(self, inside: nn.Module, own: dict[str, ParamShard]) -> None:
-        """Gives one module whole tensors, has them set, and keeps this rank's part."""
+        """Allocates whole tensors for one module, has them set, and keeps this rank's part."""
         for name, shard in own.items():
             dtype = torch.promote_types(self._dtypes[inside, name], torch.float32)
             whole = nn.Parameter(self._memory(shard.param.shape, dtype), shard.param.requires_grad)
-            # Whoever sets a parameter may want to know how it is split.
+            # The code that sets a parameter may need to know how it is split.
             vars(whole).update(vars(shard.param))
             inside._parameters[name] = whole
         buffers = _meta_buffers(inside)
@@ -153,7 +153,7 @@ class DeferredValues:
                 inside._buffers[name] = self._checked(value, inside, name=name).to(default_device())
 
     def _keep_rows(self, shard: ParamShard, place: _Place) -> None:
-        """Takes this rank's rows of what its module has been given now, perhaps another tensor than before."""
+        """Copies this rank's rows of the tensor that the module has now, which may be another than before."""
         inside, name = place
         whole = self._checked(inside.get_parameter(name), inside, name=name)
         if whole.shape != shard.param.shape:
@@ -161,14 +161,14 @@ class DeferredValues:
                 f"{self._name(inside, name)} has shape {tuple(whole.shape)} after it was set, and was built with "
                 f"{tuple(shard.param.shape)}: must keep its shape"
             )
-        # Of a shared parameter the values of its first place count, as where the others were tied to it.
+        # A shared parameter gets the values of its first place, to which its other places are tied.
         if shard.owner == place:
             rows = whole.reshape(-1)[shard.start : shard.start + shard.numel]
             _rows(shard).copy_(rows.to(self._dtypes[place]))
 
     def _memory(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         memory = torch.zeros(shape, dtype=dtype, device=default_device())
-        # A param_init_fn may leave zeros, as where a checkpoint is to be loaded.
+        # A param_init_fn may leave zeros, for example if a checkpoint is loaded later.
         if self._param_init_fn is None:
             if _has_nan(dtype):
                 memory.fill_(float("nan"))
@@ -181,7 +181,7 @@ class DeferredValues:
             who = "param_init_fn" if self._param_init_fn is not None else f"{type(inside).__name__}.reset_parameters()"
             raise ValueError(
                 f"{self._name(inside, name)} was on the meta device, and {who} has left it without values: it must set "
-                "all parameters and buffers that the module has itself"
+                "all of the module's own parameters and buffers"
             )
         return tensor
 
@@ -208,11 +208,11 @@ def _has_nan(dtype: torch.dtype) -> bool:
 
 
 def _is_unset_sync(tensor: torch.Tensor) -> bool:
-    """Whether elements still are what memory had; waits for the device, once, before training."""
+    """Returns whether a tensor still has the fill of new memory. Waits for the device, once, before training."""
     if not tensor.numel():
         return False
     if _has_nan(tensor.dtype):
-        # Of a NaN the least is NaN: no mask as large as the tensor.
+        # The minimum of numbers with a NaN is NaN. This needs no mask as large as the tensor.
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return bool(parts.amin().isnan())
     return bool((tensor.contiguous().view(-1).view(torch.uint8) == _UNSET_BYTE).all())

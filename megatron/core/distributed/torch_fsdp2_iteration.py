@@ -1,16 +1,16 @@
-"""FsdpIteration: begin and end of an iteration of gradients that torch's fully_shard reduces, and the release of units.
+"""Begin and end of an iteration whose gradients torch's fully_shard reduces, and the release of its units.
 
-An iteration ends with one agreement between ranks. Hooks and optimizer get reduced units all at its end
-(EndOfBackwardRelease), or one by one in its last backward (StreamingRelease). Where gradients have memory is in
+FsdpIteration ends an iteration with one agreement between ranks. Hooks and optimizer get reduced units either all at
+that end (EndOfBackwardRelease), or one by one in the last backward (StreamingRelease). The memory of gradients is in
 torch_fsdp2_shards.py.
 
-[Note: units in backward] A unit is given out when torch has launched the reduction of the next one, so that on a GPU
-the sums of one are sent while the next is computed; what is left is given out by `release`. By then its parameters are
-not needed any more in this backward, so they may be updated: it had as many backwards as forwards. Backwards that
-recomputation runs are those of forwards that are counted, and what it runs again is not. A forward without a backward
-makes its unit wait for the end. Parameters that are gathered ahead are of units whose backward is to come; if torch
-gathers others by mistake it throws them away, and nobody has a gradient of them: one that comes is refused, and the
-iteration after that gives out nothing in backward, and counts.
+[Note: units in backward] A unit is released when torch has launched the reduction of the next one, so that on a GPU the
+gradients of one are reduced while the next is computed. `release` releases the rest. A unit that is released has had as
+many backwards as forwards, so this backward does not need its parameters again, and they may be updated. Forwards that
+backward recomputes are not counted; their backwards are those of forwards that are. A forward without a backward defers
+its unit to the end. Parameters that torch gathers ahead are of units whose backward is pending, or are discarded. If a
+gradient becomes ready after its unit was released, it is refused, and the next iteration releases all units at its end
+and counts how often each is reduced.
 """
 
 from collections import deque
@@ -36,9 +36,9 @@ _RESET = "reset_iteration() was called after an error"
 
 
 class UnitRelease(Protocol):
-    """Decides when units are released. error: of a hook or an optimizer in backward, kept for the end; None without.
+    """Decides when hooks and optimizer get units. error: what one of these raised in backward, kept for the end.
 
-    is_evaluating: whether a forward of the whole model runs that has no backward.
+    is_evaluating: whether the whole model runs a forward that has no backward.
     """
 
     is_last_backward: bool
@@ -47,11 +47,11 @@ class UnitRelease(Protocol):
     @property
     def error(self) -> Exception | None: ...
     def begin(self) -> None:
-        """Begins an iteration; all gradients are zeros."""
+        """Begins an iteration and sets all gradients to zero."""
         ...
 
     def settle(self) -> None:
-        """Waits after the last backward until all gradients that were not released are in place, and checks them."""
+        """Completes and checks gradients that were not released yet; called after the last backward."""
         ...
 
     def release(self) -> None:
@@ -60,10 +60,10 @@ class UnitRelease(Protocol):
 
 
 class FsdpIteration:
-    """Begins with the wrapper's zero_grad_buffer, ends with finish_grad_sync; then an optimizer may step.
+    """An iteration from zero_grad_buffer to finish_grad_sync, after which an optimizer may step.
 
-    To the optimizer it is what LaunchOrder is for the other wrapper. checks: what units measure, None: nobody looks at
-    gradients. find_change: what was done to the module since it was wrapped, if that is wrong.
+    The optimizer uses it like the launch order of DistributedDataParallel. checks: what units measure of gradients, if
+    anything. find_change: describes a change since wrapping that makes the module unusable.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class FsdpIteration:
         self._phase = Phase.COLLECTING
 
     def watch(self, module: nn.Module) -> None:
-        """Refuses backwards of `module` that come after the end of an iteration; sees which forwards have none."""
-        # Before fully_shard's own, so that the error comes before anything is gathered.
+        """Refuses backwards of `module` after the end of an iteration, and detects forwards without a backward."""
+        # Runs before fully_shard's own hook, so that the error is raised before anything is gathered.
         module.register_forward_hook(self._watch_outputs, prepend=True)
         module.register_forward_pre_hook(self._note_evaluation, prepend=True)
         module.register_forward_hook(self._end_evaluation, always_call=True)
@@ -101,8 +101,9 @@ class FsdpIteration:
         self._units.is_last_backward = is_last_backward
 
     def begin(self) -> None:
-        """Forgets all gradients. Collective after `finish`, where an optimizer was to step and did not. Raises what a
-        hook or an optimizer raised in backward, where nobody has seen it yet.
+        """Drops all gradients. Collective after `finish` if an optimizer was expected to step and did not.
+
+        Raises the error of a hook or an optimizer in backward, if it was not raised yet.
         """
         if self._phase is Phase.COLLECTING and self._units.error is not None:
             raise self._units.error
@@ -110,8 +111,9 @@ class FsdpIteration:
         self._start()
 
     def reset(self) -> None:
-        """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew. Collective,
-        except after the optimizer's step has begun, or `finish` told of another rank's reset.
+        """Aborts an iteration after an error: notifies the other ranks, drops all gradients and begins another.
+
+        Collective, unless the optimizer's step has begun, or `finish` has raised another rank's reset.
         """
         if self._phase is Phase.COLLECTING:
             self._agree_sync(is_aborted=True, is_non_finite=False)
@@ -121,10 +123,10 @@ class FsdpIteration:
         self._start()
 
     def finish(self) -> None:
-        """Makes sure that all gradients are in their places, reduced and, if that is checked, finite. Collective.
+        """Completes the gradients: all are reduced, in their places and, if that is checked, finite. Collective.
 
-        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError, or what a hook or an optimizer raised in
-        backward, or RemoteRankError with another's.
+        Raises on all ranks: NonFiniteGradientError; or this rank's ValueError or error of a hook or an optimizer in
+        backward, and RemoteRankError for that of another rank.
         """
         if self._phase in (Phase.FINISHED, Phase.STEPPED):
             self._hook_runner.check_whole()
@@ -150,9 +152,9 @@ class FsdpIteration:
         self._units.release()
 
     def step(self) -> None:
-        """Says that the optimizer is about to update; once an iteration. Collective after `finish`.
+        """Records that the optimizer is about to update; once an iteration. Collective after `finish`.
 
-        Raises RuntimeError where gradients came and `finish` did not, or a hook failed in it; RemoteRankError if
+        Raises RuntimeError if there are gradients without a `finish`, or if a hook failed in it; RemoteRankError if
         another rank has called `reset` since.
         """
         if self._phase is Phase.COLLECTING:
@@ -180,21 +182,21 @@ class FsdpIteration:
         if torch.is_grad_enabled() and not is_in_backward():
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.requires_grad:
-                    output.register_hook(self._gradient_comes)
+                    output.register_hook(self._check_collecting)
 
     def _note_evaluation(self, module: nn.Module, *of_forward: Any) -> None:
-        # In training mode it may be one of a reentrant checkpoint, whose backward comes.
+        # In training mode, this may be the forward of a reentrant checkpoint, which has a backward.
         self._units.is_evaluating = not (module.training or torch.is_grad_enabled() or is_in_backward())
 
     def _end_evaluation(self, *of_forward: Any) -> None:
         self._units.is_evaluating = False
 
-    def _gradient_comes(self, grad: torch.Tensor) -> None:
+    def _check_collecting(self, grad: torch.Tensor) -> None:
         self._check_usable()
         if self._phase is not Phase.COLLECTING:
             raise RuntimeError(
-                "a gradient of the wrapped module came after finish_grad_sync: call zero_grad_buffer before the first "
-                "backward"
+                "a gradient of the wrapped module became ready after finish_grad_sync: call zero_grad_buffer before "
+                "the first backward"
             )
 
     def _check_usable(self) -> None:
@@ -206,9 +208,9 @@ class FsdpIteration:
         if not left:
             return None
         return (
-            f"finish_grad_sync: gradients of {left[0]} and {len(left) - 1} more were not reduced, as the last backward "
-            "was in no_sync: leave the last microbatch out of it, or call reset_iteration. A unit that is called "
-            "several times inside reentrant checkpoints is reduced once alone: give these use_reentrant=False"
+            f"finish_grad_sync: gradients of {left[0]} and {len(left) - 1} more were not reduced, because the last "
+            "backward was in no_sync: run the last microbatch outside it, or call reset_iteration. A unit that is "
+            "called several times inside reentrant checkpoints is reduced only once: set use_reentrant=False there"
         )
 
     def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:
@@ -216,7 +218,7 @@ class FsdpIteration:
         return self._agreement.agree_sync(local, of_all_stages=self._checks is not None)
 
     def _end_finished_sync(self, *, is_reset: bool) -> int | None:
-        """Returns the highest rank that did not reach the optimizer's step after `finish`, known to all. Collective."""
+        """Returns the highest rank that did not reach the optimizer's step after `finish`, on all ranks. Collective."""
         if self._phase is not Phase.FINISHED or not self.has_optimizer:
             return None
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -259,8 +261,8 @@ class StreamingRelease:
     """Releases each unit in the last backward of an iteration and then frees its gradients.
 
     See [Note: units in backward]. An error of a hook or an optimizer is kept until the end of the iteration, when all
-    ranks agree on it; before that the other ranks are in torch's collectives. units: the groups released of each
-    trained unit.
+    ranks agree on it; before that the other ranks are in torch's collectives. units: the groups of each trained
+    unit.
     """
 
     def __init__(
@@ -274,9 +276,9 @@ class StreamingRelease:
         self.is_last_backward, self.is_evaluating = True, False
         self._buffers, self._hook_runner, self._checks = buffers, hook_runner, checks
         self._units = [_WatchedUnit(unit, groups, owner=self) for unit, groups in units.items()]
-        # Reduced as often as they will be, and not given out yet.
+        # Units whose last reduction is launched and that are not released yet.
         self._reduced: deque[_WatchedUnit] = deque()
-        # Whether this iteration shows how often units are reduced, and gives out nothing before.
+        # Whether this iteration counts how often units are reduced, and releases none in backward.
         self._is_counting = False
         self._kept = _KeptError()
 
@@ -308,21 +310,21 @@ class StreamingRelease:
         self._reduced.clear()
 
     def _refuse(self, unit: "_WatchedUnit") -> None:
-        """Raises RuntimeError for a gradient that nobody waits for."""
+        """Raises RuntimeError for a gradient of a unit that was released already."""
         self._is_counting = True
         raise RuntimeError(
-            f"a gradient of {unit.groups[0].name}, as of {unit.groups[0].entries[0].name}, came after it was reduced "
-            "and given to hooks and optimizer (DistributedDataParallelConfig.release_gradients): put all backwards of "
-            "a step but the last in accumulate(). If both are of one backward, they are waited for after "
-            "reset_iteration(); hooks and optimizer may have updated parameters in this iteration, so load a "
-            "checkpoint then"
+            f"a gradient of {unit.groups[0].name}, such as that of {unit.groups[0].entries[0].name}, became ready "
+            "after the unit was released to hooks and optimizer (DistributedDataParallelConfig.release_gradients): put "
+            "all backwards of a step except the last in accumulate(). If one backward reduces the unit several times, "
+            "call reset_iteration(), and the next iteration counts them. Parameters may have been updated already, so "
+            "load a checkpoint then"
         )
 
     def _mark_reduced(self, unit: "_WatchedUnit") -> None:
         if not self.is_last_backward:
             return
         unit.num_reductions += 1
-        if self._is_counting or unit.num_to_come > 0 or unit.num_reductions < unit.expected or unit in self._reduced:
+        if self._is_counting or unit.num_pending > 0 or unit.num_reductions < unit.expected or unit in self._reduced:
             return
         self._reduced.append(unit)
         if len(self._reduced) > 1:
@@ -334,12 +336,12 @@ class StreamingRelease:
             with self._kept:
                 unit.release(self._hook_runner)
         if self._kept.error is not None:
-            # Nobody gets it any more, nor those that come.
+            # Neither this unit nor those after it reach hooks and optimizer.
             unit.drop()
 
 
 class _WatchedUnit:
-    """A unit and where it is in an iteration. expected: how often it is reduced in the last backward, at least."""
+    """A unit and its progress in an iteration. expected: the least number of reductions in the last backward."""
 
     def __init__(self, unit: Unit, groups: Sequence[UnitGroup], *, owner: StreamingRelease) -> None:
         self._owner, self._module, self.groups = owner, as_fsdp(unit.module), groups
@@ -353,12 +355,12 @@ class _WatchedUnit:
         )
 
     def begin(self) -> None:
-        # Forwards whose backward is to come; reductions in the last backward.
-        self.num_to_come = self.num_reductions = 0
+        # Forwards whose backward is pending; reductions in the last backward.
+        self.num_pending = self.num_reductions = 0
         self.is_released = False
 
     def settle(self, checks: GradChecks | None) -> None:
-        """Makes the current stream wait for the unit's sums and checks them; missing gradients are zeros."""
+        """Makes the current stream wait for the reduced gradients, and checks them; missing ones are zeros."""
         wait_for_sums(self._module)
         for group in self.groups:
             group.open()
@@ -379,7 +381,7 @@ class _WatchedUnit:
 
     def _forward_begins(self) -> None:
         if not is_in_backward() and not self._owner.is_evaluating:
-            self.num_to_come += 1
+            self.num_pending += 1
 
     def _reduction_begins(self) -> None:
         if self.is_released:
@@ -388,13 +390,13 @@ class _WatchedUnit:
             group.open()
 
     def _backward_ends(self, is_reduced: bool) -> None:
-        self.num_to_come = max(0, self.num_to_come - 1)
+        self.num_pending = max(0, self.num_pending - 1)
         if is_reduced:
             self._owner._mark_reduced(self)
 
 
 class _KeptError:
-    """Keeps an error that comes in a block, for who raises it later."""
+    """Keeps an error raised in its block, for later."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -37,7 +37,7 @@ class UnitKind:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module whose parameters are gathered together, but for those of units inside it."""
+    """A module whose parameters are gathered together, except those of units inside it."""
 
     name: str
     module: nn.Module
@@ -45,15 +45,15 @@ class Unit:
 
     @property
     def dtype_of_half(self) -> torch.dtype | None:
-        """The 16-bit dtype that modules compute in, while shards are fp32; None where both are one."""
+        """The 16-bit compute dtype of a unit whose shards are fp32; None where shards have the compute dtype."""
         return self.kind.dtype if self.kind.dtype.itemsize < 4 else None
 
 
 def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: bool) -> list[Unit]:
-    """The units of `root`: one a layer, the rest in one of the root's, the inner ones first, root last.
+    """Returns the units of `root`: one per layer, and the root's with the rest; inner ones first, the root's last.
 
-    Experts that are reduced over other ranks, and parameters of another dtype than most, make units of their own.
-    Raises ValueError where a module has parameters of two kinds itself, or two units share a parameter.
+    Experts that are reduced over other ranks, and parameters of a dtype that most do not have, make units of their own.
+    Raises ValueError where one module has parameters of two kinds itself, or where two units share a parameter.
     """
 
     def kind_of(param: nn.Parameter) -> UnitKind:
@@ -77,7 +77,7 @@ def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: b
 
 
 def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> list[Unit]:
-    """Sorts the units of find_units as backward ends with them: the last layer first, root last.
+    """Sorts the units of find_units by the end of their backward: the last layer first, the root's last.
 
     Units inside a layer come before it.
     """
@@ -92,7 +92,7 @@ def in_order_of_backward(units: Sequence[Unit], layers: Sequence[nn.Module]) -> 
 
 
 def repeated_layers(root: nn.Module) -> list[nn.Module]:
-    """The members of the outermost ModuleLists, and of lists in these: in a model of layers, the layers."""
+    """Returns the members of the outermost ModuleLists, and of lists in these: the layers of a model."""
     found: list[nn.Module] = []
     for child in root.children():
         if isinstance(root, nn.ModuleList) and _has_forward(child):
@@ -103,7 +103,7 @@ def repeated_layers(root: nn.Module) -> list[nn.Module]:
 
 
 def _is_below(name: str, outer: nn.Module, *, cut: set[nn.Module]) -> bool:
-    """Whether a parameter of `outer` lies in one of the modules of `cut`."""
+    """Returns whether a parameter of `outer` lies in one of the modules of `cut`."""
     module = outer
     for part in name.split(".")[:-1]:
         module = module.get_submodule(part)
@@ -113,7 +113,7 @@ def _is_below(name: str, outer: nn.Module, *, cut: set[nn.Module]) -> bool:
 
 
 def _main_kind(kinds: Sequence[UnitKind], sizes: Sequence[int]) -> UnitKind | None:
-    """The dense kind with most elements; of experts where there is nothing else; None without any."""
+    """Returns the dense kind with most elements, or else that of experts; None without parameters."""
     elements: dict[UnitKind, int] = {}
     for kind, size in zip(kinds, sizes, strict=True):
         elements[kind] = elements.get(kind, 0) + size
@@ -127,13 +127,13 @@ def _apart(
     kind_of: Callable[[nn.Parameter], UnitKind],
     stop: set[nn.Module],
 ) -> Iterator[tuple[nn.Module, UnitKind]]:
-    """The largest modules inside that are all of another kind than `main`."""
+    """Yields the largest modules inside whose parameters are all of one kind other than `main`."""
     for name, param in module.named_parameters(recurse=False):
         if kind_of(param) != main:
             raise ValueError(
                 f"parameter {name} of {type(module).__name__} is {_words(kind_of(param))} among others that are "
                 f"{_words(main)}: with TorchFullyShardedDataParallel the parameters of a module, and of lists and "
-                "dicts in it, must be of one kind; put it in a module of its own, which is called"
+                "dicts in it, must be of one kind. Put it in a module of its own whose forward is called"
             )
     for child in module.children():
         if child in stop:
@@ -146,7 +146,7 @@ def _apart(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it has a forward, before which its parameters are gathered; lists and dicts of modules have none."""
+    """Returns whether a module has a forward; its parameters are gathered before it. Lists and dicts have none."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -161,8 +161,8 @@ def _check_not_shared(root: nn.Module, units: Sequence[Unit]) -> None:
         first, other = found.setdefault(param, (name, unit))
         if other is not unit:
             raise ValueError(
-                f"parameter {canonical_name(name)} is {canonical_name(first)} as well, and the two are gathered at "
-                f"different times: leave {unit.name or 'the model'} or {other.name or 'the model'} out of "
+                f"parameter {canonical_name(name)} is shared with {canonical_name(first)}, which is gathered at "
+                f"another time: leave {unit.name or 'the model'} or {other.name or 'the model'} out of "
                 "sub_modules_to_wrap, or untie them (--untie-embeddings-and-output-weights)"
             )
 
@@ -189,11 +189,11 @@ class UnitShards:
 
 
 class ShardedFlatBuffer:
-    """Shards of parameters of one kind; a shard and its gradient are views, at the same place of both.
+    """Shards of parameters of one kind; a shard and its gradient are views of the same span of two flat tensors.
 
-    param_data, grad_data: [numel], fp32 or fp64, padding is zero. model_dtype: what modules compute in. Each of `units`
-    lies in one bucket, all of which this rank owns. entries: `main_grad` is the shard of the gradient, which torch
-    reduces straight into.
+    param_data, grad_data: [numel], fp32 or fp64, zero in the padding. model_dtype: the compute dtype of modules. Each
+    unit lies in one bucket, and this rank owns all buckets. entries: `main_grad` is the shard of the gradient, into
+    which torch reduces.
     """
 
     is_sharded = True
@@ -214,11 +214,11 @@ class ShardedFlatBuffer:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Reallocates the flat tensors in the dtype and on the device that shards have now; gradients are zeros."""
+        """Reallocates the flat tensors in the current dtype and on the current device of shards; zeroes gradients."""
         shards = list(self._shards.values())
-        # Of no elements: those on the meta device are to lie elsewhere.
+        # An empty tensor: shards on the meta device will have their memory elsewhere.
         like = torch.empty(0, dtype=shards[0].local.dtype, device=shards[0].device)
-        # What modules compute in is the shards' own, unless these are wider.
+        # Modules compute in the shards' dtype, unless shards are wider.
         self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
         self.param_data = self._zeros(self.layout.numel, like)
         self.grad_data = self._new_grads(like)
@@ -233,12 +233,12 @@ class ShardedFlatBuffer:
 
     @property
     def standing_params(self) -> list[torch.Tensor]:
-        """Memory that this rank's shards lie in from step to step: [N] each, param_data's dtype."""
+        """Memory of this rank's shards that persists between steps: [N] each, param_data's dtype."""
         return [self.param_data]
 
     @property
     def standing_grads(self) -> list[torch.Tensor]:
-        """Memory that their gradients lie in from step to step: [N] each, grad_data's dtype."""
+        """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
         return [self.grad_data]
 
     def owned_spans(self) -> list[Span]:
@@ -246,48 +246,48 @@ class ShardedFlatBuffer:
         return [bucket.span for bucket in self.layout.buckets]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
-        """This rank's shard of a parameter's gradient: [N], grad_data's dtype, a view of it, if it has any."""
+        """Returns this rank's shard of a parameter's gradient, a view, if it has any: [N], grad_data's dtype."""
         return [self._place_of(entry)] if entry.span.numel else []
 
     def grad_of(self, span: Span) -> torch.Tensor:
-        """The gradients of elements of one owned span, a view: [span.numel], grad_data's dtype."""
+        """Returns the gradients of one owned span, a view: [span.numel], grad_data's dtype."""
         return self.grad_data[span.start : span.end]
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Whether element `start` of a flattened parameter, any shape, lies at that address."""
+        """Returns whether element `start` of a flattened parameter, any shape, lies at an address."""
         local, first = self._shards[param].local, self._shards[param].start
         return not local.numel() or local.data_ptr() + (start - first) * local.element_size() == address
 
     def attach(self) -> None:
-        """Moves shards into the buffer that lie elsewhere, such as those loaded with assign=True."""
+        """Moves shards that lie elsewhere into the buffer, such as those loaded with assign=True."""
         for shard, sent in zip(self._shards.values(), self.layout.spans, strict=True):
             shard.move_to(self.param_data[sent.start : sent.end])
         self.attach_grads()
 
     def attach_grads(self) -> None:
-        """Lets torch reduce into grad_data, and copies what it has reduced elsewhere, after a `.grad = None`."""
+        """Makes torch reduce into grad_data; copies gradients that it reduced elsewhere, after a `.grad = None`."""
         for entry in self.entries:
             self._attach_grad(entry)
 
     def attach_grad_of(self, param: nn.Parameter) -> None:
-        """Lets torch reduce one parameter's gradient, any shape and dtype, into grad_data."""
+        """Makes torch reduce one parameter's gradient, any shape and dtype, into grad_data."""
         self._attach_grad(self._entry_of[param])
 
     def open_grads(self, bucket: int) -> None:
-        """Lets torch reduce the gradients of a bucket into their places."""
+        """Makes torch reduce the gradients of a bucket into their places."""
         for entry in self._entries_of(bucket):
             self._attach_grad(entry)
 
     def close_grads(self, bucket: int) -> None:
-        """Ends the use of a bucket's gradients by hooks; gradients that these replaced are copied to their places."""
+        """Ends the use of a bucket's gradients by hooks; copies gradients that these replaced to their places."""
         self.open_grads(bucket)
 
     def named_grads(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
-        """Names of a bucket's parameters, and the shards of their gradients: [n] each, grad_data's dtype, views."""
+        """Returns a bucket's parameter names with the shards of their gradients, views: [n] each, grad_data's dtype."""
         return [(entry.name, self._place_of(entry)) for entry in self._entries_of(bucket)]
 
     def may_hold_grads(self) -> bool:
-        """Whether there are gradients, where that is known without waiting for a device."""
+        """Returns whether there are gradients, as far as that is known without waiting for a device."""
         is_on_host = self.grad_data.device.type == "cpu" and default_device().type == "cpu"
         return is_on_host and bool(self.grad_data.count_nonzero())
 
@@ -303,7 +303,7 @@ class ShardedFlatBuffer:
         self.grad_data.mul_(factor)
 
     def unreduced(self) -> list[str]:
-        """Names of parameters that have gradients which were not reduced."""
+        """Returns the names of parameters with gradients that were not reduced."""
         pairs = zip(self.entries, self._shards.values(), strict=True)
         return [entry.name for entry, shard in pairs if shard.has_unreduced_grad]
 
@@ -340,7 +340,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
     def __init__(
         self, kind: UnitKind, units: Sequence[UnitShards], *, group: dist.ProcessGroup | None, pin_memory: bool
     ) -> None:
-        # Of open buckets; what was closed in this iteration.
+        # Gradients of open buckets, and the buckets that were closed in this iteration.
         self._grads: dict[int, torch.Tensor] = {}
         self._closed: set[int] = set()
         super().__init__(kind, units, group=group, pin_memory=pin_memory)
@@ -354,20 +354,20 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
     def open_grads(self, bucket: int) -> None:
         """Allocates a bucket's gradients as zeros, once in an iteration, and lets torch reduce into them."""
-        assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were given away"
+        assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were released already"
         if bucket not in self._grads:
             self._grads[bucket] = self._zeros(self.layout.buckets[bucket].span.numel, self.param_data)
         super().open_grads(bucket)
 
     def close_grads(self, bucket: int) -> None:
-        """Drops a bucket's gradients; a tensor of `grad_of` that someone still holds stays valid."""
+        """Drops a bucket's gradients. Tensors that `grad_of` has returned stay valid."""
         self._grads.pop(bucket, None)
         self._closed.add(bucket)
         for entry in self._entries_of(bucket):
             entry.param.grad = None
 
     def attach_grads(self) -> None:
-        """Lets torch reduce into the gradients of open buckets."""
+        """Makes torch reduce into the gradients of open buckets."""
         for bucket in self._grads:
             super().open_grads(bucket)
 
@@ -392,8 +392,8 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         missing = next((bucket for bucket in range(len(self.layout.buckets)) if bucket not in self._grads), None)
         if missing is not None:
             raise RuntimeError(
-                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
-                f"the gradient of {self._entries_of(missing)[0].name} by then; scale the loss"
+                "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have "
+                f"received the gradient of {self._entries_of(missing)[0].name} already; scale the loss instead"
             )
         for grad in self._grads.values():
             grad.mul_(factor)
@@ -407,12 +407,12 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         return torch.zeros(self.layout.numel, dtype=like.dtype, device="meta")
 
     def _place_of(self, entry: Entry) -> torch.Tensor:
-        # Behind the last one for those without elements.
+        # A parameter without elements may lie after the last bucket.
         return self.grad_of(entry.span) if entry.span.numel else self.param_data.new_zeros(0)
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:
-    """Places shards, as sent, one behind the other on the grid; a bucket a unit."""
+    """Places shards, padded as they are sent, one after the other on the grid; one bucket per unit."""
     spans: list[Span] = []
     buckets: list[BucketLayout] = []
     for index, sizes in enumerate(sizes_of_units):
@@ -446,7 +446,7 @@ class UnitGroup:
         self._buffer, self._index = bucket.buffer, bucket.layout.index
 
     def open(self) -> None:
-        """Lets torch reduce into the places of gradients, and moves there what it has reduced elsewhere."""
+        """Makes torch reduce into the places of gradients; copies gradients that it reduced elsewhere."""
         self._buffer.open_grads(self._index)
 
     def close(self) -> None:
@@ -454,15 +454,15 @@ class UnitGroup:
         self._buffer.close_grads(self._index)
 
     def named_grads(self) -> list[tuple[str, torch.Tensor]]:
-        """Names of the parameters, and this rank's shards of their gradients: [n] each, fp32 or fp64, views."""
+        """Returns parameter names with this rank's shards of their gradients, views: [n] each, fp32 or fp64."""
         return self._buffer.named_grads(self._index)
 
     def reduced_grad(self, bucket: UnitBucket) -> torch.Tensor:
-        """This rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
+        """Returns this rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
         return bucket.buffer.grad_of(bucket.layout.span)
 
     def take_sums(self) -> None:
-        """Moves gradients that hooks have replaced to their places."""
+        """Copies gradients that hooks have replaced to their places."""
         self.close()
 
 
@@ -482,9 +482,9 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
 
 
 class ShardHookRunner(GradHookRunner):
-    """The owner's part of a parameter is the sharded parameter itself, whose gradient torch has put there.
+    """Passes reduced units to hooks. The owner's part of a parameter is the sharded parameter, which has the gradient.
 
-    sharded: the shard of a gathered parameter.
+    sharded: returns the shard of a gathered parameter.
     """
 
     def __init__(
@@ -499,7 +499,7 @@ class ShardHookRunner(GradHookRunner):
         self._sharded = sharded
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, a DTensor of any shape and dtype; of a gathered one, its shard."""
+        """Returns the parameter itself, a DTensor of any shape and dtype, or the shard of a gathered one."""
         owned = self._sharded(param)
         if owned not in self._buffers:
             raise not_wrapped(param)
@@ -507,5 +507,5 @@ class ShardHookRunner(GradHookRunner):
 
     def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
         self.hooks.fire_param(one.name, one.param)
-        # One that a hook has put in the place of the gradient is what others see.
+        # A tensor that a hook has put in the gradient's place is the gradient for all that follow.
         self._buffers[one.param].attach_grad_of(one.param)

@@ -1,8 +1,8 @@
 """torch's private state of a module that fully_shard has cut: shards, gathered parameters, and changes of the module.
 
-The only file that knows torch's private names; a torch without them is refused, by name. ParamShard is this rank's part
-of a parameter. GatheredParams frees parameters that were gathered before an update. WrappedShards finds changes of the
-module that its shards miss. Where shards lie together in flat tensors is in torch_fsdp2_shards.py.
+The only file that uses torch's private names; versions of torch without them are refused. ParamShard is this rank's
+part of a parameter. GatheredParams frees parameters that an update has made stale. WrappedShards finds changes of the
+module that its shards miss. The flat tensors that hold shards are in torch_fsdp2_shards.py.
 """
 
 import weakref
@@ -46,7 +46,7 @@ _NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduct
 
 
 def check_torch() -> None:
-    """Raises ValueError where this torch has another fully_shard than the one that is known here."""
+    """Raises ValueError where torch's fully_shard lacks a name that this file uses."""
     missing = [name for name in _NEEDED if name not in vars(FSDPModule)]
     if missing:
         raise ValueError(
@@ -56,12 +56,12 @@ def check_torch() -> None:
 
 
 def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh:
-    """The ranks of a group as fully_shard takes them; None: this rank alone. Collective where that has no group yet."""
+    """Returns the mesh of a group's ranks, for fully_shard; None creates a group of this rank alone."""
     if group is None:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    # Named, or it would equal that of an earlier group of these ranks, which torch's caches may still have.
-    # torch asks a mesh's device which of its kind is current; in a plan, on the meta device, there is none to ask.
+    # torch asks a mesh's device type for its current device. A plan, on the meta device, has none to ask.
     kind = "cpu" if device.type == "meta" else device.type
+    # Without a name, the mesh would equal that of an earlier group of these ranks, which torch's caches may still hold.
     return DeviceMesh.from_group(group, kind, mesh_dim_names=(f"shards {group.group_name}",))
 
 
@@ -71,9 +71,10 @@ def mesh_of(group: dist.ProcessGroup | None, device: torch.device) -> DeviceMesh
 class ParamShard:
     """This rank's rows of a parameter that fully_shard has cut along its first dimension.
 
-    param: what its module has between passes, a DTensor [*parameter shape]. start, numel: the rows are elements
-    [start, start + numel) of the flattened parameter. padded_numel: what is sent of them, as many on all ranks; behind
-    the rows it is zero. owner: the module that has it, and its name there; places: all of these, where it is shared.
+    param: the DTensor that its module has between passes, [*parameter shape]. start, numel: the rows are elements
+    [start, start + numel) of the flattened parameter. padded_numel: elements that this rank sends, the same number on
+    all ranks; those after the rows are zero. owner: the module that has the parameter, and its name there. places: all
+    such pairs, for a shared parameter.
     """
 
     def __init__(self, state: Any) -> None:
@@ -109,12 +110,12 @@ class ParamShard:
 
     @property
     def version(self) -> int:
-        """Changes with every write that autograd sees, to the parameter or to the memory behind it."""
+        """A number that changes with every write to the parameter, or to its memory, that autograd sees."""
         return int(self._memory._version) + self.param._version
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether somebody has given the parameter other data."""
+        """Whether the parameter was given other data."""
         return self.local.data_ptr() != self._address or self.param.untyped_storage()._cdata != self._storage
 
     def note_converted(self) -> None:
@@ -123,14 +124,15 @@ class ParamShard:
         self._address, self._storage = self.local.data_ptr(), self.param.untyped_storage()._cdata
 
     def take_in(self) -> None:
-        """Lets a parameter that was put in the place of `param`, as by load_state_dict(assign=True), give its values;
-        `param` is the module's again: whoever holds it, or has hooks on it, goes on.
+        """Copies the values of a parameter that has replaced `param`, as load_state_dict(assign=True) does.
+
+        The module gets `param` back, so that references to it and its hooks stay valid.
         """
         self.move_to(self._memory)
 
     @torch.no_grad()
     def move_to(self, place: torch.Tensor) -> None:
-        """Lets the rows lie in `place`, [padded_numel], their dtype, zero behind them; nothing if they do."""
+        """Moves the rows to `place`: [padded_numel], their dtype, zero after the rows."""
         rows = place.view(self._state.padded_sharded_param_size).narrow(0, 0, self.local.shape[0])
         now = [(module, name, module._parameters.get(name)) for module, name in self.places]
         others = [one for _, _, one in now if isinstance(one, DTensor) and one is not self.param]
@@ -149,37 +151,37 @@ class ParamShard:
         self.note_converted()
 
     def leave_meta(self) -> None:
-        """Gives rows that are on the meta device memory of their own, zeros."""
+        """Allocates memory for rows that are on the meta device, as zeros."""
         is_pinned = self._state.pin_memory
         self.move_to(torch.zeros(self.padded_numel, dtype=self.param.dtype, device=self.device, pin_memory=is_pinned))
 
     def _exchange_for(self, rows: torch.Tensor) -> None:
-        # A DTensor's own device cannot be changed. The object stays the one that others have, and keeps its hooks.
+        # A DTensor's own device cannot be changed. Swapping keeps the object that others refer to, with its hooks.
         marks = vars(self.param).copy()
         other = nn.Parameter(self._state.to_sharded_dtensor(rows), requires_grad=self.param.requires_grad)
         torch.utils.swap_tensors(self.param, other)
         vars(self.param).update(marks)
 
     def grad_in(self, place: torch.Tensor) -> DTensor:
-        """`place`, [numel], the parameter's dtype, as torch takes a gradient of the rows: [*parameter shape]."""
+        """Returns `place`, [numel], the parameter's dtype, as a gradient of the rows: a DTensor [*parameter shape]."""
         grad: DTensor = self._state.to_sharded_dtensor(place.view(self._state.sharded_size))
         return grad
 
     @property
     def has_unreduced_grad(self) -> bool:
-        """Whether there are gradients that no rank but this one has."""
+        """Whether this rank has accumulated gradients that were not reduced."""
         whole = self.whole
         return self._state.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
 
     def drop_unreduced_grad(self) -> None:
-        """Forgets these."""
+        """Drops gradients that were not reduced."""
         self._state.unsharded_accumulated_grad = None
         if (whole := self.whole) is not None:
             whole.grad = None
 
 
 def _local_of(param: torch.Tensor) -> torch.Tensor:
-    assert isinstance(param, DTensor), "fully_shard has made it one"
+    assert isinstance(param, DTensor), "the parameter was not cut by fully_shard"
     return param._local_tensor
 
 
@@ -193,42 +195,42 @@ def shards_of(module: FSDPModule) -> list[ParamShard]:
 
 def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
-    # One at most in 2.11.
+    # torch 2.11 has one group at most, under another name.
     found = vars(state).get("_fsdp_param_groups", [vars(state).get("_fsdp_param_group")])
     return [group for group in found if group is not None]
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
-    """Returns a module that fully_shard was applied to, under the type that it has since."""
-    assert isinstance(module, FSDPModule), "fully_shard has made it one"
+    """Returns a module that fully_shard was applied to, as an FSDPModule."""
+    assert isinstance(module, FSDPModule), "fully_shard was not applied to the module"
     return module
 
 
 def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """All modules of `root` that fully_shard was given, from the outside in."""
+    """Iterates over the modules in `root` that fully_shard was applied to, outermost first."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def refresh_dtypes(root: nn.Module) -> None:
-    """Lets torch look at the dtypes of shards again, after these were converted."""
+    """Makes torch read the dtypes of shards again, after these were converted."""
     for module in fsdp_modules(root):
         for group in _groups_of(module):
             group._init_mp_dtypes()
             for state in group.fsdp_params:
-                # Those of the first gather, which torch keeps and fills anew.
+                # Tensors of the first gather, which torch keeps and fills again.
                 state.all_gather_outputs, state._unsharded_inner_tensors = [], []
                 vars(state).pop("_unsharded_param", None)
 
 
 def reshard_all(root: nn.Module) -> None:
-    """Lets go of all gathered parameters: the next that asks for them gets what the shards are now."""
+    """Frees all gathered parameters. Their next use gathers the current shards."""
     for module in fsdp_modules(root):
         for group in _groups_of(module):
             group._to_sharded()
 
 
 def reduce_unused_params(module: FSDPModule) -> None:
-    """Lets zeros be reduced for parameters that backward did not reach, so that ranks need not reach the same ones."""
+    """Reduces zeros for parameters that backward did not reach, so that ranks need not reach the same ones."""
     is_known = "set_reduce_scatter_unused_params" in vars(FSDPModule)
     if is_known:
         module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -239,7 +241,7 @@ def reduce_unused_params(module: FSDPModule) -> None:
 
 
 def _post_backward_if_run(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
-    # In no_sync torch looks for gradients of what was never gathered, and there is nothing to look at.
+    # In no_sync torch reads the gradients of gathered parameters, which do not exist before the first gather.
     if group.reduce_grads or all("_unsharded_param" in vars(state) for state in group.fsdp_params):
         post_backward(*args)
 
@@ -260,11 +262,11 @@ def watch_passes(
     reduction_begins: Callable[[], None],
     backward_ends: Callable[[bool], None],
 ) -> None:
-    """Reports each forward and backward of a module from now on.
+    """Calls functions at each forward and backward of a module from now on.
 
-    forward_begins: is called before parameters are used, in a forward or in one that backward recomputes.
-    reduction_begins: is called before gradients are reduced. backward_ends: is called when the backward of one forward
-    or more is over, with whether its gradients are reduced, or in flight.
+    forward_begins: called before parameters are used, in a forward or in one that backward recomputes.
+    reduction_begins: called before gradients are reduced. backward_ends: called after the backward of one forward or
+    more, with whether its gradients are reduced or their reduction is in flight.
     """
     for group in _groups_of(module):
         group.pre_forward = partial(_pre_forward_watched, group.pre_forward, forward_begins)
@@ -297,9 +299,9 @@ def _post_backward_watched(
 
 
 def wait_for_sums(module: FSDPModule) -> None:
-    """Lets the current stream wait until the gradients of a module are reduced, as torch does when a backward ends."""
+    """Makes the current stream wait for the reduced gradients of a module, as torch does when a backward ends."""
     for group in _groups_of(module):
-        # None where that has waited. What goes to the host is copied at once, as it is added to what is there.
+        # None if torch has waited already. Gradients for the host are copied immediately, as they are added to others.
         if group._post_reduce_event is not None:
             group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
@@ -309,16 +311,16 @@ def _wait_for_streams_sync(state: Any) -> None:
 
 
 def reset_passes(root: nn.Module) -> None:
-    """Makes torch forget a forward or backward that an error ended; what was on its way is waited for."""
+    """Makes torch forget a forward or backward that an error ended, after its collectives are complete."""
     module = as_fsdp(root)
     state: Any = module._get_fsdp_state()
     if state._is_root is None:
-        # No forward has begun.
+        # No forward has run yet.
         return
     if "reset_iter_state" in vars(FSDPModule):
         module.reset_iter_state()
         return
-    # torch 2.13 does the same in its reset; waiting for all streams takes the place of its events.
+    # This is torch 2.13's reset_iter_state, with a wait for all streams instead of its events.
     _wait_for_streams_sync(state)
     context = state._comm_ctx
     context.all_gather_state = context.reduce_scatter_state = None
@@ -341,40 +343,40 @@ def reset_passes(root: nn.Module) -> None:
 
 
 class GatheredParams:
-    """Watches the gathered parameters of a module that fully_shard has cut. shards: all there are, frozen ones too.
+    """Frees gathered parameters that an update has made stale. shards: all of the module, including frozen ones.
 
-    [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered:
-    root's do, and others with reshard_after_forward False or set_reshard_after_backward(False), whoever calls that. If
-    shards change meanwhile, modules would go on with what was. So before each forward, of the module or of one inside
-    that is called by itself, all is let go of if an optimizer of torch's has stepped since, or shards were written to
-    (loaded weights, an optimizer of somebody's). The wrapper's own moments of update (`drop`) come on top, for kernels
-    that nothing sees write. After a forward without autograd nothing is kept: what is done next to parameters, as by
-    the one that builds an optimizer, is to be done to the shards.
+    [Note: kept gathered] Between microbatches, and after a forward without backward, parameters may stay gathered. The
+    root's do, and others with reshard_after_forward False or after set_reshard_after_backward(False). If shards change
+    meanwhile, modules would compute with old values. So before each forward of the module, or of a submodule that is
+    called by itself, all gathered parameters are freed if a torch optimizer has stepped since, or if shards were
+    written to (loaded weights, a custom optimizer). The wrapper also calls `drop` at its own updates, for kernels whose
+    writes autograd does not see. After a forward without autograd no parameter stays gathered, because code that
+    handles parameters next, such as the construction of an optimizer, must see the shards.
     """
 
     def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
         self._module, self._shards = module, shards
         self._is_stale, self._is_in_forward = False, False
         self._versions = self._current_versions()
-        # Before fully_shard's own, which asks for the parameters.
+        # Runs before fully_shard's own hook, which gathers the parameters.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
         inside = [owner for shard in shards for owner, _ in shard.places]
         for other in dict.fromkeys([*fsdp_modules(module), *inside]):
             if other is not module:
                 other.register_forward_pre_hook(self._before_one, prepend=True)
-        # Of all optimizers: a foreign one is not known. It must not keep the model alive.
+        # On all torch optimizers, since a script's own are not known here. The hook must not keep the model alive.
         hook = register_optimizer_step_post_hook(_StepHook(weakref.ref(self)))
         weakref.finalize(self, hook.remove)
 
     def drop(self) -> None:
-        """Lets go of all gathered parameters."""
+        """Frees all gathered parameters."""
         reshard_all(self._module)
         self._is_stale, self._versions = False, self._current_versions()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Records that a torch optimizer has stepped."""
-        # Not at once: it may do so in a backward that has yet to read some of them.
+        # Parameters are freed later: the optimizer may step inside a backward that still reads some of them.
         self._is_stale = True
 
     def _before_forward(self, *unused: Any) -> None:
@@ -382,7 +384,7 @@ class GatheredParams:
         self._is_in_forward = True
 
     def _before_one(self, *unused: Any) -> None:
-        # In a backward, activations are computed again: nothing was updated that is still read.
+        # Inside a backward, a forward recomputes activations. None of the parameters that it reads were updated.
         if self._is_in_forward or is_in_backward():
             return
         if self._is_stale or self._versions != self._current_versions():
@@ -394,7 +396,7 @@ class GatheredParams:
             self.drop()
 
     def _current_versions(self) -> list[int]:
-        # Of the parameters, and of the flat tensors that their rows lie in.
+        # A version counts writes to the parameter and to the flat tensor that holds its rows.
         return [shard.version for shard in self._shards]
 
 
@@ -412,7 +414,10 @@ class _StepHook:
 
 
 class WrappedShards:
-    """All shards of a module, frozen ones too, by each place that a parameter has in it."""
+    """Finds changes of a wrapped module; takes over the values of parameters that load_state_dict has assigned.
+
+    shards: all of the module, including frozen ones.
+    """
 
     def __init__(self, module: nn.Module, shards: Sequence[ParamShard]) -> None:
         self._module, self._shards = module, shards
@@ -423,17 +428,17 @@ class WrappedShards:
             of_module.setdefault(owner, {})[name] = shard
         for owner, by_name in of_module.items():
             owner.register_load_state_dict_pre_hook(partial(_check_loaded, list(by_name)))
-            # After torch's own, which takes note of new parameters.
+            # Runs after torch's own hook, which records new parameters.
             owner.register_load_state_dict_post_hook(partial(_take_in, list(by_name.values())))
 
     def sharded(self, param: nn.Parameter) -> nn.Parameter:
-        """The shard of a gathered parameter, any shape and dtype; of any other, itself."""
+        """Returns the shard of a gathered parameter, any shape and dtype, and any other parameter itself."""
         if isinstance(param, DTensor):
             return param
         return next((shard.param for shard in self._shards if shard.whole is param), param)
 
     def find_problem(self) -> str | None:
-        """The first change after which gradients or updates would miss a parameter; None: there is none."""
+        """Describes the first change that makes gradients or updates miss a parameter; None if there is none."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name, param in now.items():
             shard = self._by_name.get(name)
@@ -462,8 +467,8 @@ def _check_loaded(names: Sequence[str], *of_load: Any) -> None:
         if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
             raise ValueError(
                 f"load_state_dict was given {prefix}{name} as a plain tensor of shape {tuple(given.shape)} with "
-                "TorchFullyShardedDataParallel: must be a DTensor, as its state_dict gives; load whole tensors into "
-                "the module before it is wrapped, or a checkpoint"
+                "TorchFullyShardedDataParallel: must be a DTensor, as in its state_dict. Load whole tensors before the "
+                "module is wrapped, or load a checkpoint"
             )
 
 
@@ -475,5 +480,5 @@ def _take_in(shards: Sequence[ParamShard], *unused: Any) -> None:
 def _changed(name: str, what: str) -> str:
     return (
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in TorchFullyShardedDataParallel: "
-        "make such changes before it is wrapped, and build its optimizer after that"
+        "make such changes before wrapping, and build the optimizer after it"
     )
