@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.optimizer import DistributedFusedAdam
-from megatron.core.optimizer.grad_stand_in import GradStandIn
+from megatron.core.optimizer.fused_adam_grads import GradProxy
 from tests.distributed.fused_adam_runs import (
     GREEDY,
     HYPER,
@@ -450,7 +450,7 @@ def views_of_buffers():
             (each * 3).sum().backward()
         assert torch.equal(view, torch.full_like(view, 3.0))
     # What stands in the first one's place shows whether it is cleared.
-    assert isinstance(param.grad, GradStandIn) and other.grad is None
+    assert isinstance(param.grad, GradProxy) and other.grad is None
     optimizer.zero_grad()
     assert not any(optimizer.grad_buffer_view(each).any() for each in (param, other))
 

@@ -1,29 +1,33 @@
 """DistributedFusedAdam: Adam whose gradients and states are spread over ranks (ZeRO-2), for any PyTorch module.
 
-Buffers, and what is sent when, are megatron.core.distributed's; the update of a shard is flat_adam.py's.
+Its parameters are in fused_adam_params.py, their gradients in fused_adam_grads.py, the update of a shard is in
+flat_adam.py. Buffers, and the order of messages, are in megatron/core/distributed.
 """
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import record_function
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
+from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import OrderWords
 from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
-from megatron.core.optimizer.adam_segments import AdamRun, SegmentPlan
 from megatron.core.optimizer.flat_adam import AdamRates, GradUse, adam_step
-from megatron.core.optimizer.forward_gathers import ForwardGathers
+from megatron.core.optimizer.fused_adam_grads import GradAccumulator, GradMode, ShardScaling, check_free
+from megatron.core.optimizer.fused_adam_params import AdamRun, RankGrid, SegmentPlan, ShardedParams
 from megatron.core.optimizer.fused_adam_settings import (
     AdamMemory,
     Params,
@@ -36,10 +40,6 @@ from megatron.core.optimizer.fused_adam_settings import (
     check_switches,
     common_device,
 )
-from megatron.core.optimizer.grad_intake import GradIntake, GradMode, check_free
-from megatron.core.optimizer.rank_grid import RankGrid
-from megatron.core.optimizer.shard_scaling import ShardScaling
-from megatron.core.optimizer.sharded_params import ShardedParams
 from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gather_torch_state_sync, load_adam_state_dict
 from megatron.core.optimizer.update_rules import GradScale
 
@@ -157,14 +157,14 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         groups = as_groups(params)
         self._device = common_device(groups, None if device is None else torch.device(device))
         self._scaling = ShardScaling(grid.shards, self._device)
-        self._grads = GradIntake(self._shards, order, scaling=self._scaling, overlap=overlap_grad_sync)
+        self._grads = GradAccumulator(self._shards, order, scaling=self._scaling, overlap=overlap_grad_sync)
         self._pipeline_size, self._debug = pipeline_size, debug
         self._rates: list[torch.Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(groups, {**defaults, "weight_decay": weight_decay})
         self._forward = None
         if overlap_param_sync:
-            self._forward = ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
+            self._forward = _ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; its trained parameters move into buckets with their first gradients."""
@@ -554,3 +554,93 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
 def _is_numbers(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, int) for value in values)
+
+
+# Modules wait for their parameters (overlap_param_sync).
+
+
+class _ForwardGathers:
+    """Lets the modules that own parameters wait for their gathers, wherever these modules are.
+
+    An optimizer has parameters, not modules. A hook of all modules finds those that have any of them when they are
+    first called; from then on they have hooks of their own. params: whose modules are to be found; groups_of: the
+    groups that gather each parameter taken over so far; both may grow. need: waits for groups.
+    """
+
+    def __init__(
+        self,
+        params: Collection[nn.Parameter],
+        groups_of: Mapping[nn.Parameter, Sequence[SyncedGroup]],
+        *,
+        need: Callable[[Iterable[SyncedGroup]], None],
+    ) -> None:
+        self._params, self._groups_of, self._need = params, groups_of, need
+        self._num_gathered = len(groups_of)
+        self._waits = ForwardWaits(groups_of)
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._handles: list[Any] = []
+        # Weakly: the hook is of the process, and must not keep an optimizer alive that nobody uses any more.
+        attach_new = weakref.WeakMethod(self._attach_new)
+
+        # In a compiled module the graph breaks at these hooks: what to wait for is known when it runs.
+        @torch.compiler.disable
+        def look(module: nn.Module, *unused: Any) -> None:
+            if (method := attach_new()) is not None:
+                method(module)
+
+        self._handles.append(register_module_forward_pre_hook(look))
+        weakref.finalize(self, self._handles[0].remove)
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _attach_new(self, module: nn.Module) -> None:
+        """Registers hooks on modules not seen before; called before each forward."""
+        if module in self._known:
+            return
+        below = list(module.modules())
+        new = [part for part in below if part not in self._known]
+        self._known.update(below)
+        if not any(param in self._params for param in module.parameters()):
+            return
+        for part in new:
+            self._attach(part)
+        # Its own hooks come too late for this call.
+        self.wait(lambda waits: waits.before(module))
+
+    def _attach(self, module: nn.Module) -> None:
+        if any(param in self._params for param in module.parameters()):
+            wait = _Wait(self, lambda waits: waits.before(module))
+            # Before others of the module, which may read its weights: weight_norm does.
+            self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
+        if any(param in self._params for param in module.parameters(recurse=False)):
+            # Weights are read and written by their names as well, and what was loaded must not be gathered over.
+            wait = _Wait(self, lambda waits: waits.own(module))
+            self._handles.append(module.register_state_dict_pre_hook(wait))
+            self._handles.append(module.register_load_state_dict_pre_hook(wait))
+
+    def wait(self, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
+        """Waits for groups that are looked up now."""
+        if len(self._groups_of) != self._num_gathered:
+            # Others are gathered than it has learnt of.
+            self._num_gathered = len(self._groups_of)
+            self._waits.forget()
+        self._need(groups(self._waits))
+
+
+class _Wait:
+    """A hook of a module; weakly, as above, and of a module that is stored or copied it does nothing."""
+
+    def __init__(self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
+        self._gathers, self._groups = weakref.ref(gathers), groups
+
+    @torch.compiler.disable
+    def __call__(self, *unused: Any) -> None:
+        gathers = self._gathers()
+        if gathers is not None:
+            gathers.wait(self._groups)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoWait, ()

@@ -1,0 +1,603 @@
+"""The parameters of a DistributedFusedAdam: which it has, those that it has taken over, and the ranks that own them.
+
+Parameters that are taken over together form a segment, whose buffers and states of this rank's shards are here. An
+AwaitedParameter raises when it is read before the gather of its new values. Gradients are in fused_adam_grads.py, one
+update in flat_adam.py, and the order of messages in megatron/core/distributed.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.dense_memory import flat_view
+from megatron.core.device import SideStream
+from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.consistency import bits_sync
+from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
+from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
+from megatron.core.distributed.layout import RunParam, Span
+from megatron.core.distributed.synced_group import ParamState
+from megatron.core.distributed.transient_buffer import ParamMemory
+from megatron.core.distributed.transient_grads import TransientGroup
+from megatron.core.group_collectives import gather_objects
+from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, GradUse, Masters, write_parameters
+from megatron.core.optimizer.fused_adam_settings import AdamMemory
+from megatron.core.optimizer.late_buffer import LateBuffer
+from megatron.core.optimizer.param_runs import ranges_in
+from megatron.core.optimizer.state_dict import OwnedRange
+from megatron.core.optimizer.stored_floats import WithRemainder
+from megatron.core.process_groups_config import group_size
+
+# Attributes that are made of a tensor's values; all others tell what it is.
+_VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# Methods that tell the form alone, or make other tensors of that form.
+_FORM_METHODS = {
+    torch.empty_like,
+    torch.full_like,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+    torch.ones_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.zeros_like,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_shared,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_zeros,
+    torch.Tensor.retain_grad,
+    torch.Tensor.type,
+    torch.Tensor.dim,
+    torch.Tensor.element_size,
+    torch.Tensor.get_device,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.size,
+    torch.Tensor.storage_offset,
+    torch.Tensor.stride,
+    torch.Tensor.__len__,
+}
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks of an optimizer: `shards` share each state, and `replicas` hold the same; all of them are `ranks`.
+
+    None is this rank alone.
+    """
+
+    ranks: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls,
+        process_group: dist.ProcessGroup | None,
+        *,
+        distributed: dist.ProcessGroup | None,
+        redundant: dist.ProcessGroup | None,
+    ) -> "RankGrid":
+        """Builds the grid of a user's groups; raises ValueError where they form none."""
+        given = {
+            "process_group": process_group,
+            "distributed_process_group": distributed,
+            "redundant_process_group": redundant,
+        }
+        for name, group in given.items():
+            if group is not None and not isinstance(group, dist.ProcessGroup):
+                raise TypeError(f"{name} is {group!r}: must be a torch.distributed.ProcessGroup, or None")
+        if not dist.is_initialized():
+            return cls(None, None, None)
+        ranks = process_group or dist.group.WORLD
+        shards = distributed or (ranks if redundant is None else None)
+        sizes = group_size(ranks), group_size(shards), group_size(redundant)
+        if sizes[0] != sizes[1] * sizes[2]:
+            raise ValueError(
+                f"process_group has {sizes[0]} ranks, distributed_process_group {sizes[1]} and redundant_process_group "
+                f"{sizes[2]}: the first must have as many as the other two multiplied"
+            )
+        assert ranks is not None
+        inside = set(dist.get_process_group_ranks(ranks))
+        for name, group in (("distributed_process_group", distributed), ("redundant_process_group", redundant)):
+            if group is not None and not inside.issuperset(dist.get_process_group_ranks(group)):
+                raise ValueError(
+                    f"{name} has ranks {dist.get_process_group_ranks(group)}: all must be in process_group, which has "
+                    f"{sorted(inside)}"
+                )
+        return cls(ranks, shards, redundant)
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Properties that all segments of an optimizer share. bucket_bytes: of a bucket's gradients."""
+
+    grid: RankGrid
+    bucket_bytes: float
+    average: bool
+    overlap: bool
+
+
+@dataclass(frozen=True, eq=False)
+class AdamRun:
+    """Neighbours in a buffer that this rank owns and that one parameter group has. key: that group's place.
+
+    grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of the bucket of `group`.
+    model: [N], the parameters, a view; None where they are sent from elsewhere. ranges: what is no padding.
+    """
+
+    key: int
+    members: list[RunParam]
+    state: FlatAdam
+    grad: torch.Tensor
+    group: TransientGroup
+    start: int
+    model: torch.Tensor | None
+    ranges: Sequence[tuple[int, int]]
+
+    def update(self) -> AdamUpdate:
+        """Returns the run's operands for a step."""
+        return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
+
+    def write_model(self) -> None:
+        """Makes the parameters what the masters are, or what is sent of them."""
+        target = self._target()
+        if target is not None:
+            write_parameters(self.state, target)
+
+    def take_model(self) -> None:
+        """Makes the masters what the parameters are."""
+        main = self.state.main
+        if isinstance(main, WithRemainder):
+            main.forget()
+        elif self.state.form.masters is Masters.COPY:
+            main.write(0, self._parameters().to(main.read(0, 0).dtype))
+
+    def take_changes(self) -> None:
+        """Makes masters what their parameters are where these are not what the masters were rounded to."""
+        if self.state.form.masters is Masters.COPY:
+            main, wire = self.state.main, self.group.wire_dtype
+            values = self._parameters()
+            rounded = torch.empty_like(values, dtype=wire)
+            write_parameters(self.state, rounded)
+            own = main.read(0, main.numel)
+            main.write(0, torch.where(values == rounded.to(values.dtype), own, values.to(own.dtype)))
+
+    def _parameters(self) -> torch.Tensor:
+        numel, device = self.grad.numel(), self.grad.device
+        return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
+
+    def _target(self) -> torch.Tensor | None:
+        """Where new parameters go: to their place, or to that from which they are sent; None: they are the masters."""
+        if self.model is None:
+            staged = self.group.staged_shard()
+            return staged[self.start : self.start + self.grad.numel()]
+        return self.model if self.state.form.masters is Masters.COPY else None
+
+
+class ShardedParams:
+    """The optimizer's parameters, in segments once they are taken over.
+
+    names, keys: of every parameter, its name for messages and the place of its parameter group. groups_of: of those
+    that were taken over, the buckets that have parts of them. memory: of those that are taken over without being asked
+    for. is_captured: nothing may be allocated later than with the first gradients.
+    """
+
+    def __init__(self, plan: SegmentPlan, order: LaunchOrder, *, memory: AdamMemory, is_captured: bool) -> None:
+        self._plan, self._order, self._memory, self._is_captured = plan, order, memory, is_captured
+        self._segments: list[_Segment] = []
+        self.names: dict[nn.Parameter, str] = {}
+        self.keys: dict[nn.Parameter, int] = {}
+        self.groups_of: dict[nn.Parameter, list[TransientGroup]] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+        # Those whose first gradient came before they were taken over, in that order.
+        self._arrived: dict[nn.Parameter, None] = {}
+
+    @property
+    def groups(self) -> list[TransientGroup]:
+        """All buckets."""
+        return [group for segment in self._segments for group in segment.groups]
+
+    @property
+    def runs(self) -> list[AdamRun]:
+        """All that this rank owns; see move_in."""
+        return [run for segment in self._segments for run in segment.runs]
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """The summed gradients of all that this rank owns: [n] each, any float dtype, views."""
+        return [run.grad for run in self.runs]
+
+    def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """Returns the reduced gradients, [n] each, of some parameters, any shape and dtype.
+
+        Raises ValueError for a parameter that is not here.
+        """
+        wanted = set(self.check_own(params))
+        found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
+        return [member.view_of(run.grad) for run, member in found]
+
+    @property
+    def grad_use(self) -> GradUse:
+        """How an update treats the gradients that it divides; the same for all buckets and on all ranks."""
+        is_plain = all(segment.is_plain for segment in self._segments)
+        return GradUse.DIVIDE if is_plain else GradUse.READ
+
+    @property
+    def waiting(self) -> list[nn.Parameter]:
+        """Parameters that require grad, any shapes and dtypes, and were not taken over yet."""
+        return [param for param in self.names if param.requires_grad and param not in self.groups_of]
+
+    @property
+    def order(self) -> list[list[int]]:
+        """The parameters of each segment by their numbers, in the order of their places."""
+        index = {param: place for place, param in enumerate(self.names)}
+        return [[index[param] for param in segment.params] for segment in self._segments]
+
+    def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
+        """Returns parameters, any shapes and dtypes, in the given order; nothing if other parameters are trained."""
+        params = list(self.names)
+        trained = {place for place, param in enumerate(params) if param.requires_grad}
+        is_fitting = {place for places in order for place in places} == trained
+        return [[params[place] for place in places] for places in order] if is_fitting else []
+
+    @property
+    def without_state(self) -> frozenset[int]:
+        """The numbers of parameters that nobody steps."""
+        return frozenset(place for place, param in enumerate(self.names) if param not in self.groups_of)
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """Returns the parameter ranges whose state this rank keeps."""
+        index = {param: place for place, param in enumerate(self.names)}
+        return [
+            OwnedRange(index[part.param], part.param, part.start, part.span.numel, run.state, part.span.start)
+            for run in self.runs
+            for part in run.members
+        ]
+
+    def standing_grad(self, param: nn.Parameter) -> torch.Tensor:
+        """The memory of a parameter's gradients: [*its shape], the dtype that they are sent in.
+
+        Raises ValueError where it does not stand.
+        """
+        segment = next(segment for segment in self._segments if any(param is own for own in segment.params))
+        if not segment.memory.contiguous_grad_buffer:
+            raise ValueError(
+                f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so that gradients have no "
+                "standing memory; must be True"
+            )
+        return next(buffer.entry_of[param].main_grad for buffer in segment.buffers if param in buffer.entry_of)
+
+    def check_own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters, any shapes and dtypes, as a list; raises ValueError for one that it does not have."""
+        given = list(params)
+        for place, param in enumerate(given):
+            if param not in self.names:
+                raise ValueError(f"parameter {place} of those given is not in param_groups: must be the optimizer's")
+        return given
+
+    def note_arrival(self, param: nn.Parameter) -> None:
+        """Records that a parameter, any shape and dtype, that was not taken over has a gradient."""
+        self._arrived[param] = None
+
+    def forget_arrivals(self) -> None:
+        """Drops the records of these gradients."""
+        self._arrived.clear()
+
+    def take_over_rest(self) -> None:
+        """Takes over the remaining trained parameters, in the order of their first gradients. Collective."""
+        waiting = self.waiting
+        if waiting:
+            arrived = self._agreed_order([*self._arrived])
+            self._arrived.clear()
+            came = set(arrived)
+            # Places go from the last to the first.
+            self.take_over([*(param for param in waiting if param not in came), *reversed(arrived)], self._memory)
+        if self._is_captured:
+            # Else when states are first used, and whole gradients are gone.
+            self.move_in()
+
+    def take_over(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
+        """Moves parameters into a segment of their own, which are not in any yet, in the order of their places.
+
+        Collective; raises ValueError on all ranks where these do not give the same.
+        """
+        if self._plan.grid.ranks is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "the optimizer was built before torch.distributed was initialised: call init_process_group first, or "
+                "this rank would train alone"
+            )
+        self._check_equal([str(memory), *(_describe(self.names[param], param) for param in params)])
+        self._check_equal([f"{self.names[param]} with bits {bits_sync(param):08x}" for param in params])
+        for param in params:
+            memory.check_param(self.names[param], param)
+        if not params:
+            return
+        name = f"segment {len(self._segments)}"
+        named = [(self.names[param], param) for param in params]
+        segment = _Segment(named, self.keys, memory=memory, plan=self._plan, name=name)
+        self._segments.append(segment)
+        # Of parameters without elements, nothing is in any bucket.
+        self.groups_of.update((param, []) for param in params)
+        for param, group in segment.groups_of():
+            self.groups_of[param].append(group)
+            group.on_arrival = partial(self._mark_arrived, group)
+        self.note_versions()
+        self._order.go_on()
+        self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
+
+    def move_in(self) -> None:
+        """Lets all that were taken over have their places and states, which they else have when `runs` is asked for."""
+        for segment in self._segments:
+            segment.move_in()
+
+    def take_changes(self) -> None:
+        """Before an update: lets masters follow what others have written to parameters, as `load_state_dict` does.
+
+        Told by torch's own count of changes, which the host reads.
+        """
+        changed = {param for param in self.groups_of if param._version != self._versions[param]}
+        if changed:
+            for run in self.runs:
+                if any(member.param in changed for member in run.members):
+                    run.take_changes()
+            self.note_versions()
+
+    def note_versions(self) -> None:
+        """The parameters are as the masters have them."""
+        self._versions = {param: param._version for param in self.groups_of}
+
+    def mark_awaited(self) -> None:
+        """Lets reads of all parameters raise until their gathers, which are due, have come."""
+        _refuse_reads(param for param, groups in self.groups_of.items() if any(group.is_awaited for group in groups))
+
+    def _mark_arrived(self, group: TransientGroup) -> None:
+        states = (ParamState.ARRIVED, ParamState.CURRENT)
+        own = [entry.param for entry in group.entries]
+        _allow_reads(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
+
+    def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The first rank's order of the same parameters. Collective."""
+        places = {param: place for place, param in enumerate(self.names)}
+        by_place = list(self.names)
+        orders = gather_objects([places[param] for param in params], self._plan.grid.ranks)
+        # Ranks may have come to some of them only.
+        everywhere = dict.fromkeys(place for order in orders for place in order)
+        return [by_place[place] for place in everywhere]
+
+    def _check_equal(self, own: list[str]) -> None:
+        ranks = gather_objects(own, self._plan.grid.ranks)
+        for rank, other in enumerate(ranks):
+            if other == ranks[0]:
+                continue
+            pairs = zip([*ranks[0], "nothing"], [*other, "nothing"])
+            first, here = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"ranks differ in what they give the optimizer: rank 0 has {first}, rank {rank} has {here}; must be "
+                "the same, with the same values (seed ranks alike, or broadcast the model from one)"
+            )
+
+    def _find_moved(self) -> str | None:
+        """Describes a change that would make an update miss the parameters; None without one."""
+        frozen = next((param for param in self.groups_of if not param.requires_grad), None)
+        if frozen is not None:
+            return (
+                f"{self.names[frozen]} was frozen after the optimizer took it over: must stay as it is, or be frozen "
+                "after release() and before another optimizer is built"
+            )
+        for segment in self._segments:
+            for place in segment.find_moved():
+                return (
+                    f"{self.names[place]} was moved, converted or given other data after the optimizer took it over: "
+                    "copy into it (.data.copy_), or build the optimizer when the model is where it stays"
+                )
+        return None
+
+
+# Parameters that were taken over together.
+
+
+class _Segment:
+    """Parameters that were taken over together, and this rank's runs of them.
+
+    named_params: in the order of places; keys: of each its parameter group. name: the segment's, for messages.
+
+    Parameters of one dtype share a buffer, whose buckets cut them. Until move_in they stay in their own memory, and
+    have no states.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        keys: Mapping[nn.Parameter, int],
+        *,
+        memory: AdamMemory,
+        plan: SegmentPlan,
+        name: str,
+    ) -> None:
+        self.memory = memory
+        self.params = [param for _, param in named_params]
+        by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for param_name, param in named_params:
+            by_dtype.setdefault(param.dtype, []).append((param_name, param))
+        self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
+        self._keys = keys
+        self._runs: list[AdamRun] | None = None
+        self._note_addresses()
+        self._groups_of = {
+            buffer: [
+                TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
+                for index, bucket in enumerate(buffer.buckets)
+            ]
+            for buffer in self.buffers
+        }
+        self.groups = [group for groups in self._groups_of.values() for group in groups]
+
+    @property
+    def runs(self) -> list[AdamRun]:
+        """All that this rank owns; whoever asks first moves the parameters in."""
+        return self.move_in()
+
+    def move_in(self) -> list[AdamRun]:
+        """Gives the parameters their places, and this rank's runs of them states, unless they have them."""
+        if self._runs is None:
+            self._runs = []
+            for buffer, groups in self._groups_of.items():
+                buffer.move_in()
+                self._runs += _runs(buffer, groups, memory=self.memory, keys=self._keys)
+            self._note_addresses()
+        return self._runs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's kernel on a CPU serves all of it; GPUs have one that divides gradients while it reads."""
+        firsts = [buffer.entries[0].param for buffer in self.buffers]
+        return all(param.device.type == "cpu" and self.memory.is_plain(param) for param in firsts)
+
+    def find_moved(self) -> Iterator[nn.Parameter]:
+        """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
+        with torch._C.DisableTorchFunctionSubclass():
+            addresses = [param.data_ptr() for param in self.params]
+        return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
+
+    def groups_of(self) -> Iterator[tuple[nn.Parameter, TransientGroup]]:
+        """Each parameter with each bucket that has a part of it."""
+        return ((entry.param, group) for group in self.groups for entry in group.entries)
+
+    def _note_addresses(self) -> None:
+        # By address: a comparison of numbers, no read of a device.
+        self._addresses = [param.data_ptr() for param in self.params]
+
+
+def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, plan: SegmentPlan) -> LateBuffer:
+    first = members[0][1]
+    kind = BufferKind(first.dtype, memory.grad_dtype(first), is_expert=False)
+    device = first.device
+    settings = BufferSettings(
+        group=plan.grid.shards,
+        bucket_size=max(1, int(plan.bucket_bytes) // kind.grad_dtype.itemsize),
+        is_sharded=True,
+        scale=1.0 / group_size(plan.grid.ranks) if plan.average else 1.0,
+        policy=ReductionPolicy(
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            instances_group=plan.grid.replicas,
+            side=SideStream(device) if plan.overlap and group_size(plan.grid.replicas) > 1 else None,
+        ),
+        split=True,
+    )
+    return LateBuffer(kind, members, settings=settings, memory=memory.policy(first))
+
+
+def _runs(
+    buffer: LateBuffer,
+    groups: Sequence[TransientGroup],
+    *,
+    memory: AdamMemory,
+    keys: Mapping[nn.Parameter, int],
+) -> Iterator[AdamRun]:
+    form, owned = memory.form(buffer.entries[0].param), buffer.owned_spans()
+    is_flat, device = buffer.memory.params is ParamMemory.FLAT, buffer.shard_grads.device
+    for found in ranges_in(buffer, owned, groups=keys):
+        span = found.span
+        model = (
+            buffer.param_data[span.start : span.end]
+            if is_flat
+            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=device)
+        )
+        yield AdamRun(
+            key=found.key,
+            members=found.members,
+            state=FlatAdam(model, form),
+            grad=buffer.grad_of(span),
+            group=groups[found.place],
+            start=span.start - owned[found.place].start,
+            model=None if buffer.is_staged else model,
+            ranges=_joined([member.span for member in found.members]),
+        )
+
+
+def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """Ranges of the spans, neighbours with no padding in between as one; see [Note: ends of parameters]."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans:
+        if ranges and ranges[-1][1] == span.start:
+            ranges[-1] = (ranges[-1][0], span.end)
+        else:
+            ranges.append((span.start, span.end))
+    return ranges
+
+
+def _collect(members: Sequence[RunParam], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A run's parameters from their own memory: [numel], their dtype."""
+    flat = torch.zeros(numel, dtype=dtype, device=device)
+    for member in members:
+        member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
+    return flat
+
+
+def _describe(name: str, param: nn.Parameter) -> str:
+    return f"{name} of shape {tuple(param.shape)}, strides {param.stride()} and {param.dtype}"
+
+
+def _nothing() -> None:
+    """Drops nothing when an order begins anew: the optimizer's zero_grad drops gradients that were not taken."""
+
+
+# The guard against stale reads. Memory holds old values between an update and the gather, and no kernel could tell.
+# So the class tells it, as torch's own UninitializedParameter does of a parameter without memory; object, hooks and
+# names stay.
+
+
+class AwaitedParameter(nn.Parameter):
+    """A parameter of any shape and dtype whose values are on their way; shape, gradient and hooks may be used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__repr__:
+            return f"AwaitedParameter of shape {tuple(args[0].shape)}, {args[0].dtype}: call wait_params to see values"
+        is_accessor = func.__name__ in ("__get__", "__set__", "__delete__")
+        # type() with an argument converts.
+        is_conversion = func is torch.Tensor.type and len(args) + len(kwargs or {}) > 1
+        if is_conversion or (
+            func not in _FORM_METHODS and not (is_accessor and func.__self__.__name__ not in _VALUE_ATTRIBUTES)
+        ):
+            shape = next(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+            raise RuntimeError(
+                f"a parameter of shape {shape} is accessed (by {func.__name__}) after "
+                "DistributedFusedAdam.step and before the gather of its new values, which overlap_param_sync puts off "
+                "to the forward of its module: call wait_params([parameter]) or param_sync() first"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
+    """Lets reads of these parameters, any shapes and dtypes, raise RuntimeError.
+
+    Parameters of a user's own class keep that class, and may be read.
+    """
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__ = AwaitedParameter
+
+
+def _allow_reads(params: Iterable[nn.Parameter]) -> None:
+    """Lets these parameters, any shapes and dtypes, be read again."""
+    for param in params:
+        if type(param) is AwaitedParameter:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]  # of one layout: torch's own classes do this too
