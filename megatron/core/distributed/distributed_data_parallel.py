@@ -48,8 +48,8 @@ from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import Ledger, stage_group_of
 from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
+from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.layout import resolve_bucket_size
-from megatron.core.distributed.passes import Passes, PassScope
 from megatron.core.distributed.synced_group import ParamState, SyncedGroup
 from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
 from megatron.core.distributed.transient_grads import TransientGroup

@@ -8,7 +8,7 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 Ranks with other experts may have other groups, as experts of some may be frozen. Every rank numbers the groups of all.
 
-Where gradients are reduced in each backward, see [Note: passes] in passes.py.
+Where gradients are reduced in each backward, see [Note: passes] in launch_sequence.py.
 
 [Note: several orders] Two wrappers, or two optimizers, may send over the same process groups, each with an order of its
 own; gradients of both may come in one backward, in another order on each rank. So where the iterations of two overlap
@@ -38,8 +38,7 @@ from megatron.core.distributed.bucket_observer import BucketObserver, Observers,
 from megatron.core.distributed.consistency import GradChecks, raise_non_finite
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import Ledger, OrderWords, Phase, StepAgreement, Verdict
-from megatron.core.distributed.launch_sequence import LaunchSequence
-from megatron.core.distributed.passes import Passes, PassScope
+from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
@@ -301,8 +300,8 @@ class LaunchOrder:
             group.readiness.learn()
         if any(group.keeps_memory for group in groups):
             # What comes next is collected where these reductions are under way.
-            for group in self._passes.all_in_flight():
-                group.settle()
+            for number in self._passes.all_in_flight():
+                self._by_number[number].settle()
 
     def go_on(self) -> None:
         """Lets gradients come after `finish` that add to what is summed up already."""
@@ -640,8 +639,9 @@ class LaunchOrder:
             with self.observers.launching(Traffic.REDUCE, group):
                 group.launch_reductions()
             self._launched.append(group)
-            oldest = self._passes.launched(group)
-            if oldest is not None:
+            number = self._passes.launched(group.number)
+            if number is not None:
+                oldest = self._by_number[number]
                 with self.observers.waiting(Traffic.REDUCE, oldest):
                     oldest.settle()
                 if oldest.can_be_released:
@@ -688,8 +688,8 @@ class LaunchOrder:
             if late[group.number]:
                 with self.observers.launching(Traffic.LATE, group):
                     group.start_second_round()
-                if (oldest := self._passes.launched(group)) is not None:
-                    oldest.settle()
+                if (oldest := self._passes.launched(group.number)) is not None:
+                    self._by_number[oldest].settle()
         traffic = {group.number: Traffic.LATE if late[group.number] else Traffic.REDUCE for group in in_order}
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):

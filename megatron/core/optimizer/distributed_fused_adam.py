@@ -21,7 +21,7 @@ from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import OrderWords
 from megatron.core.distributed.launch_order import LaunchOrder
-from megatron.core.distributed.passes import Passes, PassScope
+from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
