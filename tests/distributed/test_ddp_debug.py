@@ -20,9 +20,9 @@ from megatron.core.distributed import (
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
 from megatron.core.distributed.ddp_debug import find_coverage_problem
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
-from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
+from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.counts import long_count
@@ -69,7 +69,7 @@ EVERY = list(range(LAYERS))
 
 
 def wait_for_no_gather(run):
-    with patch.object(LaunchOrder, "need", lambda *_, **__: None):
+    with patch.object(CollectiveScheduler, "need", lambda *_, **__: None):
         step(run, EVERY)
 
 
@@ -91,7 +91,7 @@ def leave_a_gather_of_a_skipped_module(run):
         for group in self._groups:
             group.param_state = ParamState.CURRENT
 
-    with patch.object(LaunchOrder, "_launch_rest", launch_rest):
+    with patch.object(CollectiveScheduler, "_launch_rest", launch_rest):
         step(run, [0, 1, 3, 4])
 
 
@@ -121,13 +121,13 @@ def reduce_every_microbatch(run):
 
 
 def reduce_twice(run):
-    wait = LaunchOrder._wait_for_reductions
+    wait = CollectiveScheduler._wait_for_reductions
 
     def launch_again(self, late):
         self._launch([group.number for group in self._groups])
         wait(self, late)
 
-    with patch.object(LaunchOrder, "_wait_for_reductions", launch_again):
+    with patch.object(CollectiveScheduler, "_wait_for_reductions", launch_again):
         step(run, EVERY)
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
+    CollectiveScheduler,
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    LaunchOrder,
     NonFiniteGradientError,
 )
 from megatron.core.distributed.bucket_observer import BucketObserver, Traffic
@@ -290,7 +290,7 @@ def test_b15_odd_numbers_of_ranks_and_elements(ranks):
 def chunks_with_one_order():
     """Two chunks trained as one model, backward of the later one first."""
     config, settings = ModelParallelConfig(deterministic_mode=True), {**GRAD, "bucket_size": 1}
-    order = LaunchOrder(dist.group.WORLD, overlap_grad_reduce=True)
+    order = CollectiveScheduler(dist.group.WORLD, overlap_grad_reduce=True)
     torch.manual_seed(0)
     parts = [nn.Linear(3, 3), nn.Linear(3, 3)]
     chunks = [

@@ -10,12 +10,16 @@ from megatron.core.distributed.distributed_data_parallel import (
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.iteration import CollectiveMismatchError
-from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.torch_fsdp2 import TorchFullyShardedDataParallel
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 
+# A second name of the same class: users' training loops import it.
+LaunchOrder = CollectiveScheduler
+
 __all__ = [
     "CollectiveMismatchError",
+    "CollectiveScheduler",
     "DdpDebugError",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",

@@ -1,6 +1,6 @@
 """_ParamAndGradBucketGroup: buckets whose gradients are reduced, and whose parameters are gathered, together.
 
-It does what it is told; launch_order.py tells it when, in the same order on every rank.
+It does what it is told; scheduler.py tells it when, in the same order on every rank.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """BucketObserver: who looks on while bucket groups fill, are sent and are waited for. Nobody looks on by default.
 
-LaunchOrder tells its observers of all chunks of a stage. What is noted of times is in event_log.py, what is checked
-while debugging in ddp_debug.py.
+CollectiveScheduler tells its observers of all chunks of a stage. What is noted of times is in event_log.py, what is
+checked while debugging in ddp_debug.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -100,7 +100,7 @@ class BucketObserver(Protocol):
 
 
 class Observers:
-    """The observers of one LaunchOrder, called in the order they were added."""
+    """The observers of one CollectiveScheduler, called in the order they were added."""
 
     def __init__(self) -> None:
         self._observers: list[BucketObserver] = []

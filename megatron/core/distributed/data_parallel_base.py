@@ -76,7 +76,7 @@ class WrappedBuffer(Protocol):
 
 
 class WrapperOrder(Protocol):
-    """Tells the ranks' steps apart; see LaunchOrder."""
+    """Tells the ranks' steps apart; see CollectiveScheduler."""
 
     has_optimizer: bool
 

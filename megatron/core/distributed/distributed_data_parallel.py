@@ -1,7 +1,7 @@
 """DistributedDataParallel: replicas of any module whose gradients are reduced in buckets, during backward if wanted.
 
 From a module, its settings and its groups it builds buffers, bucket groups and a launch order. How buffers are laid
-out, and what is launched when, is in layout.py and launch_order.py. GraphedReductions makes wrapped chunks a part of a
+out, and what is launched when, is in layout.py and scheduler.py. GraphedReductions makes wrapped chunks a part of a
 step that a CUDA graph holds.
 """
 
@@ -47,9 +47,9 @@ from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import Ledger, stage_group_of
-from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder, all_current
 from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
 from megatron.core.distributed.synced_group import ParamState, SyncedGroup
 from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
 from megatron.core.distributed.transient_grads import TransientGroup
@@ -90,7 +90,7 @@ class DistributedDataParallel(_BaseDataParallel):
     there and RemoteRankError on the others.
     """
 
-    launch_order: LaunchOrder
+    launch_order: CollectiveScheduler
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class DistributedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         *,
         pg_collection: ProcessGroupCollection | None = None,
-        launch_order: LaunchOrder | None = None,
+        launch_order: CollectiveScheduler | None = None,
     ) -> None:
         check_wrapper_types(
             "DistributedDataParallel",
@@ -457,11 +457,13 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         dist.broadcast(flat, group=group, group_src=0)
 
 
-def build_launch_order(groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig) -> LaunchOrder:
+def build_launch_order(
+    groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig
+) -> CollectiveScheduler:
     """Builds the launch order shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
     stage_group = stage_group_of(groups)
     in_flight = _MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT
-    order = LaunchOrder(
+    order = CollectiveScheduler(
         stage_group,
         pp_group=groups.pp,
         stage_host=groups.tp_dp_cp_host,
@@ -692,7 +694,7 @@ def _build_groups(
 
 
 def _warn_of_settings(
-    config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: LaunchOrder
+    config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: CollectiveScheduler
 ) -> None:
     # Once, for the first chunk.
     if order.num_chunks > 0 or group_rank(order.stage_group) > 0:

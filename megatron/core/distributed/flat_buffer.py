@@ -1,6 +1,6 @@
 """Flat buffers of parameters and gradients, and the buckets they are cut into; gradients are moved in here.
 
-Sends nothing: bucket_group.py does, when launch_order.py says so. Where what lies is layout.py's.
+Sends nothing: bucket_group.py does, when scheduler.py says so. Where what lies is layout.py's.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """GradArrivals: takes every gradient that autograd has, or is about to compute, to the launch order of a wrapper.
 
-What is reduced when is launch_order.py's; where a gradient goes, its group's.
+What is reduced when is scheduler.py's; where a gradient goes, its group's.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import nn
 from megatron.core.distributed.backward_end import OutermostBackward
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.param_attributes import clear_main_grad, gradient_of, mark_gradients_pass
@@ -25,7 +25,7 @@ class GradArrivals:
     def __init__(
         self,
         group_of: Mapping[nn.Parameter, SyncedGroup],
-        order: LaunchOrder,
+        order: CollectiveScheduler,
         *,
         hook_runner: GradHookRunner,
         config: ModelParallelConfig,

@@ -1,6 +1,6 @@
 """Users' hooks on reduced gradients: which are due for a bucket, and the release of the bucket to them.
 
-An optimizer in backward receives each bucket after the hooks. When a bucket is reduced is launch_order.py's.
+An optimizer in backward receives each bucket after the hooks. When a bucket is reduced is scheduler.py's.
 
 [Note: hooks by name] Hooks that users put on a parameter itself are lost when the parameter is replaced, and fire for
 gradients that are not reduced yet. So they are kept here, under the parameter's name. What is in `torch`'s own list of

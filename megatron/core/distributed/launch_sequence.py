@@ -1,6 +1,6 @@
 """Which bucket group may be reduced next: pure decisions over numbers, the same on every rank. Launches nothing.
 
-Groups are numbered as they were added. launch_order.py acts on what is decided here.
+Groups are numbered as they were added. scheduler.py acts on what is decided here.
 
 [Note: passes] Groups whose gradients are freed once they are reduced are so in each backward: a pass, which `end_pass`
 of the launch order ends. Every pass goes through the whole order of its groups, on all ranks alike, so that launches

@@ -1,6 +1,6 @@
 """SyncedGroup: what all bucket groups share, their place in a launch order and the gathers of their parameters.
 
-How gradients are kept and reduced is bucket_group.py's, or transient_grads.py's; when, launch_order.py's.
+How gradients are kept and reduced is bucket_group.py's, or transient_grads.py's; when, scheduler.py's.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ class ParamState(Enum):
 
 
 class GroupOrder(Protocol):
-    """Launches groups, each in its turn; LaunchOrder implements it."""
+    """Launches groups, each in its turn; CollectiveScheduler implements it."""
 
     def gradient_ready(self, group: "SyncedGroup", param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches every group that has become ready."""
@@ -68,7 +68,7 @@ class SyncedGroup(ABC):
 
     is_last_microbatch: gradients that come now are counted. is_last_backward: gradients that are counted now are the
     last of the iteration. number, order: its place among the others and what
-    launches them, given when it is attached to a LaunchOrder.
+    launches them, given when it is attached to a CollectiveScheduler.
     """
 
     number: int

@@ -62,7 +62,7 @@ class UnitRelease(Protocol):
 class FsdpIteration:
     """An iteration from zero_grad_buffer to finish_grad_sync, after which an optimizer may step.
 
-    The optimizer uses it like the launch order of DistributedDataParallel. checks: what units measure of gradients, if
+    The optimizer uses it like the scheduler of DistributedDataParallel. checks: what units measure of gradients, if
     anything. find_change: describes a change since wrapping that makes the module unusable.
     """
 

@@ -1,7 +1,7 @@
 """Gradients that live no longer than they must: from the first of a bucket to the end of its reduction.
 
 The sums of all passes add up in what this rank owns (ZeRO-2: its shard), which is all that stands of them, or not even
-that. What is launched when is launch_order.py's, see [Note: passes] in launch_sequence.py. Who gets it is
+that. What is launched when is scheduler.py's, see [Note: passes] in launch_sequence.py. Who gets it is
 grad_hooks.py's.
 """
 

@@ -20,8 +20,8 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import OrderWords
-from megatron.core.distributed.launch_order import LaunchOrder
 from megatron.core.distributed.launch_sequence import Passes, PassScope
+from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
@@ -141,7 +141,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         check_capturable(capturable, self._memory)
         grid = RankGrid.of(process_group, distributed=distributed_process_group, redundant=redundant_process_group)
         # Ranks that a graph's replays bring to the same places need not tell each other on the host, and could not.
-        order = LaunchOrder(
+        order = CollectiveScheduler(
             None if capturable else grid.ranks,
             overlap_grad_reduce=overlap_grad_sync,
             passes=Passes(PassScope.ALL, max_in_flight=pipeline_size),

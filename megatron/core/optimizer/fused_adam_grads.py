@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed.backward_end import is_in_backward
-from megatron.core.distributed.launch_order import LaunchOrder
+from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.optimizer.clip_grads import clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.fused_adam_params import ShardedParams
 from megatron.core.optimizer.update_rules import GradScale
@@ -86,7 +86,7 @@ class GradAccumulator:
     def __init__(
         self,
         params: ShardedParams,
-        order: LaunchOrder,
+        order: CollectiveScheduler,
         *,
         scaling: "ShardScaling",
         overlap: bool,

@@ -20,8 +20,8 @@ from megatron.core.device import SideStream
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import bits_sync
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
-from megatron.core.distributed.launch_order import ChunkSync, LaunchOrder
 from megatron.core.distributed.layout import RunParam, Span
+from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler
 from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_buffer import ParamMemory
 from megatron.core.distributed.transient_grads import TransientGroup
@@ -196,7 +196,7 @@ class ShardedParams:
     for. is_captured: nothing may be allocated later than with the first gradients.
     """
 
-    def __init__(self, plan: SegmentPlan, order: LaunchOrder, *, memory: AdamMemory, is_captured: bool) -> None:
+    def __init__(self, plan: SegmentPlan, order: CollectiveScheduler, *, memory: AdamMemory, is_captured: bool) -> None:
         self._plan, self._order, self._memory, self._is_captured = plan, order, memory, is_captured
         self._segments: list[_Segment] = []
         self.names: dict[nn.Parameter, str] = {}

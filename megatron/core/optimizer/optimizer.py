@@ -39,7 +39,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class SteppedOrder(Protocol):
-    """The part of LaunchOrder that a step uses."""
+    """The part of CollectiveScheduler that a step uses."""
 
     has_optimizer: bool
 

@@ -1,4 +1,4 @@
-"""LaunchOrder: which collectives of a pipeline stage are launched when, the same sequence on every rank.
+"""CollectiveScheduler: which collectives of a pipeline stage are launched when, the same sequence on every rank.
 
 [Note: launch order] Collectives pair up by the order in which ranks launch them, while gradients become ready, and
 parameters are needed, in an order that may differ between ranks and steps. So all gathers and reductions of a stage
@@ -67,7 +67,7 @@ class ChunkSync:
     hook_runner: GradHookRunner | None = None
 
 
-class LaunchOrder:
+class CollectiveScheduler:
     """The collectives of all chunks of a stage; see [Note: launch order].
 
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
@@ -174,7 +174,7 @@ class LaunchOrder:
         for end in filter(None, [end() for end in self._ends]) if self._defers else ():
             end.close()
 
-    def make_way(self, other: "LaunchOrder") -> bool:
+    def make_way(self, other: "CollectiveScheduler") -> bool:
         """Defers this iteration's launches to its end, as that of `other` begins over the same process groups.
 
         What may have been launched in part is launched whole. Returns False where an error has broken this one off.
@@ -288,7 +288,7 @@ class LaunchOrder:
         for group in groups:
             self._launch(self._sequence.up_to(group.number))
 
-    @record_function("LaunchOrder.end_pass")
+    @record_function("CollectiveScheduler.end_pass")
     def end_pass(self, groups: Sequence[SyncedGroup]) -> None:
         """Launches what is left of a pass, that of these groups; see [Note: passes]. Collective, without waiting."""
         numbers = {group.number for group in groups}
@@ -310,7 +310,7 @@ class LaunchOrder:
             for group in self._groups:
                 group.go_on()
 
-    @record_function("LaunchOrder.finish")
+    @record_function("CollectiveScheduler.finish")
     def finish(self) -> None:
         """Launches what is left and waits for all of it; once an iteration, for all chunks. Collective.
 
