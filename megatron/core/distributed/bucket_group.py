@@ -49,11 +49,11 @@ class _ParamAndGradBucketGroup(SyncedGroup):
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
         """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`."""
         self.note_added(param)
-        self.order.gradient_ready(self, param)
+        self._mark_grad_ready(self, param)
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce the gradients of this group and of all before it. Collective."""
-        self.order.start_grad_sync([self])
+        self._start_grad_sync([self])
 
     # Gradients.
 

@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -557,7 +557,7 @@ def _wide(grad: torch.Tensor) -> torch.dtype:
 
 def raise_non_finite(
     names: list[str], groups: Sequence[dist.ProcessGroup | None], *, in_backward: bool = False
-) -> None:
+) -> NoReturn:
     """Raises NonFiniteGradientError with what the ranks of all groups found. Collective: on all of them.
 
     names: this rank's parameters with a gradient that is not finite. groups: asked one after the other, so that

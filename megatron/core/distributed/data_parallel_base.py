@@ -24,6 +24,7 @@ from megatron.core.distributed.grad_hooks import (
     PostBackwardHook,
     StateProvider,
 )
+from megatron.core.distributed.iteration import Iteration
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
@@ -76,9 +77,9 @@ class WrappedBuffer(Protocol):
 
 
 class WrapperOrder(Protocol):
-    """Tells the ranks' steps apart; see CollectiveScheduler."""
+    """The part of a CollectiveScheduler, or of FSDP2's iteration, that an optimizer uses."""
 
-    has_optimizer: bool
+    iteration: Iteration
 
     def step(self) -> None: ...
 

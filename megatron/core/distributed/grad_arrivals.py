@@ -66,7 +66,7 @@ class GradArrivals:
 
     def _take(self, param: torch.Tensor) -> None:
         assert isinstance(param, nn.Parameter)
-        self._order.gradient_came(self._group_of[param], param)
+        self._order.accumulate(self._group_of[param], param)
 
     def _take_in_pass(self, param: torch.Tensor) -> None:
         assert isinstance(param, nn.Parameter)
@@ -84,7 +84,7 @@ class GradArrivals:
             self._end.note()
             if self._releases and group.is_last_backward:
                 self._hold_if_inside()
-        self._order.gradient_came(group, param)
+        self._order.accumulate(group, param)
         # The bucket has a copy.
         param.grad = None
 

@@ -1,4 +1,4 @@
-"""Where an iteration of gradients is, and what the ranks of a stage compare and agree on at its end.
+"""Iteration: where an iteration of gradients is, and what the ranks of a stage compare and agree on at its end.
 
 Nothing here launches a gradient's or a parameter's collective: those who do so record it in a Ledger first.
 
@@ -25,8 +25,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
+from megatron.core.distributed.consistency import raise_non_finite
 from megatron.core.group_collectives import gather_objects, message_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+
+# The reason of whoever calls `reset`.
+RESET = "reset_iteration() was called after an error"
 
 _NAMES_SHOWN = 3
 _KEPT_LAUNCHES = 1000  # of each rank in the store: a rank may be that far ahead of one that it does not wait for
@@ -36,21 +40,6 @@ _LONGEST_PAUSE = 0.05  # seconds between two looks at the store
 def stage_group_of(groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
     """The ranks whose collectives are to be in one order; None is this rank alone."""
     return groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
-
-
-class Phase(Enum):
-    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync. Its order alone moves it.
-
-    REPLAYED: a CUDA graph has run it, sums included, and ranks have told each other nothing of it yet. STEPPED: all
-    ranks know that no rank has broken it off, and update. CLOSED: the wrappers were taken off.
-    """
-
-    COLLECTING = "collecting"
-    REPLAYED = "replayed"
-    FINISHED = "finished"
-    STEPPED = "stepped"
-    ABORTED = "aborted"
-    CLOSED = "closed"
 
 
 @dataclass(frozen=True)
@@ -161,7 +150,22 @@ class Ledger:
         return _Entry(line, line.encode())
 
 
-# The agreement at the end of an iteration.
+# The iteration.
+
+
+class _Phase(Enum):
+    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync.
+
+    REPLAYED: a CUDA graph has run it, sums included, and ranks have told each other nothing of it yet. STEPPED: all
+    ranks know that no rank has broken it off, and update. CLOSED: the wrappers were taken off.
+    """
+
+    COLLECTING = "collecting"
+    REPLAYED = "replayed"
+    FINISHED = "finished"
+    STEPPED = "stepped"
+    ABORTED = "aborted"
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True)
@@ -173,29 +177,129 @@ class Verdict:
     is_reordered: bool
     late: list[bool]
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the iteration must be aborted."""
+        return self.is_aborted or self.is_non_finite
 
-class StepAgreement:
-    """The messages of a stage's ranks at the end of an iteration.
+
+class Iteration:
+    """The phase of an iteration, moved by its owner, and the messages of a stage's ranks at its end.
 
     stage_group: the ranks that agree. pp_group: those that must stop together where a gradient is not finite. None
     of either is this rank alone. stage_host, pp_host: the same ranks, where these can send from the host; without them,
-    each step reads a GPU. ledger: where launches were noted, which are compared on the way.
+    each step reads a GPU. ledger: where launches are recorded, which are compared on the way. words: of the owner, for
+    errors.
     """
 
     def __init__(
         self,
-        stage_group: dist.ProcessGroup | None,
+        stage_group: dist.ProcessGroup | None = None,
         *,
-        pp_group: dist.ProcessGroup | None,
-        stage_host: dist.ProcessGroup | None,
-        pp_host: dist.ProcessGroup | None,
-        ledger: Ledger,
+        pp_group: dist.ProcessGroup | None = None,
+        stage_host: dist.ProcessGroup | None = None,
+        pp_host: dist.ProcessGroup | None = None,
+        ledger: Ledger | None = None,
+        words: OrderWords | None = None,
     ) -> None:
-        self._stage_group, self._ledger = stage_group, ledger
+        self.ledger, self.words = ledger or Ledger(stage_group), words or OrderWords()
+        # Whether an optimizer calls `step` after each `finish`, on all ranks of the model.
+        self.has_optimizer = False
+        self._phase = _Phase.COLLECTING
+        self._stage_group, self._pp_group = stage_group, pp_group
         self._stage_messages, self._pp_messages = stage_host or stage_group, pp_host or pp_group
         self._message_device = message_device([self._stage_messages, self._pp_messages])
 
-    @record_function("StepAgreement.agree_sync")
+    # Where it is.
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether gradients may become ready."""
+        return self._phase is _Phase.COLLECTING
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a CUDA graph has run it and ranks have not agreed on it yet."""
+        return self._phase is _Phase.REPLAYED
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all gradients are reduced, on all ranks, and the optimizer may step or has stepped."""
+        return self._phase in (_Phase.FINISHED, _Phase.STEPPED)
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError after an abort, until the next iteration begins, and for good after `close`."""
+        if self._phase is _Phase.CLOSED:
+            raise RuntimeError("the wrapper was taken off by release(): wrap the module and build its optimizer again")
+        if self._phase is _Phase.ABORTED:
+            raise RuntimeError(f"the iteration was broken off: call reset_iteration() or {self.words.zero}() first")
+
+    def refuse_gradient(self, subject: str) -> NoReturn:
+        """Raises RuntimeError for a gradient that became ready outside an iteration; subject: its name for messages."""
+        self.check_usable()
+        raise RuntimeError(
+            f"{subject} became ready after {self.words.finish}: call {self.words.zero} before the first backward"
+        )
+
+    # Its course.
+
+    def begin(self) -> None:
+        """Begins an iteration; raises RuntimeError after `close`."""
+        if self._phase is _Phase.CLOSED:
+            self.check_usable()
+        self._phase = _Phase.COLLECTING
+
+    def finish(self) -> None:
+        """Records that all gradients are reduced."""
+        self._phase = _Phase.FINISHED
+
+    def resume(self) -> None:
+        """Returns to collecting gradients, as what `finish` recorded does not end the iteration."""
+        self._phase = _Phase.COLLECTING
+
+    def mark_replayed(self) -> None:
+        """Records that a CUDA graph has run an iteration."""
+        self._phase = _Phase.REPLAYED
+
+    def mark_stepped(self) -> None:
+        """Records that the optimizer updates; `step` does so where another rank could have reset the iteration."""
+        self._phase = _Phase.STEPPED
+
+    def step(self) -> None:
+        """Agrees that the optimizer updates. Collective after `finish`, where there is an optimizer.
+
+        Raises RemoteRankError on all ranks that have not reset the iteration since `finish` if another rank has.
+        """
+        if self._phase is _Phase.STEPPED:
+            return
+        self.check_usable()
+        rank = self.end_finished_sync(is_reset=False)
+        if rank is not None:
+            self._phase = _Phase.ABORTED
+            raise RemoteRankError(
+                f"rank {rank} broke the iteration off: {RESET}, after finish_grad_sync. No rank has updated: call "
+                "reset_iteration() and go on"
+            )
+
+    def end_finished_sync(self, *, is_reset: bool) -> int | None:
+        """Returns the highest rank that did not reach the optimizer's step after `finish`, known to all. Collective.
+
+        is_reset: this one did not. Sends nothing without an optimizer, or before `finish`.
+        """
+        if self._phase is not _Phase.FINISHED or not self.has_optimizer:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        highest = self.highest_sync(rank + 1 if is_reset else 0)
+        self._phase = _Phase.STEPPED
+        return highest - 1 if highest else None
+
+    def close(self) -> None:
+        """Ends it for wrappers that are taken off."""
+        self._phase = _Phase.CLOSED
+
+    # The agreement at its end.
+
+    @record_function("Iteration.agree_sync")
     def agree_sync(self, local: Verdict, *, of_all_stages: bool) -> Verdict:
         """What holds on any rank of the stage. Collective; raises CollectiveMismatchError on all ranks of the stage.
 
@@ -205,7 +309,7 @@ class StepAgreement:
             # Nothing to send, and so nothing that a graph could not hold.
             return local
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
-        numbers = torch.tensor([*self._ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
+        numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
         if group_size(self._pp_messages) > 1 and of_all_stages:
@@ -214,10 +318,39 @@ class StepAgreement:
             dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
         highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
-        self._ledger.check_agreed([highest, negated_lowest])
+        self.ledger.check_agreed([highest, negated_lowest])
         return Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
-    @record_function("StepAgreement.highest_sync")
+    def abort_sync(self, reason: str) -> None:
+        """Aborts after an agreement that this rank began as aborted. Collective: the others tell a reason or raise."""
+        self._phase = _Phase.ABORTED
+        gather_objects(reason, self._stage_group)
+
+    def raise_aborted_sync(
+        self, verdict: Verdict, *, problem: str | Exception | None, non_finite: list[str], in_backward: bool
+    ) -> NoReturn:
+        """Aborts after an agreement that found an error, and raises the error. Collective.
+
+        problem: this rank's, in words, which becomes a ValueError, or an error that is raised as it is. Without one
+        RemoteRankError is raised with that of another rank; NonFiniteGradientError if there is none on any.
+        non_finite: names of this rank's gradients. in_backward: an optimizer may have updated by them.
+        """
+        self._phase = _Phase.ABORTED
+        if not verdict.is_aborted:
+            raise_non_finite(non_finite, [self._stage_group, self._pp_group], in_backward=in_backward)
+        reason = f"{type(problem).__name__} in backward: {problem}" if isinstance(problem, Exception) else problem
+        reasons = gather_objects(reason, self._stage_group)
+        if isinstance(problem, Exception):
+            raise problem
+        if problem is not None:
+            raise ValueError(problem)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        raise RemoteRankError(
+            f"rank {rank} of the stage broke the iteration off: {reason}. Its gradients are dropped on all ranks: "
+            "call reset_iteration() and go on"
+        )
+
+    @record_function("Iteration.highest_sync")
     def highest_sync(self, number: int) -> int:
         """The highest of all ranks of all stages. Collective."""
         highest = torch.tensor(number, dtype=torch.int64, device=self._message_device)
@@ -227,7 +360,7 @@ class StepAgreement:
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
         return int(highest)
 
-    @record_function("StepAgreement.first_ranks_order_sync")
+    @record_function("Iteration.first_ranks_order_sync")
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
         """The order of bucket groups, by number, that the stage's first rank gives. Collective."""
         numbers = torch.tensor(order, dtype=torch.int64, device=self._message_device)
@@ -235,21 +368,6 @@ class StepAgreement:
             dist.broadcast(numbers, group=self._stage_messages, group_src=0)
         # NOTE: reads what was sent, in the few steps that change the order.
         return numbers.tolist()
-
-    def tell_reason(self, reason: str) -> None:
-        """Lets the other ranks raise why this one broke the iteration off. Collective: they, too, tell or raise."""
-        gather_objects(reason, self._stage_group)
-
-    def raise_broken_off(self, problem: str | None) -> NoReturn:
-        """Raises ValueError with this rank's own problem, or RemoteRankError with that of another. Collective."""
-        problems = gather_objects(problem, self._stage_group)
-        if problem is not None:
-            raise ValueError(problem)
-        rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason is not None)
-        raise RemoteRankError(
-            f"rank {rank} of the stage broke the iteration off: {reason}. Its gradients are dropped on all ranks: "
-            "call reset_iteration() and go on"
-        )
 
 
 # Inside the trace.

@@ -32,12 +32,11 @@ from torch import nn
 from torch.autograd import Variable
 from torch.profiler import record_function
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import BackwardEnd, is_in_backward
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
-from megatron.core.distributed.consistency import GradChecks, raise_non_finite
+from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.iteration import Ledger, OrderWords, Phase, StepAgreement, Verdict
+from megatron.core.distributed.iteration import RESET, Iteration, Ledger, OrderWords, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.group_collectives import gather_objects
@@ -46,8 +45,6 @@ from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 logger = logging.getLogger(__name__)
-
-_RESET = "reset_iteration() was called after an error"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +88,11 @@ class CollectiveScheduler:
         sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
         self.observers = Observers()
-        self.stage_group, self._pp_group, self._words = stage_group, pp_group, words or OrderWords()
-        self.ledger = ledger or Ledger(stage_group)
-        self._agreement = StepAgreement(
-            stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=self.ledger
+        self.stage_group = stage_group
+        self.iteration = Iteration(
+            stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=ledger, words=words
         )
+        self.ledger = self.iteration.ledger
         self._overlap = overlap_grad_reduce
         self._passes = passes or Passes(PassScope.ITERATION, max_in_flight=0)
         # Late gradients only wait for the next pass, so nothing has to be seen first; and nothing is kept meanwhile.
@@ -106,9 +103,6 @@ class CollectiveScheduler:
         # In the order in which they were attached.
         self._chunks: list[ChunkSync] = []
         self._runner_of: dict[SyncedGroup, GradHookRunner] = {}
-        self._phase = Phase.COLLECTING
-        # Whether someone calls `step` after `finish`, on all ranks of the model.
-        self.has_optimizer = False
         # Who has begun the iteration.
         self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
@@ -129,14 +123,20 @@ class CollectiveScheduler:
 
     def attach(self, chunk: ChunkSync) -> None:
         """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
-        if self._phase is not Phase.COLLECTING or self._sequence.may_have_begun:
+        if not self.iteration.is_collecting or self._sequence.may_have_begun:
             raise ValueError("launch_order is given after its first iteration: wrap all chunks of a model before it")
         names, same_everywhere = _groups_of_stage(chunk.groups, self.stage_group)
         own = {group.name: group for group in chunk.groups}
         numbers = self._sequence.add([name in own for name in names])
         self._passes.add_chunk(numbers)
         for number, group in ((number, own[name]) for number, name in zip(numbers, names) if name in own):
-            group.number, group.order = number, self
+            group.attach(
+                number,
+                mark_grad_ready=self.mark_grad_ready,
+                start_grad_sync=self.start_grad_sync,
+                start_param_sync=self.start_param_sync,
+                need=self.need,
+            )
             self._by_number[number] = group
             if group.name in same_everywhere:
                 group.ledger = self.ledger
@@ -163,6 +163,24 @@ class CollectiveScheduler:
         """Keeps the order from now on, for graphs that are captured with it."""
         self._sequence.is_frozen = True
 
+    def first_name(self) -> str:
+        """The name of one of the parameters, for messages."""
+        return next((entry.name for group in self._groups for entry in group.entries), "no parameter")
+
+    # Several schedulers over the same process groups, see [Note: several orders].
+
+    def open(self) -> None:
+        """Notes that an iteration is under way; on all ranks of the groups at the same place of the program."""
+        if self.is_open:
+            return
+        self.is_open = True
+        for order in senders_beside(self):
+            order.launch_due_gathers()
+        others = [order for order in senders_beside(self) if order.is_open]
+        # All of them make way, not only those up to the first that does.
+        answers = [order.make_way(self) for order in others]
+        self._defers = any(answers)
+
     def backward_end(self, then: Callable[[], None]) -> BackwardEnd:
         """Lets `then` be called after each backward that is noted, after what other orders, built earlier, do there."""
         end = BackwardEnd(then, before=self._end_earlier)
@@ -188,8 +206,8 @@ class CollectiveScheduler:
                 raise RuntimeError(
                     f"gradients of {self.first_name()} and of {other.first_name()} come in one backward, and belong to "
                     "two wrappers or optimizers over the same process groups: ranks could mix them up. Call "
-                    f"{self._words.zero} of the one and {other.zero_word} of the other before the backward, or give "
-                    "each process groups of its own"
+                    f"{self.iteration.words.zero} of the one and {other.iteration.words.zero} of the other before the "
+                    "backward, or give each process groups of its own"
                 )
             if not self._has_ended:
                 # An error has broken its backward off: it is reset, or nobody uses it any more.
@@ -223,18 +241,6 @@ class CollectiveScheduler:
         elif self._has_chunk_passes:
             self._launch_rest()
 
-    def _note_end(self) -> None:
-        self._has_ended = True
-
-    @property
-    def zero_word(self) -> str:
-        """The name of the owner's method that begins an iteration, for messages."""
-        return self._words.zero
-
-    def first_name(self) -> str:
-        """The name of one of the parameters, for messages."""
-        return next((entry.name for group in self._groups for entry in group.entries), "no parameter")
-
     # Gradients.
 
     def begin_iteration(self, caller: Hashable) -> None:
@@ -244,26 +250,26 @@ class CollectiveScheduler:
         this one has not had a gradient yet.
         """
         was_begun = self._passes.may_launch_early(overlap=self._overlap) and caller in self._begun_by
-        if self._phase is Phase.COLLECTING and (was_begun or self._sequence.may_have_begun):
-            self._break_off(_RESET)
-        begun_by = self._begun_by if self._phase is Phase.COLLECTING else set()
-        self._end_finished(is_reset=False)
+        if self.iteration.is_collecting and (was_begun or self._sequence.may_have_begun):
+            self._break_off(RESET)
+        begun_by = self._begun_by if self.iteration.is_collecting else set()
+        self.iteration.end_finished_sync(is_reset=False)
         self._start()
         self._begun_by = {*begun_by, caller}
         self.open()
 
-    def gradient_came(self, group: SyncedGroup, param: nn.Parameter) -> None:
-        """Takes a gradient that autograd left in `param.grad`, if it left one, and counts it."""
+    def accumulate(self, group: SyncedGroup, param: nn.Parameter) -> None:
+        """Moves a gradient that autograd left in `param.grad`, if it left one, to its bucket, and counts it."""
         with self._taking(group, param):
             group.take(param)
-        self.gradient_ready(group, param)
+        self.mark_grad_ready(group, param)
 
     def add_gradient(self, group: SyncedGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
-        """Lets a gradient be added where it is computed; it is counted when gradient_came follows."""
+        """Lets a gradient be added where it is computed; it is counted when `accumulate` follows."""
         with self._taking(group, param):
             group.add(param, new)
 
-    def gradient_ready(self, group: SyncedGroup, param: nn.Parameter) -> None:
+    def mark_grad_ready(self, group: SyncedGroup, param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches what need not wait any longer."""
         self._check_collecting(group, param)
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
@@ -305,8 +311,8 @@ class CollectiveScheduler:
 
     def go_on(self) -> None:
         """Lets gradients come after `finish` that add to what is summed up already."""
-        if self._phase in (Phase.FINISHED, Phase.STEPPED):
-            self._phase = Phase.COLLECTING
+        if self.iteration.is_finished:
+            self.iteration.resume()
             for group in self._groups:
                 group.go_on()
 
@@ -317,12 +323,12 @@ class CollectiveScheduler:
         Raises on all ranks: NonFiniteGradientError if a gradient is not finite and that is checked; where a rank broke
         the iteration off, that rank's error, or RemoteRankError.
         """
-        if self._phase in (Phase.FINISHED, Phase.STEPPED):
+        if self.iteration.is_finished:
             return
-        self._check_usable()
+        self.iteration.check_usable()
         self.is_open = False
         problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
-        if not (is_replayed := self._phase is Phase.REPLAYED):
+        if not (is_replayed := self.iteration.is_replayed):
             self._launch_last()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._seen()
@@ -335,18 +341,15 @@ class CollectiveScheduler:
         )
         with self.observers.agreeing():
             verdict = self._agree_sync(local)
-        if verdict.is_aborted:
-            self._abandon()
-            self._agreement.raise_broken_off(problem)
-        if verdict.is_non_finite:
+        if verdict.has_failed:
             self._abandon()
             in_backward = any(hook_runner.consumer is not None for hook_runner in self._hook_runners())
-            raise_non_finite(non_finite, [self.stage_group, self._pp_group], in_backward=in_backward)
+            self.iteration.raise_aborted_sync(verdict, problem=problem, non_finite=non_finite, in_backward=in_backward)
         if not is_replayed:
             self._wait_for_reductions(verdict.late)
             self._warn_of_unused()
             self._learn(seen, is_reordered=verdict.is_reordered)
-        self._phase = Phase.FINISHED
+        self.iteration.finish()
         for group in self._in_order():
             self._release(group)
         for hook_runner in self._hook_runners():
@@ -359,9 +362,9 @@ class CollectiveScheduler:
         Collective, except after the optimizer's step has begun, or finish_grad_sync told of another rank's reset. The
         gathers that are due are waited for in any case.
         """
-        if self._phase is Phase.COLLECTING:
-            self._break_off(_RESET)
-        self._end_finished(is_reset=True)
+        if self.iteration.is_collecting:
+            self._break_off(RESET)
+        self.iteration.end_finished_sync(is_reset=True)
         # Left behind where the error came between an optimizer's update and its gathers.
         for group in self.gather_order:
             self.need(group, prefetch=False)
@@ -375,24 +378,17 @@ class CollectiveScheduler:
         Raises RemoteRankError if another rank has called `reset` since `finish`, RuntimeError without `finish`; each
         on all ranks that have not.
         """
-        if self._phase is Phase.COLLECTING:
+        if self.iteration.is_collecting:
             self._check_nothing_came()
-        elif self._phase is not Phase.STEPPED:
-            self._check_usable()
-            rank = self._end_finished(is_reset=False)
-            if rank is not None:
-                self._phase = Phase.ABORTED
-                raise RemoteRankError(
-                    f"rank {rank} broke the iteration off: {_RESET}, after finish_grad_sync. No rank has updated: call "
-                    "reset_iteration() and go on"
-                )
+        else:
+            self.iteration.step()
 
     def close(self) -> None:
         """Ends it, for wrappers that are taken off; on all ranks. Collective."""
-        if self._phase is Phase.COLLECTING:
+        if self.iteration.is_collecting:
             self._break_off("release() was called")
-        self._end_finished(is_reset=False)
-        self._phase = Phase.CLOSED
+        self.iteration.end_finished_sync(is_reset=False)
+        self.iteration.close()
         self.leave()
 
     def leave(self) -> None:
@@ -486,13 +482,13 @@ class CollectiveScheduler:
             if any(late):
                 raise RuntimeError("gradients came after their bucket was sent: no graph can repeat it")
             self._wait_for_reductions(late)
-            self._phase = Phase.FINISHED
+            self.iteration.finish()
         finally:
             self.observers = observers
 
     def forget_captured(self, gathered: Sequence[SyncedGroup]) -> None:
         """Begins an iteration after a capture, complete or aborted, since nothing of it has run."""
-        self._phase = Phase.COLLECTING
+        self.iteration.resume()
         self.is_open = False
         self._sequence.start()
         self._launched.clear()
@@ -503,26 +499,17 @@ class CollectiveScheduler:
 
     def note_replayed(self, gathered: Sequence[SyncedGroup]) -> None:
         """Records that a graph has run a captured iteration; gathered: as when it was captured."""
-        self._check_usable()
+        self.iteration.check_usable()
         for group in self._groups:
             group.note_replayed()
         for group in gathered:
             group.param_state = ParamState.CURRENT
-        self._phase = Phase.REPLAYED
+        self.iteration.mark_replayed()
 
     # Inside.
 
-    def open(self) -> None:
-        """Notes that an iteration is under way; on all ranks of the groups at the same place of the program."""
-        if self.is_open:
-            return
-        self.is_open = True
-        for order in senders_beside(self):
-            order.launch_due_gathers()
-        others = [order for order in senders_beside(self) if order.is_open]
-        # All of them make way, not only those up to the first that does.
-        answers = [order.make_way(self) for order in others]
-        self._defers = any(answers)
+    def _note_end(self) -> None:
+        self._has_ended = True
 
     def _end_earlier(self) -> None:
         for order in senders_beside(self, earlier=True):
@@ -549,18 +536,8 @@ class CollectiveScheduler:
             observer.after_grad(group, param)
 
     def _check_collecting(self, group: SyncedGroup, param: nn.Parameter) -> None:
-        if self._phase is not Phase.COLLECTING:
-            self._check_usable()
-            raise RuntimeError(
-                f"the gradient of {group.name_of(param)} came after {self._words.finish}: call {self._words.zero} "
-                "before the first backward"
-            )
-
-    def _check_usable(self) -> None:
-        if self._phase is Phase.CLOSED:
-            raise RuntimeError("the wrapper was taken off by release(): wrap the module and build its optimizer again")
-        if self._phase is Phase.ABORTED:
-            raise RuntimeError(f"the iteration was broken off: call reset_iteration() or {self._words.zero}() first")
+        if not self.iteration.is_collecting:
+            self.iteration.refuse_gradient(f"the gradient of {group.name_of(param)}")
 
     def _check_nothing_came(self) -> None:
         """Before a step in which nobody has reduced gradients, which is right where they are made by hand."""
@@ -570,25 +547,12 @@ class CollectiveScheduler:
             self._break_off(problem)
             raise RuntimeError(problem)
         self._launch_gathers()
-        if self._agreement.highest_sync(int(any(len(group.unfilled()) < len(group.entries) for group in self._groups))):
+        came_here = any(len(group.unfilled()) < len(group.entries) for group in self._groups)
+        if self.iteration.highest_sync(int(came_here)):
             raise RuntimeError(problem)
 
-    def _end_finished(self, *, is_reset: bool) -> int | None:
-        """After `finish`: the highest rank that did not come to the optimizer's step, once all ranks know. Collective.
-
-        is_reset: this one did not.
-        """
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        if self._phase is not Phase.FINISHED or not self.has_optimizer:
-            return None
-        highest = self._agreement.highest_sync(rank + 1 if is_reset else 0)
-        self._phase = Phase.STEPPED
-        return highest - 1 if highest else None
-
     def _start(self) -> None:
-        if self._phase is Phase.CLOSED:
-            self._check_usable()
-        self._phase = Phase.COLLECTING
+        self.iteration.begin()
         self.is_open = False
         self._begun_by = set()
         self._sequence.start()
@@ -716,11 +680,11 @@ class CollectiveScheduler:
         for group in self._groups:
             group.readiness.learn()
         if is_reordered:
-            self._sequence.adopt(self._agreement.first_ranks_order_sync(seen))
+            self._sequence.adopt(self.iteration.first_ranks_order_sync(seen))
 
     def _agree_sync(self, local: Verdict) -> Verdict:
         is_checked = any(chunk.checks for chunk in self._chunks)
-        return self._agreement.agree_sync(local, of_all_stages=is_checked)
+        return self.iteration.agree_sync(local, of_all_stages=is_checked)
 
     def _break_off(self, reason: str) -> None:
         """Ends an iteration for all ranks."""
@@ -738,13 +702,12 @@ class CollectiveScheduler:
         late = [False] * len(self._sequence.order)
         self._agree_sync(Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
         self._abandon()
-        self._agreement.tell_reason(reason)
+        self.iteration.abort_sync(reason)
 
     def _abandon(self) -> None:
         for group in self._in_order():
             group.abandon()
         self._passes.all_settled()
-        self._phase = Phase.ABORTED
 
 
 def all_current(groups: Iterable[SyncedGroup]) -> bool:

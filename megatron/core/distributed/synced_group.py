@@ -6,7 +6,6 @@ How gradients are kept and reduced is bucket_group.py's, or transient_grads.py's
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,36 +42,14 @@ class ParamState(Enum):
     ARRIVED = "arrived"
 
 
-class GroupOrder(Protocol):
-    """Launches groups, each in its turn; CollectiveScheduler implements it."""
-
-    def gradient_ready(self, group: "SyncedGroup", param: nn.Parameter) -> None:
-        """Counts a gradient that is in its place, and launches every group that has become ready."""
-        ...
-
-    def start_grad_sync(self, groups: Sequence["SyncedGroup"]) -> None:
-        """Launches the reductions of these groups and of all before them."""
-        ...
-
-    def start_param_sync(self, groups: Sequence["SyncedGroup"], *, again: bool = False) -> None:
-        """Launches their gathers and those before them."""
-        ...
-
-    def need(self, group: "SyncedGroup", *, prefetch: bool) -> None:
-        """Waits until a group's parameters may be read; prefetch: launches the next gather as well."""
-        ...
-
-
 class SyncedGroup(ABC):
     """Buckets that are reduced and gathered together. name: the same on all ranks, for messages.
 
     is_last_microbatch: gradients that come now are counted. is_last_backward: gradients that are counted now are the
-    last of the iteration. number, order: its place among the others and what
-    launches them, given when it is attached to a CollectiveScheduler.
+    last of the iteration. number: its place among all groups, given when it is attached to a scheduler.
     """
 
     number: int
-    order: GroupOrder
 
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str) -> None:
         self.buckets, self.name = list(buckets), name
@@ -88,17 +65,31 @@ class SyncedGroup(ABC):
         # Called when the parameters have come, by a rank's owner of them.
         self.on_arrival: Callable[[], None] | None = None
 
+    def attach(
+        self,
+        number: int,
+        *,
+        mark_grad_ready: Callable[["SyncedGroup", nn.Parameter], None],
+        start_grad_sync: Callable[[Sequence["SyncedGroup"]], None],
+        start_param_sync: Callable[[Sequence["SyncedGroup"]], None],
+        need: Callable[..., None],
+    ) -> None:
+        """Sets the group's number, and the methods of a scheduler that reduce and gather it in its turn."""
+        self.number = number
+        self._mark_grad_ready, self._start_grad_sync = mark_grad_ready, start_grad_sync
+        self._start_param_sync, self._need = start_param_sync, need
+
     # For users: each in its turn among all groups.
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Starts to gather the parameters of this group and of all before it; force_sync: waits, too. Collective."""
-        self.order.start_param_sync([self])
+        self._start_param_sync([self])
         if force_sync:
-            self.order.need(self, prefetch=False)
+            self._need(self, prefetch=False)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Waits for the parameters; starts the gather that follows unless told to skip. Collective."""
-        self.order.need(self, prefetch=not skip_next_bucket_dispatch)
+        self._need(self, prefetch=not skip_next_bucket_dispatch)
 
     # Gradients.
 

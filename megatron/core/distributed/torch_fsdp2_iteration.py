@@ -19,20 +19,16 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.backward_end import is_in_backward
-from megatron.core.distributed.consistency import GradChecks, raise_non_finite
+from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.iteration import Ledger, Phase, StepAgreement, Verdict, stage_group_of
+from megatron.core.distributed.iteration import RESET, Iteration, Verdict, stage_group_of
 from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
 from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
 from megatron.core.process_groups_config import ProcessGroupCollection
-
-_RESET = "reset_iteration() was called after an error"
 
 
 class UnitRelease(Protocol):
@@ -76,18 +72,11 @@ class FsdpIteration:
         units: UnitRelease,
         find_change: Callable[[], str | None],
     ) -> None:
-        self.has_optimizer, self._hook_runner, self._units = False, hook_runner, units
-        self._buffers, self._checks, self._groups = buffers, checks, groups
-        self._find_change = find_change
-        stage_group = stage_group_of(groups)
-        self._agreement = StepAgreement(
-            stage_group,
-            pp_group=groups.pp,
-            stage_host=groups.tp_dp_cp_host,
-            pp_host=groups.pp_host,
-            ledger=Ledger(stage_group),
+        self._hook_runner, self._units, self._find_change = hook_runner, units, find_change
+        self._buffers, self._checks = buffers, checks
+        self.iteration = Iteration(
+            stage_group_of(groups), pp_group=groups.pp, stage_host=groups.tp_dp_cp_host, pp_host=groups.pp_host
         )
-        self._phase = Phase.COLLECTING
 
     def watch(self, module: nn.Module) -> None:
         """Refuses backwards of `module` after the end of an iteration, and detects forwards without a backward."""
@@ -105,9 +94,9 @@ class FsdpIteration:
 
         Raises the error of a hook or an optimizer in backward, if it was not raised yet.
         """
-        if self._phase is Phase.COLLECTING and self._units.error is not None:
+        if self.iteration.is_collecting and self._units.error is not None:
             raise self._units.error
-        self._end_finished_sync(is_reset=False)
+        self.iteration.end_finished_sync(is_reset=False)
         self._start()
 
     def reset(self) -> None:
@@ -115,11 +104,10 @@ class FsdpIteration:
 
         Collective, unless the optimizer's step has begun, or `finish` has raised another rank's reset.
         """
-        if self._phase is Phase.COLLECTING:
+        if self.iteration.is_collecting:
             self._agree_sync(is_aborted=True, is_non_finite=False)
-            self._phase = Phase.ABORTED
-            self._agreement.tell_reason(_RESET)
-        self._end_finished_sync(is_reset=True)
+            self.iteration.abort_sync(RESET)
+        self.iteration.end_finished_sync(is_reset=True)
         self._start()
 
     def finish(self) -> None:
@@ -128,27 +116,22 @@ class FsdpIteration:
         Raises on all ranks: NonFiniteGradientError; or this rank's ValueError or error of a hook or an optimizer in
         backward, and RemoteRankError for that of another rank.
         """
-        if self._phase in (Phase.FINISHED, Phase.STEPPED):
+        if self.iteration.is_finished:
             self._hook_runner.check_whole()
             return
-        self._check_usable()
+        self.iteration.check_usable()
         problem, error = self._find_change() or self._find_unreduced(), self._units.error
         if error is None:
             self._units.settle()
         # NOTE: reads the device, once a step.
         found = [] if self._checks is None else self._checks.non_finite_sync()
         verdict = self._agree_sync(is_aborted=error is not None or problem is not None, is_non_finite=bool(found))
-        if verdict.is_aborted:
-            self._phase = Phase.ABORTED
-            if error is not None:
-                self._agreement.tell_reason(f"{type(error).__name__} in backward: {error}")
-                raise error
-            self._agreement.raise_broken_off(problem)
-        if verdict.is_non_finite:
-            self._phase = Phase.ABORTED
-            groups = [stage_group_of(self._groups), self._groups.pp]
-            raise_non_finite(found, groups, in_backward=self._hook_runner.consumer is not None)
-        self._phase = Phase.FINISHED
+        if verdict.has_failed:
+            in_backward = self._hook_runner.consumer is not None
+            self.iteration.raise_aborted_sync(
+                verdict, problem=problem if error is None else error, non_finite=found, in_backward=in_backward
+            )
+        self.iteration.finish()
         self._units.release()
 
     def step(self) -> None:
@@ -157,22 +140,17 @@ class FsdpIteration:
         Raises RuntimeError if there are gradients without a `finish`, or if a hook failed in it; RemoteRankError if
         another rank has called `reset` since.
         """
-        if self._phase is Phase.COLLECTING:
+        if self.iteration.is_collecting:
             if any(buffer.may_hold_grads() for buffer in self._buffers) or self._find_unreduced():
                 raise RuntimeError("the optimizer steps without finish_grad_sync: call it after the last microbatch")
-        self._check_usable()
+        self.iteration.check_usable()
         self._hook_runner.check_whole()
-        rank = self._end_finished_sync(is_reset=False)
-        if rank is not None:
-            self._phase = Phase.ABORTED
-            raise RemoteRankError(
-                f"rank {rank} broke the iteration off: {_RESET}, after finish_grad_sync. No rank has updated: call "
-                "reset_iteration() and go on"
-            )
-        self._phase = Phase.STEPPED
+        self.iteration.step()
+        # Also where nothing was to be reduced: a gradient after this is not of the same iteration.
+        self.iteration.mark_stepped()
 
     def _start(self) -> None:
-        self._phase = Phase.COLLECTING
+        self.iteration.begin()
         if self._checks is not None:
             self._checks.forget()
         self._units.begin()
@@ -192,16 +170,8 @@ class FsdpIteration:
         self._units.is_evaluating = False
 
     def _check_collecting(self, grad: torch.Tensor) -> None:
-        self._check_usable()
-        if self._phase is not Phase.COLLECTING:
-            raise RuntimeError(
-                "a gradient of the wrapped module became ready after finish_grad_sync: call zero_grad_buffer before "
-                "the first backward"
-            )
-
-    def _check_usable(self) -> None:
-        if self._phase is Phase.ABORTED:
-            raise RuntimeError("the iteration was broken off: call reset_iteration() or zero_grad_buffer() first")
+        if not self.iteration.is_collecting:
+            self.iteration.refuse_gradient("a gradient of the wrapped module")
 
     def _find_unreduced(self) -> str | None:
         left = [name for buffer in self._buffers for name in buffer.unreduced()]
@@ -215,16 +185,7 @@ class FsdpIteration:
 
     def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:
         local = Verdict(is_aborted, is_non_finite, is_reordered=False, late=[])
-        return self._agreement.agree_sync(local, of_all_stages=self._checks is not None)
-
-    def _end_finished_sync(self, *, is_reset: bool) -> int | None:
-        """Returns the highest rank that did not reach the optimizer's step after `finish`, on all ranks. Collective."""
-        if self._phase is not Phase.FINISHED or not self.has_optimizer:
-            return None
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        highest = self._agreement.highest_sync(rank + 1 if is_reset else 0)
-        self._phase = Phase.STEPPED
-        return highest - 1 if highest else None
+        return self.iteration.agree_sync(local, of_all_stages=self._checks is not None)
 
 
 # Release of units.

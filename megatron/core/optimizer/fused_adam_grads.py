@@ -147,7 +147,7 @@ class GradAccumulator:
         self._resume_accumulation()
         for group in self._params.groups_of[param]:
             group.note_added(param)
-            self._order.gradient_ready(group, param)
+            self._order.mark_grad_ready(group, param)
         if self._mode is GradMode.SYNC:
             self._pass.note()
 
@@ -232,7 +232,7 @@ class GradAccumulator:
             # Autograd has left nothing: a kernel has added the gradient itself.
             param.grad = None
         for group in self._params.groups_of[param]:
-            self._order.gradient_came(group, param)
+            self._order.accumulate(group, param)
         param.grad = None
         # At once: an error may break the backward off, and param.grad be cleared for it.
         self._put_proxy()

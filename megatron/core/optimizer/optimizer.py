@@ -5,10 +5,10 @@ is param_runs.py; the update rules are torch.optim's, through update_rules.py.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState, StateProvider
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.clip_grads import (
     OwnedElements,
@@ -30,32 +31,12 @@ from megatron.core.optimizer.clip_grads import (
 )
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
-
-
-class SteppedOrder(Protocol):
-    """The part of CollectiveScheduler that a step uses."""
-
-    has_optimizer: bool
-
-    def step(self) -> None: ...
-
-
-class SteppedChunk(Protocol):
-    """The part of a wrapped model chunk that a step uses."""
-
-    @property
-    def all_buffers(self) -> Sequence[FlatBuffer]: ...
-    @property
-    def launch_order(self) -> "SteppedOrder": ...
-    def zero_grad_buffer(self, *, caller: Hashable = None) -> None: ...
-    def note_update(self) -> None: ...
-    def set_state_provider(self, provider: StateProvider) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -128,7 +109,7 @@ class MegatronOptimizer:
         config: OptimizerConfig,
         *,
         runs: Sequence[ParamRun],
-        model_chunks: Sequence[SteppedChunk],
+        model_chunks: Sequence[_BaseDataParallel],
         grad_scaler: GradScaler | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
@@ -144,7 +125,7 @@ class MegatronOptimizer:
         # Chunks of a stage share one.
         self._gradient_orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
         for order in self._gradient_orders:
-            order.has_optimizer = True
+            order.iteration.has_optimizer = True
         buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
         groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
         self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)

@@ -11,15 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.grad_hooks import GradConsumer, ReadyBucket, ReleasedBucket
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import Span, locate
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.clip_grads import (
     NormsHere,
     OwnedElements,
@@ -37,28 +40,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 _PREVIOUS_NORM = "previous_grad_norm"
 
 
-class GivingWrapper(Protocol):
-    """A wrapper that hands its buckets out as soon as they are reduced, once each in an iteration."""
-
-    def set_consumer(self, consumer: GradConsumer | None) -> None: ...
-
-
-class ReleasingConfig(Protocol):
-    """The part of a wrapper's settings that is used here."""
-
-    @property
-    def release_gradients(self) -> bool: ...
-
-
-class PassesConfig(Protocol):
-    """The part of a model's settings that is used here."""
-
-    @property
-    def calculate_per_token_loss(self) -> bool: ...
-
-
 def check_in_backward(
-    config: OptimizerConfig, wrapped: Sequence[tuple[ReleasingConfig, PassesConfig]], *, groups: ProcessGroupCollection
+    config: OptimizerConfig,
+    wrapped: Sequence[tuple[DistributedDataParallelConfig, ModelParallelConfig]],
+    *,
+    groups: ProcessGroupCollection,
 ) -> None:
     """Raises ValueError unless the optimizer updates in backward where wrappers release gradients, and there alone; and
     where a policy cannot be had with the model. wrapped: the settings of each wrapper, and of its model.
@@ -152,7 +138,7 @@ class UpdatesInBackward(RunUpdates):
         owned: OwnedElements,
         logical_pieces: Mapping[str, list[LogicalPiece]],
         handed: Mapping[FlatBuffer, HandedGrads],
-        chunks: Sequence[GivingWrapper],
+        chunks: Sequence[_BaseDataParallel],
     ) -> None:
         super().__init__(rules, config, runs=runs, owned=owned, logical_pieces=logical_pieces)
         # Wrappers know less of their buffers, which are the same objects.

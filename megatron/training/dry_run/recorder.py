@@ -40,9 +40,9 @@ _PHASES = {
     "TransientGroup.launch_reductions": REDUCE,
     "finalize_model_grads": REDUCE,
     "MegatronOptimizer.step": OPTIMIZER,
-    "StepAgreement.agree_sync": AGREEMENT,
-    "StepAgreement.highest_sync": AGREEMENT,
-    "StepAgreement.first_ranks_order_sync": AGREEMENT,
+    "Iteration.agree_sync": AGREEMENT,
+    "Iteration.highest_sync": AGREEMENT,
+    "Iteration.first_ranks_order_sync": AGREEMENT,
     "StatisticsExchange.reduce_sync": STATISTICS,
 }
 # Messages inside of these are parts of one collective.

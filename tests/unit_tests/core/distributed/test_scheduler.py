@@ -79,7 +79,9 @@ def test_b4_unused_parameters_are_named_once(caplog):
 def test_a_gradient_after_the_end_and_settings_after_the_start_are_refused():
     ddp = wrapped(Backwards())
     step(ddp)
-    with pytest.raises(RuntimeError, match=r"layers.\d.weight came after finish_grad_sync: call zero_grad_buffer"):
+    with pytest.raises(
+        RuntimeError, match=r"layers.\d.weight became ready after finish_grad_sync: call zero_grad_buffer"
+    ):
         ddp(torch.ones(1, 2)).backward()
     with pytest.raises(ValueError, match="launch_order is given after its first iteration"):
         DistributedDataParallel(ddp.config, ddp.ddp_config, nn.Linear(1, 1), launch_order=ddp.launch_order)
