@@ -254,6 +254,25 @@ def test_a_backward_after_the_end_of_an_iteration_is_refused() -> None:
     run_on_ranks(_no_zero, 2)
 
 
+def _step_alone() -> None:
+    wrapped = wrap_net(Net())
+    optimizer = _adam(wrapped)
+    optimizer.zero_grad()
+    assert optimizer.step()[0]
+    with pytest.raises(RuntimeError, match="became ready after finish_grad_sync: call zero_grad_buffer"):
+        _backward(wrapped)
+    # There is nothing left to agree on.
+    wrapped.finish_grad_sync()
+    optimizer.zero_grad()
+    _backward(wrapped)
+    wrapped.finish_grad_sync()
+    assert optimizer.step()[0]
+
+
+def test_a_step_without_gradients_ends_the_iteration() -> None:
+    run_on_ranks(_step_alone, 2)
+
+
 def _replaced_gradients() -> None:
     wrapped, seen = wrap_net(Net()), []
 
