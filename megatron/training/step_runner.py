@@ -226,7 +226,7 @@ class StepRunner:
     def forget_gradients(self) -> None:
         """Drops those of passes that do not count, also what is on its way to other ranks. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
-        # One of the chunks of a launch order speaks for all; begins an iteration anew, as zero_grad does.
+        # One of the chunks of a scheduler speaks for all; begins an iteration anew, as zero_grad does.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()
         if self.update is not None:

@@ -1,6 +1,6 @@
 """DistributedDataParallel: replicas of any module whose gradients are reduced in buckets, during backward if wanted.
 
-From a module, its settings and its groups it builds buffers, bucket groups and a launch order. How buffers are laid
+From a module, its settings and its groups it builds buffers, bucket groups and a scheduler. How buffers are laid
 out, and what is launched when, is in layout.py and scheduler.py. GraphedReductions makes wrapped chunks a part of a
 step that a CUDA graph holds.
 """
@@ -250,7 +250,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces what is left and waits for all of it; call after the last microbatch. Collective.
 
-        The first of the chunks that share a launch order does it for all. Raises NonFiniteGradientError on all ranks if
+        The first of the chunks that share a scheduler does it for all. Raises NonFiniteGradientError on all ranks if
         the check is on and any rank's gradient is NaN or infinite; where a rank has broken the iteration off, that
         rank's error, or RemoteRankError; RuntimeError where an earlier call came to an error of a hook.
         force_all_reduce: that every rank gets all sums, which without use_distributed_optimizer it does.
@@ -281,7 +281,7 @@ class DistributedDataParallel(_BaseDataParallel):
             group.take_sums()
 
     def reset_iteration(self) -> None:
-        """Makes the next step one that never saw this one's error; for all chunks with the same launch order.
+        """Makes the next step one that never saw this one's error; for all chunks with the same scheduler.
 
         On the ranks that caught an error, however many: the others get a RemoteRankError from finish_grad_sync, and
         call this too.
@@ -460,7 +460,7 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 def build_launch_order(
     groups: ProcessGroupCollection, ddp_config: DistributedDataParallelConfig
 ) -> CollectiveScheduler:
-    """Builds the launch order shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
+    """Builds the scheduler shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
     stage_group = stage_group_of(groups)
     in_flight = _MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT
     order = CollectiveScheduler(
@@ -487,7 +487,7 @@ def build_launch_order(
 class GraphedReductions(GraphParticipant):
     """The gathers and reductions of a stage's chunks as part of a step that a CUDA graph holds.
 
-    chunks: they share a launch order, which stays as it is, as do buckets.
+    chunks: they share a scheduler, whose order stays as it is, as do buckets.
 
     With overlap_param_gather the graph begins with stale shards: each replay gathers the parameters of the moment, also
     where an evaluation in between has done so.

@@ -1,4 +1,4 @@
-"""GradArrivals: takes every gradient that autograd has, or is about to compute, to the launch order of a wrapper.
+"""GradArrivals: takes every gradient that autograd has, or is about to compute, to the scheduler of a wrapper.
 
 What is reduced when is scheduler.py's; where a gradient goes, its group's.
 """

@@ -3,7 +3,7 @@
 Groups are numbered as they were added. scheduler.py acts on what is decided here.
 
 [Note: passes] Groups whose gradients are freed once they are reduced are so in each backward: a pass, which `end_pass`
-of the launch order ends. Every pass goes through the whole order of its groups, on all ranks alike, so that launches
+of the scheduler ends. Every pass goes through the whole order of its groups, on all ranks alike, so that launches
 pair up although the ranks tell each other nothing between passes. What comes behind its group's launch waits for the
 next pass, or for `finish`.
 """
@@ -189,7 +189,7 @@ class PassScope(Enum):
 
 
 class Passes:
-    """The backward passes of one launch order. max_in_flight: how many reductions may hold memory at a time."""
+    """The backward passes of one scheduler. max_in_flight: how many reductions may hold memory at a time."""
 
     def __init__(self, scope: PassScope, *, max_in_flight: int) -> None:
         self.scope = scope

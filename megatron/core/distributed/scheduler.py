@@ -10,12 +10,12 @@ Ranks with other experts may have other groups, as experts of some may be frozen
 
 Where gradients are reduced in each backward, see [Note: passes] in launch_sequence.py.
 
-[Note: several orders] Two wrappers, or two optimizers, may send over the same process groups, each with an order of its
-own; gradients of both may come in one backward, in another order on each rank. So where the iterations of two overlap
-in time, both defer: reductions go out at the end of a backward or in `finish`, gathers with the update. At the end of
-one backward, orders launch in the order in which they were built, so that each rank's backward must reach both. Where
-an iteration begins, the gathers that others owe go out. Orders whose iterations do not overlap, or that have process
-groups of their own, launch early as usual.
+[Note: several schedulers] Two wrappers, or two optimizers, may send over the same process groups, each with a scheduler
+of its own. Gradients of both may become ready in one backward, in another order on each rank. So where the iterations
+of two overlap in time, both defer: reductions are launched at the end of a backward or in `finish`, gathers with the
+update. At the end of one backward, schedulers launch in the order in which they were built, so that each rank's
+backward must reach both. Where an iteration begins, the deferred gathers of the others are launched. Schedulers whose
+iterations do not overlap, or that have process groups of their own, launch early as usual.
 """
 
 import logging
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ChunkSync:
-    """A model chunk's bucket groups and what its launch order calls for it.
+    """A model chunk's bucket groups and what its scheduler calls for it.
 
     module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
     zero_grads: forgets its gradients. checks: look at them before they are reduced. hook_runner: releases them to hooks
@@ -71,7 +71,7 @@ class CollectiveScheduler:
     other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
     these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
     at the end. passes: for groups that sum up those of an iteration, see [Note: passes]; None: they are reduced once.
-    words: of the order's owner, for errors. sends_over: the groups of all buckets, see [Note: several orders].
+    words: of the scheduler's owner, for errors. sends_over: the groups of all buckets, see [Note: several schedulers].
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CollectiveScheduler:
         self._warned: set[str] = set()
         # Weakly: an end leads to an optimizer, which must be freed once nobody uses it.
         self._ends: list[weakref.ref[BackwardEnd]] = []
-        # See [Note: several orders]: from the beginning of an iteration to `finish`, and whether this one defers.
+        # See [Note: several schedulers]: from the beginning of an iteration to `finish`, and whether this one defers.
         self.is_open = self._defers = False
         self._has_warned = False
         # After an error: how many backwards others have run, and what launches an optimizer's passes up to that.
@@ -167,7 +167,7 @@ class CollectiveScheduler:
         """The name of one of the parameters, for messages."""
         return next((entry.name for group in self._groups for entry in group.entries), "no parameter")
 
-    # Several schedulers over the same process groups, see [Note: several orders].
+    # Several schedulers over the same process groups, see [Note: several schedulers].
 
     def open(self) -> None:
         """Notes that an iteration is under way; on all ranks of the groups at the same place of the program."""
@@ -182,13 +182,13 @@ class CollectiveScheduler:
         self._defers = any(answers)
 
     def backward_end(self, then: Callable[[], None]) -> BackwardEnd:
-        """Lets `then` be called after each backward that is noted, after what other orders, built earlier, do there."""
+        """Calls `then` after each backward that is noted, after what schedulers built earlier do there."""
         end = BackwardEnd(then, before=self._end_earlier)
         self._ends.append(weakref.ref(end))
         return end
 
     def close_ends(self) -> None:
-        """Calls now what is due after the backward that is over, if it is one that another order has a part in."""
+        """Calls now what is due after a backward that is over, if gradients of another scheduler became ready in it."""
         for end in filter(None, [end() for end in self._ends]) if self._defers else ():
             end.close()
 
@@ -226,8 +226,8 @@ class CollectiveScheduler:
         return True
 
     def catch_up_earlier(self) -> None:
-        """After an error on this rank: launches the passes that orders built earlier have at the end of each backward,
-        as other ranks have before they hear of the error. Collective with their backwards.
+        """After an error on this rank: launches the passes that schedulers built earlier have at the end of each
+        backward, as other ranks have before they hear of the error. Collective with their backwards.
         """
         for order in senders_beside(self, earlier=True) if self._defers else ():
             order.catch_up(self.num_backwards)
@@ -392,7 +392,7 @@ class CollectiveScheduler:
         self.leave()
 
     def leave(self) -> None:
-        """Ends its part in [Note: several orders]: it launches nothing from now on."""
+        """Ends its part in [Note: several schedulers]: it launches nothing from now on."""
         remove_sender(self)
 
     # Parameters. Their gathers go in `gather_order`.

@@ -1,4 +1,4 @@
-"""SyncedGroup: what all bucket groups share, their place in a launch order and the gathers of their parameters.
+"""SyncedGroup: what all bucket groups share, their place among all and the gathers of their parameters.
 
 How gradients are kept and reduced is bucket_group.py's, or transient_grads.py's; when, scheduler.py's.
 """
