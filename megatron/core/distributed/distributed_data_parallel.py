@@ -44,11 +44,11 @@ from megatron.core.distributed.flat_buffer import (
     partition_buckets,
 )
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
-from megatron.core.distributed.grad_arrivals import GradArrivals
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import Ledger, stage_group_of
 from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
 from megatron.core.distributed.synced_group import ParamState, SyncedGroup
 from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
@@ -56,7 +56,13 @@ from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.graph_capture import GraphParticipant
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.param_attributes import (
+    clear_main_grad,
+    gradient_of,
+    mark_gradients_pass,
+    param_facts,
+)
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 
 logger = logging.getLogger(__name__)
 
@@ -156,13 +162,7 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         )
         self.grad_hooks.adopt()
-        self._arrivals = GradArrivals(
-            self.param_to_bucket_group,
-            self.launch_order,
-            hook_runner=self._hook_runner,
-            config=config,
-            ddp_config=ddp_config,
-        )
+        self._intake = self._build_intake()
         self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
         self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
@@ -178,7 +178,8 @@ class DistributedDataParallel(_BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         outputs = super().forward(*inputs, **kwargs)
-        self._arrivals.watch_backward_of(outputs)
+        if isinstance(self._intake, _StreamingIntake):
+            self._intake.watch_backward_of(outputs)
         return outputs
 
     # Gradients, in the order of a step.
@@ -407,7 +408,7 @@ class DistributedDataParallel(_BaseDataParallel):
             self.disable_forward_pre_hook(param_sync=False)
         self.launch_order.finish_param_sync(self._groups)
         self.launch_order.close()
-        self._arrivals.release()
+        self._intake.release()
         self.grad_hooks.give_back()
         return self.module
 
@@ -431,11 +432,21 @@ class DistributedDataParallel(_BaseDataParallel):
         """The setting on account of which gradients have no standing memory."""
         return "shard_gradients" if self.ddp_config.shard_gradients else "release_gradients"
 
+    def _build_intake(self) -> "_GradIntake | _StreamingIntake":
+        group_of, order = self.param_to_bucket_group, self.launch_order
+        if self.ddp_config.gradients_are_transient:
+            releases = self.ddp_config.release_gradients
+            return _StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
+        # Gradients added in place that are in time have other last digits than those that are late.
+        is_fused = self.config.gradient_accumulation_fusion and not self.config.deterministic_mode
+        return _GradIntake(group_of, order, is_fused=is_fused)
+
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
 
     def _zero_grads(self) -> None:
-        self._arrivals.forget()
+        if isinstance(self._intake, _StreamingIntake):
+            self._intake.forget()
         for buffer in self.all_buffers:
             buffer.zero_grads()
 
@@ -455,6 +466,122 @@ class DistributedDataParallel(_BaseDataParallel):
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group_size(group) > 1:
         dist.broadcast(flat, group=group, group_src=0)
+
+
+# Gradients from autograd to the scheduler.
+
+
+class _GradIntake:
+    """Takes every gradient that autograd has accumulated, or is about to compute, to the scheduler, until `release`.
+
+    group_of: the bucket groups of parameters; their gradients are persistent. is_fused: kernels may add weight
+    gradients to `param.main_grad` themselves.
+    """
+
+    def __init__(
+        self, group_of: Mapping[nn.Parameter, SyncedGroup], order: CollectiveScheduler, *, is_fused: bool
+    ) -> None:
+        self._group_of, self._order = group_of, order
+        for param in group_of:
+            set_grad_owner(param, self._owner_of(param) if is_fused else None)
+        # A module goes on without its wrapper, and so do its gradients.
+        self._hooks = ParamHooks(self._on_grad, kept=self)
+        self._hooks.watch(group_of)
+
+    def release(self) -> None:
+        """Leaves gradients where autograd puts them."""
+        self._hooks.release()
+        _forget_owners(self._group_of)
+
+    def _on_grad(self, param: nn.Parameter) -> None:
+        self._order.accumulate(self._group_of[param], param)
+
+    def _owner_of(self, param: nn.Parameter) -> GradOwner:
+        main_grad = gradient_of(param)
+        assert main_grad is not None, "buffers give each of their parameters one"
+        return GradOwner(main_grad, self._add)
+
+    def _add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        self._order.add_gradient(self._group_of[param], param, new=new)
+
+
+class _StreamingIntake:
+    """Takes every gradient to the scheduler, and each backward to its end; gradients are freed once they are reduced.
+
+    releases: hooks and optimizer get buckets in backward.
+    """
+
+    def __init__(
+        self,
+        group_of: Mapping[nn.Parameter, SyncedGroup],
+        order: CollectiveScheduler,
+        *,
+        hook_runner: GradHookRunner,
+        releases: bool,
+    ) -> None:
+        self._group_of, self._order, self._hook_runner = group_of, order, hook_runner
+        self._groups = list(dict.fromkeys(group_of.values()))
+        self._releases = releases
+        self._end, self._outermost = order.backward_end(self._end_pass), OutermostBackward()
+        for param in group_of:
+            set_grad_owner(param, None)
+            mark_gradients_pass(param)
+        # A module goes on without its wrapper, and so do its gradients.
+        self._hooks = ParamHooks(self._on_grad, kept=self)
+        self._hooks.watch(group_of)
+
+    def watch_backward_of(self, outputs: Any) -> None:
+        """Records the outputs of a forward, tensors of any shape and dtype in any structure, to know their backward."""
+        if self._releases and not self._hook_runner.knows_counts:
+            self._outermost.watch(outputs)
+
+    def forget(self) -> None:
+        """Resets the state of the backward that is in progress."""
+        self._end.forget()
+
+    def release(self) -> None:
+        """Leaves gradients where autograd puts them."""
+        self._hooks.release()
+        _forget_owners(self._group_of)
+
+    def _on_grad(self, param: nn.Parameter) -> None:
+        group = self._group_of[param]
+        if group.is_closed:
+            # The next iteration releases nothing in backward, and so counts the gradients of each parameter.
+            self._hook_runner.knows_counts = False
+            raise RuntimeError(
+                f"a gradient of {group.name_of(param)} came after its bucket was reduced and given to hooks and "
+                "optimizer (DistributedDataParallelConfig.release_gradients): put all backwards of a step but the last "
+                "in accumulate(). If both are of one backward, they are waited for after reset_iteration(); hooks and "
+                "optimizer may have updated parameters in this iteration, so load a checkpoint then"
+            )
+        if group.is_last_microbatch:
+            self._end.note()
+            if self._releases and group.is_last_backward:
+                self._hold_if_inside()
+        self._order.accumulate(group, param)
+        # The bucket has a copy.
+        param.grad = None
+
+    def _hold_if_inside(self) -> None:
+        # See [Note: several gradients].
+        if not self._hook_runner.knows_counts and not self._outermost.is_here():
+            for group in self._groups:
+                group.hold()
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        self._order.end_pass(self._groups)
+        self._hook_runner.end_backward()
+
+
+def _forget_owners(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        clear_main_grad(param)
+        set_grad_owner(param, None)
+
+
+# From groups to a scheduler.
 
 
 def build_launch_order(

@@ -32,12 +32,12 @@ from torch import nn
 from torch.autograd import Variable
 from torch.profiler import record_function
 
-from megatron.core.distributed.backward_end import BackwardEnd, is_in_backward
 from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, Iteration, Ledger, OrderWords, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
+from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
 from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.backward_end import is_in_backward
+from megatron.core.distributed.param_hooks import is_in_backward
 
 __all__ = [
     "GatheredParams",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.backward_end import is_in_backward
+from megatron.core.distributed.param_hooks import ParamHooks, is_in_backward, is_watched
 from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.optimizer.clip_grads import clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.fused_adam_params import ShardedParams
@@ -69,10 +69,10 @@ def check_free(name: str, param: nn.Parameter) -> None:
     """Raises ValueError for a parameter, any shape and dtype, whose gradients somebody else takes."""
     if is_wrapped(param):
         raise ValueError(f"{name} is in a DistributedDataParallel: call its release(), or leave out the wrapper")
-    if _has_accumulator(param):
+    if is_watched(param):
         # One that is out of use, and was not collected yet.
         gc.collect()
-        if _has_accumulator(param):
+        if is_watched(param):
             raise ValueError(f"{name} is in another DistributedFusedAdam: must be in one, so call release() of that")
 
 
@@ -97,7 +97,8 @@ class GradAccumulator:
         make_up = weakref.WeakMethod(self._make_up)
         # Weakly, as the order is registered with others, which must not keep an optimizer alive.
         order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
-        self._handles: list[Any] = []
+        # A parameter must not keep an optimizer alive that is not used any more.
+        self._hooks = ParamHooks(self.mark_grad_ready)
         self._sums = _Sums.GROWING
         # Passes that have ended since sums were last whole, or forgotten.
         self._num_passes = 0
@@ -109,15 +110,14 @@ class GradAccumulator:
 
     def watch(self, param: nn.Parameter) -> None:
         """Registers a hook on the gradients of a parameter."""
-        self._handles.append(param.register_post_accumulate_grad_hook(_AfterGrad(self)))
+        self._hooks.watch([param])
         # torch's scalers unscale no gradients of fp16.
         if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
             self._holder = param
 
     def release(self) -> None:
         """Gradients stay where autograd leaves them."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.release()
 
     @contextmanager
     def mode(self, mode: GradMode) -> Iterator[None]:
@@ -306,30 +306,12 @@ class GradAccumulator:
                 param.grad = grad
 
 
-class _AfterGrad:
-    """A hook behind a gradient; weakly, as a parameter must not keep an optimizer alive that nobody uses any more."""
-
-    def __init__(self, accumulator: "GradAccumulator") -> None:
-        self.accumulator = weakref.ref(accumulator)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        accumulator = self.accumulator()
-        if accumulator is not None:
-            assert isinstance(param, nn.Parameter)
-            accumulator.mark_grad_ready(param)
-
-
 def _no_passes(num_backwards: int) -> None:
     """Launches nothing: the optimizer is gone."""
 
 
 def _has_own_grad(param: nn.Parameter) -> bool:
     return param.grad is not None and not isinstance(param.grad, GradProxy)
-
-
-def _has_accumulator(param: nn.Parameter) -> bool:
-    hooks = (param._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(hook, _AfterGrad) and hook.accumulator() is not None for hook in hooks)
 
 
 # Gradients that are reduced to shards, in param.grad.

@@ -1,0 +1,134 @@
+"""Hooks on the gradients of parameters, and the end of the backward that runs them.
+
+ParamHooks registers the hooks and calls its owner with each parameter; what is done with a gradient is the owner's.
+BackwardEnd calls its owner when a backward is over, OutermostBackward knows a backward from those that activation
+recomputation runs inside it, and is_in_backward is for code that sees only forwards.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+
+class ParamHooks:
+    """Calls `on_grad` with each watched parameter whose gradient autograd has accumulated, until `release`.
+
+    on_grad: a method. Its object is not kept alive; once it is gone, nothing is called. kept: what the hooks keep alive
+    as long as parameters have them.
+    """
+
+    def __init__(self, on_grad: Callable[[nn.Parameter], None], *, kept: object = None) -> None:
+        self._on_grad, self._kept = weakref.WeakMethod(on_grad), kept
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, params: Iterable[nn.Parameter]) -> None:
+        """Registers a hook on each parameter, any shapes and dtypes."""
+        # Hooks of the tensor, unlike those of its autograd node, survive a move of the parameter.
+        self._handles += [param.register_post_accumulate_grad_hook(self) for param in params]
+
+    def release(self) -> None:
+        """Removes the hooks: gradients stay where autograd leaves them."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the object of `on_grad` still exists."""
+        return self._on_grad() is not None
+
+    def __call__(self, param: torch.Tensor) -> None:
+        """Passes on a parameter, any shape and dtype; called by autograd."""
+        on_grad = self._on_grad()
+        if on_grad is not None:
+            assert isinstance(param, nn.Parameter)
+            on_grad(param)
+
+
+def is_watched(param: nn.Parameter) -> bool:
+    """Returns whether the owner of some ParamHooks gets the gradients of a parameter, any shape and dtype."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(hook, ParamHooks) and hook.is_in_use for hook in hooks)
+
+
+# The end of a backward.
+
+
+def is_in_backward() -> bool:
+    """Returns whether autograd runs a backward on this thread, so that a forward is one that it recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class BackwardEnd:
+    """Calls `then` once after each outermost backward in which `note` was called; `before` runs first.
+
+    [Note: inner backward] Activation recomputation runs a backward inside another, with callbacks of its own. When
+    those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.
+    """
+
+    def __init__(self, then: Callable[[], None], *, before: Callable[[], None]) -> None:
+        self._then, self._before = then, before
+        # Remains set after an error has ended a backward.
+        self._is_open = False
+        # The graph task that calls back; another one inside it, or after an error, needs a callback of its own.
+        self._task: int | None = None
+
+    def note(self) -> None:
+        """Records that a backward is running; called in a hook of autograd."""
+        self._is_open = True
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._call_back()
+
+    def close(self) -> None:
+        """Ends the noted backward here, if there is one."""
+        if self._is_open:
+            self._is_open, self._task = False, None
+            self._then()
+
+    def forget(self) -> None:
+        """Drops the noted backward: `then` is not called for it."""
+        self._is_open, self._task = False, None
+
+    def _call_back(self, *unused: Any) -> None:
+        Variable._execution_engine.queue_callback(self._at_end)
+
+    def _at_end(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            if self._is_open:
+                self._before()
+            self.close()
+        else:
+            # See [Note: inner backward].
+            node.register_hook(self._call_back)
+
+
+class OutermostBackward:
+    """Knows the backward through the outputs of a forward from backwards that activation recomputation runs.
+
+    Autograd identifies a backward by a number alone, which a hook of the outputs records.
+    """
+
+    def __init__(self) -> None:
+        self._task: int | None = None
+
+    def watch(self, outputs: Any) -> None:
+        """Registers hooks on what a forward returns: tensors of any shape and dtype, in any structure."""
+        found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if found:
+            register_multi_grad_hook(found, self._note, mode="any")
+
+    def is_here(self) -> bool:
+        """Returns whether the running hook belongs to that backward; False as well if no output was seen in it."""
+        return torch._C._current_graph_task_id() == self._task
+
+    def _note(self, *unused: Any) -> None:
+        self._task = torch._C._current_graph_task_id()
