@@ -26,7 +26,7 @@ from megatron.core.cpu_heap import keep_cpu_heap  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.update_rules import GradScale  # noqa: E402
+from megatron.core.optimizer.adam import GradScale  # noqa: E402
 
 FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "flat": (torch.float32, {}),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron.core.optimizer.flat_adam import Masters, StateForm
+from megatron.core.optimizer.adam import Masters, StateForm
 from megatron.core.optimizer.state_dict import MASTERS, gather_torch_state_sync
 from tests.counts import slow, soak_only
 from tests.distributed.profiled_memory import peak_bytes

@@ -17,8 +17,8 @@ from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import CollectiveMismatchError, finalize_model_grads
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
+from megatron.core.optimizer.adam import FusedRule
 from megatron.core.optimizer.run_updates import RunUpdates
-from megatron.core.optimizer.update_rules import FusedRule
 from tests.counts import long_count
 from tests.distributed.optimizer_runs import OVERLAPS, Run
 from tests.harness import run_on_ranks

@@ -1,19 +1,20 @@
 """The kernel of Adam on a GPU: near torch's kernel on the CPU, alike in all forms, and in a CUDA graph. Not yet run."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, Masters, StateForm, adam_step
-from megatron.core.optimizer.stored_floats import Plain
-from megatron.core.optimizer.update_rules import GradScale
+from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradScale, Masters, StateForm, adam_step
+from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from tests.unit_tests.core.optimizer.adam_run import BF16, F32, FORMS, LR, NUMEL, Run, assert_near, settings
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+triton_adam = pytest.importorskip("megatron.core.optimizer.triton_adam")
 all_forms = pytest.mark.parametrize(("params", "form", "grads", "outs"), FORMS)
 
 
@@ -23,6 +24,14 @@ def number(value: float, device: str = DEVICE) -> Tensor:
 
 def step(run: Run, grad: Tensor, *, scale: GradScale, device: str = DEVICE) -> None:
     adam_step([AdamUpdate(run.state, grad, run.out)], settings(device), scale=scale)
+
+
+def launch(
+    run: Run, grad: Tensor, *, divisor: Tensor | None = None, stored: Sequence[StoredFloats] | None = None
+) -> None:
+    """The kernel itself, which adam_step takes for some of the forms alone."""
+    numbers = {"step": run.state.step, "divisor": divisor, "skip": None}
+    triton_adam.step_run(stored or run.state.stored, grad, out=run.out, **vars(settings(DEVICE)), **numbers)
 
 
 @pytest.mark.parametrize(("params", "form", "grads", "outs"), [case for case in FORMS if case[1].dtype == F32])
@@ -40,18 +49,15 @@ def test_a_step_is_near_that_of_the_cpu(params, form, grads, outs, adam_w_mode: 
 @all_forms
 def test_every_form_keeps_the_bytes_that_torch_makes_of_the_same_numbers(params, form, grads, outs) -> None:
     run, expected = Run(params, form, outs, DEVICE), Run(params, form, outs, DEVICE)
-    grad, scale = run.grad.to(grads), GradScale(number(0.5))
-    # A gradient of the states' dtype, undivided, would go to torch's kernel.
-    whole = Run(F32, StateForm(F32, Masters.NONE), None, DEVICE)
-    whole.state.main, whole.state.exp_avg, whole.state.exp_avg_sq = map(Plain, expected.values())
-    step(whole, grad, scale=scale)
-    for stored, new in zip(expected.state.stored, whole.values()):
-        stored.write(0, new)
-    expected.state.step += 1
+    grad, divisor = run.grad.to(grads), number(0.5)
+    plain = [Plain(values) for values in expected.values()]
+    launch(Run(F32, StateForm(F32, Masters.NONE), None, DEVICE), grad, divisor=divisor, stored=plain)
+    for stored, new in zip(expected.state.stored, plain):
+        stored.write(0, new.tensor)
     if expected.out is not None:
         is_upper = form.masters is Masters.REMAINDERS
         expected.out.copy_(expected.model if is_upper else expected.state.main.read(0, NUMEL))
-    step(run, grad, scale=scale)
+    launch(run, grad, divisor=divisor)
     assert all(map(torch.equal, run.memory(), expected.memory()))
 
 
@@ -71,7 +77,8 @@ def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
     for seed in range(20):
         grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed)).to(DEVICE, BF16)
         for run in (halves, whole):
-            step(run, grad, scale=GradScale(1.0))
+            launch(run, grad)
+            run.state.step.add_(1)
         assert all(map(torch.equal, halves.values(), whole.values()))
 
 
@@ -80,7 +87,7 @@ def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
 def test_plain_runs_step_to_the_bits_of_torch(dtype: torch.dtype, adam: type[torch.optim.Adam]) -> None:
     start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     theirs = torch.nn.Parameter(start.clone())
-    state = FlatAdam(start, StateForm(dtype, Masters.NONE))
+    state = FlatAdam.of_form(start, StateForm(dtype, Masters.NONE))
     optimizer = adam([theirs], lr=torch.full((), LR, device=DEVICE), weight_decay=0.1, fused=True)
     rates = settings(DEVICE, adam_w_mode=adam is torch.optim.AdamW)
     for seed in range(20):

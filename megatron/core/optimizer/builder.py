@@ -15,6 +15,7 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.group_collectives import gather_objects, is_fake, union_over_model
+from megatron.core.optimizer.adam import FusedRule, UpdateRule
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     check_same_sharding,
@@ -34,7 +35,6 @@ from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, Para
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam, build_runs
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
-from megatron.core.optimizer.update_rules import FusedRule, UpdateRule
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts

@@ -12,12 +12,12 @@ from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.run_updates import RunUpdates
-from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 

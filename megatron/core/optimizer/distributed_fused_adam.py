@@ -1,7 +1,7 @@
 """DistributedFusedAdam: Adam whose gradients and states are spread over ranks (ZeRO-2), for any PyTorch module.
 
 Its parameters are in fused_adam_params.py, their gradients in fused_adam_grads.py, the update of a shard is in
-flat_adam.py. Buffers, and the order of messages, are in megatron/core/distributed.
+adam.py. Buffers, and the order of messages, are in megatron/core/distributed.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
-from megatron.core.optimizer.flat_adam import AdamRates, GradUse, adam_step
+from megatron.core.optimizer.adam import AdamRates, GradScale, GradUse, adam_step
 from megatron.core.optimizer.fused_adam_grads import GradAccumulator, GradMode, ShardScaling, check_free
 from megatron.core.optimizer.fused_adam_params import AdamRun, RankGrid, SegmentPlan, ShardedParams
 from megatron.core.optimizer.fused_adam_settings import (
@@ -41,7 +41,6 @@ from megatron.core.optimizer.fused_adam_settings import (
     common_device,
 )
 from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gather_torch_state_sync, load_adam_state_dict
-from megatron.core.optimizer.update_rules import GradScale
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):

@@ -18,14 +18,14 @@ from torch import nn
 
 from megatron.core.distributed.param_hooks import ParamHooks, is_in_backward, is_watched
 from megatron.core.distributed.scheduler import CollectiveScheduler
+from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.fused_adam_params import ShardedParams
-from megatron.core.optimizer.update_rules import GradScale
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
 # Each rank has looked at its own, and some may skip.
-UNSEEN = (
+_UNSEEN = (
     "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
     "before scaler.unscale_ and scaler.step"
 )
@@ -262,12 +262,12 @@ class GradAccumulator:
     def check_none_left(self) -> None:
         """Raises RuntimeError where param.grad still has a gradient that is not reduced, which scalers would read."""
         if any(_has_own_grad(param) for param in self._params.names):
-            raise RuntimeError(UNSEEN)
+            raise RuntimeError(_UNSEEN)
 
     def check_seen(self) -> None:
         """Raises RuntimeError where a scaler has searched for infinities, but not in the reduced gradients."""
         if not self.is_checked:
-            raise RuntimeError(UNSEEN)
+            raise RuntimeError(_UNSEEN)
 
     def _take_left(self) -> None:
         """Moves gradients of no_sync, of the first backward, or set by hand, into their buckets."""
@@ -400,7 +400,7 @@ class KeptGrad(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
-            raise RuntimeError(UNSEEN)
+            raise RuntimeError(_UNSEEN)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -2,7 +2,7 @@
 
 Parameters that are taken over together form a segment, whose buffers and states of this rank's shards are here. An
 AwaitedParameter raises when it is read before the gather of its new values. Gradients are in fused_adam_grads.py, one
-update in flat_adam.py, and the order of messages in megatron/core/distributed.
+update in adam.py, and the order of messages in megatron/core/distributed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_buffer import ParamMemory
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
-from megatron.core.optimizer.flat_adam import AdamUpdate, FlatAdam, GradUse, Masters, write_parameters
+from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradUse, Masters, StateForm, write_parameters
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.optimizer.late_buffer import LateBuffer
 from megatron.core.optimizer.param_runs import ranges_in
@@ -142,6 +142,7 @@ class AdamRun:
     key: int
     members: list[RunParam]
     state: FlatAdam
+    form: StateForm
     grad: torch.Tensor
     group: TransientGroup
     start: int
@@ -163,12 +164,12 @@ class AdamRun:
         main = self.state.main
         if isinstance(main, WithRemainder):
             main.forget()
-        elif self.state.form.masters is Masters.COPY:
+        elif self.form.masters is Masters.COPY:
             main.write(0, self._parameters().to(main.read(0, 0).dtype))
 
     def take_changes(self) -> None:
         """Makes masters what their parameters are where these are not what the masters were rounded to."""
-        if self.state.form.masters is Masters.COPY:
+        if self.form.masters is Masters.COPY:
             main, wire = self.state.main, self.group.wire_dtype
             values = self._parameters()
             rounded = torch.empty_like(values, dtype=wire)
@@ -185,7 +186,7 @@ class AdamRun:
         if self.model is None:
             staged = self.group.staged_shard()
             return staged[self.start : self.start + self.grad.numel()]
-        return self.model if self.state.form.masters is Masters.COPY else None
+        return self.model if self.form.masters is Masters.COPY else None
 
 
 class ShardedParams:
@@ -463,9 +464,8 @@ class _Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's kernel on a CPU serves all of it; GPUs have one that divides gradients while it reads."""
-        firsts = [buffer.entries[0].param for buffer in self.buffers]
-        return all(param.device.type == "cpu" and self.memory.is_plain(param) for param in firsts)
+        """Whether torch's kernel serves all of it, which divides gradients in their memory."""
+        return all(self.memory.is_plain(buffer.entries[0].param) for buffer in self.buffers)
 
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
@@ -520,7 +520,8 @@ def _runs(
         yield AdamRun(
             key=found.key,
             members=found.members,
-            state=FlatAdam(model, form),
+            state=FlatAdam.of_form(model, form),
+            form=form,
             grad=buffer.grad_of(span),
             group=groups[found.place],
             start=span.start - owned[found.place].start,

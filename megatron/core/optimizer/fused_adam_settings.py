@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.transient_buffer import GradMemory, MemoryPolicy, ParamMemory
-from megatron.core.optimizer.flat_adam import Masters, StateForm
+from megatron.core.optimizer.adam import Masters, StateForm
 
 # What torch.optim.Optimizer takes.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]

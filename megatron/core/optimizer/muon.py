@@ -19,11 +19,11 @@ from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import BufferLayout, RunParam, Span
+from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
-from megatron.core.optimizer.update_rules import GradScale
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.weight_matrices import MatrixWindow
 

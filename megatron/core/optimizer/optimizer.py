@@ -1,7 +1,7 @@
 """MegatronOptimizer: one step over flat parameters, with loss scale, clipping and skipped steps.
 
 The host decides whether a step updates, or the device, so that a graph can hold the step. Which parameters lie together
-is param_runs.py; the update rules are torch.optim's, through update_rules.py.
+is param_runs.py; the update rules are torch.optim's, through adam.py.
 """
 
 import math
@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
+from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import (
     OwnedElements,
     ShardGroups,
@@ -35,7 +36,6 @@ from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
-from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 

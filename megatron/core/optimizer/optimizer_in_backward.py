@@ -1,6 +1,6 @@
 """UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, which are freed then.
 
-When a bucket is reduced, and what else sees it, is the data-parallel wrapper's; what an update is, update_rules.py's.
+When a bucket is reduced, and what else sees it, is the data-parallel wrapper's; an update is in adam.py.
 
 [Note: half a step] What is updated in backward cannot be taken back. So from the first update of an iteration to the
 end of its step() parameters and states are of two steps. An iteration that is dropped in between leaves them so for
@@ -23,6 +23,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import Span, locate
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import (
     NormsHere,
     OwnedElements,
@@ -34,7 +35,6 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
 from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
 from megatron.core.optimizer.run_updates import RunUpdates
-from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 
 _PREVIOUS_NORM = "previous_grad_norm"

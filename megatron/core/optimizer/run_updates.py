@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import RunParam
+from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import NormsHere, OwnedElements, ZerosHere
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import ParamRun
-from megatron.core.optimizer.update_rules import GradScale, UpdateRule
 
 
 class RunUpdates:

@@ -1,7 +1,7 @@
 """Optimizer state in checkpoints: its names, and the state of Adam that is spread over ranks.
 
 An entry has the state of one parameter in logical order, the same at every layout. Checkpoints are written and read by
-megatron/core/dist_checkpointing; what Adam does with its state is in flat_adam.py.
+megatron/core/dist_checkpointing; what Adam does with its state is in adam.py.
 """
 
 import math
@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
 from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import gather_objects, message_device
-from megatron.core.optimizer.flat_adam import FlatAdam
+from megatron.core.optimizer.adam import FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 
 # The kind of state that holds what is stepped of a 16-bit parameter.
@@ -161,7 +161,7 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
 
     Collective. The groups take the hyper-parameters; a learning rate that is a tensor keeps its memory. Without masters
     in it, masters become what the parameters are, so these must be whole. With them it is the parameters that must
-    change: call flat_adam's write_parameters for each run and gather them as after a step.
+    change: call adam's write_parameters for each run and gather them as after a step.
     Raises ValueError or RemoteRankError, on every rank and with nothing changed, naming parameter, value and what would
     be right: for other groups, for entries that are missing, unknown or of another shape, for elements that this rank
     needs and the value lacks, and for step counts that differ among parameters of one run.

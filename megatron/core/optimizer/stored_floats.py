@@ -1,6 +1,6 @@
 """Forms in which an optimizer keeps its numbers, some in fewer bits than it computes with; all read as fp32 or fp64.
 
-What the numbers mean is update_rules.py's; all forms have a multiple of BLOCK elements.
+The meaning of the numbers is in adam.py; all forms have a multiple of BLOCK elements.
 """
 
 from collections.abc import Iterator

@@ -5,7 +5,9 @@ stored_floats.py, to the same bytes. Not yet run on a GPU.
 
 [Note: no fused multiply-add]
 The compiler would join multiplications and additions in each form differently. Without that all forms step to the same
-bits, so that parameters with remainders are those that fp32 masters give; memory, not arithmetic, decides the time.
+bits, so that parameters with remainders are those that fp32 masters give in this kernel; memory, not arithmetic,
+decides the time. adam_step takes it for remainders and scaled states alone. Torch's kernel, which serves the other
+forms, may round other last digits.
 """
 # mypy: allow-untyped-defs
 
@@ -18,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.core.optimizer.adam_rates import AdamRates
 from megatron.core.optimizer.stored_floats import (
     BLOCK,
     LOWEST_EXPONENT,
@@ -150,19 +151,25 @@ def step_run(
     *,
     out: torch.Tensor | None,
     step: torch.Tensor,
-    rates: AdamRates,
+    lr: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adam_w_mode: bool,
+    bias_correction: bool,
     divisor: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
     """Steps one run in one launch; counts nothing. stored: masters and both moments, N numbers each, read as fp32.
 
-    grad, out: [N], any float dtype. step: [], fp32, the steps taken before; rates.lr, divisor, skip: [], fp32.
+    grad, out: [N], any float dtype. step: [], fp32, the steps taken before; lr, divisor, skip: [], fp32. The other
+    settings are those of AdamRates.
     """
     numel, device = grad.numel(), grad.device
     if numel == 0:
         return
-    beta1, beta2 = rates.betas
-    logs = [part for beta in rates.betas for part in _log_parts(beta if rates.bias_correction else 0.0)]
+    beta1, beta2 = betas
+    logs = [part for beta in betas for part in _log_parts(beta if bias_correction else 0.0)]
     memory = [tensor for one in stored for tensor in _tensors(one)]
     tile = _tile_blocks(grad.dtype.itemsize, 0 if out is None else out.dtype.itemsize)
     with torch.accelerator.device_index(device.index):
@@ -171,7 +178,7 @@ def step_run(
             grad,
             out,
             step,
-            rates.lr,
+            lr,
             divisor,
             skip,
             numel,
@@ -179,9 +186,9 @@ def step_run(
             1.0 - beta1,
             1.0 - beta2,
             *logs,
-            rates.eps,
-            rates.weight_decay,
-            IS_DECOUPLED=rates.adam_w_mode,
+            eps,
+            weight_decay,
+            IS_DECOUPLED=adam_w_mode,
             TILE=tile,
             **_OPTIONS,
         )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.flat_adam import AdamRates, FlatAdam, Masters, StateForm
+from megatron.core.optimizer.adam import AdamRates, FlatAdam, Masters, StateForm
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # A tile that is not full, and more tiles than programs.
@@ -38,7 +38,7 @@ class Run:
         sizes[64:128] = 0
         generator = torch.Generator().manual_seed(1)
         self.model = (torch.randn(NUMEL, generator=generator) * sizes.clamp(max=8)).to(device, params)
-        self.state = FlatAdam(self.model, form)
+        self.state = FlatAdam.of_form(self.model, form)
         wide = self.state.wide
         self.state.exp_avg.write(0, (torch.randn(NUMEL, generator=generator) * sizes).to(device, wide))
         self.state.exp_avg_sq.write(0, (torch.rand(NUMEL, generator=generator) * sizes.square()).to(device, wide))

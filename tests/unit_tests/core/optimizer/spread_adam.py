@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron.core.distributed.layout import lay_out
-from megatron.core.optimizer.flat_adam import FlatAdam, Masters, StateForm
+from megatron.core.optimizer.adam import FlatAdam, Masters, StateForm
 from megatron.core.optimizer.state_dict import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -97,7 +97,7 @@ class SpreadAdam:
             masters = Masters.COPY
         form = StateForm(self.form.dtype, masters, self.form.is_scaled)
         for owned in layout.owned(self.rank):
-            adam = FlatAdam(flat[owned.start : owned.end], form)
+            adam = FlatAdam.of_form(flat[owned.start : owned.end], form)
             for (index, param), span in zip(params.items(), layout.spans, strict=True):
                 part = span.intersection(owned)
                 if part.numel:

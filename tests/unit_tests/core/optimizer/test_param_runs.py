@@ -10,11 +10,11 @@ from torch import nn
 
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
 from megatron.core.distributed.layout import Span
-from megatron.core.optimizer import OptimizerConfig, host_copies, param_runs
+from megatron.core.optimizer import OptimizerConfig, adam, param_runs
+from megatron.core.optimizer.adam import FusedRule, GradScale
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import Plain
-from megatron.core.optimizer.update_rules import FusedRule, GradScale
 from tests.unit_tests.core.optimizer.reference import assert_same_parameters, tiny_model
 
 GRID = 64
@@ -85,7 +85,7 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_stepped_in_other_memory_comes_back(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy beside the parameters stands for one in the host's memory beside a GPU."""
-    monkeypatch.setattr(host_copies, "CHUNK", GRID)
+    monkeypatch.setattr(adam, "HOST_CHUNK", GRID)
     monkeypatch.setattr(param_runs, "host_masters", lambda model: Plain(model.float().clone()))
     for dtype in (torch.float32, torch.bfloat16):
         whole, model = tiny_model(dtype), tiny_model(dtype)

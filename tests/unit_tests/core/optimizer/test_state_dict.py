@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from megatron.core.dist_checkpointing.boxes import disjoint_parts
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
-from megatron.core.optimizer.flat_adam import Masters, StateForm
+from megatron.core.optimizer.adam import Masters, StateForm
 from megatron.core.optimizer.state_dict import MASTERS, STEP, gather_torch_state_sync
 from tests.counts import soak_only
 from tests.unit_tests.core.optimizer.spread_adam import KINDS, SHAPES, SpreadAdam, any_state, make_params

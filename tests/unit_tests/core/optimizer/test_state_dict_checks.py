@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.flat_adam import FlatAdam, Masters, StateForm, write_parameters
+from megatron.core.optimizer.adam import FlatAdam, Masters, StateForm, write_parameters
 from megatron.core.optimizer.state_dict import EXP_AVG, EXP_AVG_SQ, MASTERS, STEP, gather_torch_state_sync
 from tests.unit_tests.core.optimizer.spread_adam import SpreadAdam, any_state, make_params
 
@@ -127,7 +127,7 @@ def test_parameters_are_written_as_a_step_rounds_them(masters: Masters) -> None:
     values = (
         (torch.randint(-(2**31), 2**31 - 2**25, (64 * 1025,)) | 0x8000).int().view(torch.float32).nan_to_num(0, 0, 0)
     )
-    adam = FlatAdam(torch.zeros(values.numel(), dtype=torch.bfloat16), StateForm(masters=masters))
+    adam = FlatAdam.of_form(torch.zeros(values.numel(), dtype=torch.bfloat16), StateForm(masters=masters))
     adam.main.write(0, values)
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.full_like(values, torch.nan, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The kernel of Adam, interpreted, does what flat_adam.py does on the CPU. test_compiled_kernels.py compiles it."""
+"""The kernel of Adam, interpreted, does what adam.py does on the CPU. test_compiled_kernels.py compiles it."""
 
 import importlib
 import math
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.core import optimizer
-from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, Masters, StateForm, adam_step
+from megatron.core.optimizer.adam import AdamRates, AdamUpdate, FlatAdam, GradScale, Masters, StateForm, adam_step
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
-from megatron.core.optimizer.update_rules import GradScale
 from tests.counts import long_count, soak_only
 from tests.unit_tests.core.optimizer.adam_run import BF16, F16, F32, FORMS, NUMEL, Run, assert_near, settings
 
@@ -43,7 +42,7 @@ def launch(
     stored: list[StoredFloats] | None = None,
 ) -> None:
     kernel.step_run(
-        stored or run.state.stored, grad, out=run.out, step=run.state.step, rates=rates, divisor=divisor, skip=skip
+        stored or run.state.stored, grad, out=run.out, step=run.state.step, divisor=divisor, skip=skip, **vars(rates)
     )
 
 
@@ -84,7 +83,7 @@ def test_the_kernel_rounds_each_operation_once(kernel: ModuleType, given: dict, 
         launch(kernel, run, grad, rates=rates, divisor=divisor)
         assert all(map(torch.equal, run.values(), expected))
         assert torch.equal(grad, run.grad)
-        run.state.step += 1
+        run.state.step.add_(1)
 
 
 @all_forms
@@ -183,7 +182,7 @@ def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit(kernel: ModuleType) ->
         grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(number)).bfloat16()
         for run in (halves, whole):
             launch(kernel, run, grad, rates=settings())
-            run.state.step += 1
+            run.state.step.add_(1)
         assert all(map(torch.equal, halves.values(), whole.values()))
 
 
@@ -203,9 +202,9 @@ def test_a_run_is_one_launch_and_no_number_makes_triton_compile_anew(monkeypatch
     spare = torch.ones(8)
     for blocks in (1, 2, 16, 17):
         model = torch.zeros(64 * blocks, dtype=BF16)
-        state = FlatAdam(model, StateForm(F16, is_scaled=True))
+        state = FlatAdam.of_form(model, StateForm(F16, is_scaled=True))
         for number, given in enumerate(({}, {"betas": (0.0, 0.5), "weight_decay": 0.0}, {"bias_correction": False})):
             numbers = {"step": spare[number], "divisor": spare[number + 1], "skip": spare[number + 2]}
             rates = settings(**given)
-            triton_adam.step_run(state.stored, torch.zeros_like(model), out=model, rates=rates, **numbers)
+            triton_adam.step_run(state.stored, torch.zeros_like(model), out=model, **vars(rates), **numbers)
     assert len(kinds) == 1 and len(launches) == 12

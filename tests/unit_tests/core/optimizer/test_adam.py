@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.flat_adam import AdamRates, AdamUpdate, FlatAdam, GradUse, Masters, StateForm, adam_step
-from megatron.core.optimizer.update_rules import GradScale
+from megatron.core.optimizer import adam
+from megatron.core.optimizer.adam import (
+    AdamRates,
+    AdamUpdate,
+    FlatAdam,
+    GradScale,
+    GradUse,
+    Masters,
+    StateForm,
+    adam_step,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # More than one piece, and a piece that is not full.
@@ -24,7 +33,7 @@ def forms() -> list[tuple[torch.dtype, StateForm]]:
     for params, dtype, masters, is_scaled in itertools.product(DTYPES, DTYPES, Masters, (False, True)):
         form = StateForm(dtype, masters, is_scaled)
         try:
-            FlatAdam(torch.zeros(64, dtype=params), form)
+            FlatAdam.of_form(torch.zeros(64, dtype=params), form)
         except ValueError:
             continue
         made.append((params, form))
@@ -64,7 +73,7 @@ class Run:
 
     def __init__(self, params: torch.dtype, form: StateForm) -> None:
         self.model = normal(0, params)
-        self.state = FlatAdam(self.model, form)
+        self.state = FlatAdam.of_form(self.model, form)
         self.out = self.model if form.masters is Masters.COPY else None
         for seed in (1, 2):
             step(self.state, normal(seed), out=self.out)
@@ -80,7 +89,7 @@ class Run:
 def test_plain_runs_step_to_the_bits_of_torch(dtype: torch.dtype, adam: type[torch.optim.Adam]) -> None:
     theirs = [torch.nn.Parameter(normal(seed, dtype)) for seed in (1, 2)]
     ours = [parameter.detach().clone() for parameter in theirs]
-    states = [FlatAdam(values, StateForm(dtype, Masters.NONE)) for values in ours]
+    states = [FlatAdam.of_form(values, StateForm(dtype, Masters.NONE)) for values in ours]
     optimizer = adam(theirs, lr=LR, weight_decay=0.1, fused=True)
     for number in range(20):
         for index, parameter in enumerate(theirs):
@@ -122,7 +131,7 @@ def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
     start = normal(1, torch.bfloat16)
     halves, whole, rounded = start.clone(), start.float(), start.clone()
     forms = (StateForm(masters=Masters.REMAINDERS), StateForm(masters=Masters.NONE), StateForm(masters=Masters.COPY))
-    states = [FlatAdam(model, form) for model, form in zip((halves, whole, rounded), forms)]
+    states = [FlatAdam.of_form(model, form) for model, form in zip((halves, whole, rounded), forms)]
     for number in range(20):
         grad = normal(number, torch.bfloat16)
         for state, out in zip(states, (None, None, rounded)):
@@ -162,7 +171,7 @@ def test_a_gradient_counts_divided_and_is_only_read(params: torch.dtype, form: S
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_divided_gradients_step_to_the_bits_of_torchs_own_division(dtype: torch.dtype) -> None:
     theirs = torch.nn.Parameter(normal(1, dtype))
-    state = FlatAdam(theirs.detach().clone(), StateForm(dtype, Masters.NONE))
+    state = FlatAdam.of_form(theirs.detach().clone(), StateForm(dtype, Masters.NONE))
     optimizer = torch.optim.AdamW([theirs], lr=LR, weight_decay=0.1, fused=True)
     divisor, skip = torch.tensor(3.0), torch.tensor(0.0)
     vars(optimizer).update(grad_scale=divisor, found_inf=skip)  # as torch.amp.GradScaler gives them
@@ -179,7 +188,7 @@ def test_divided_gradients_step_to_the_bits_of_torchs_own_division(dtype: torch.
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_without_bias_correction_moments_count_as_they_are(dtype: torch.dtype, adam_w_mode: bool) -> None:
     model = normal(1, dtype)
-    state = FlatAdam(model, StateForm(dtype, Masters.NONE))
+    state = FlatAdam.of_form(model, StateForm(dtype, Masters.NONE))
     expected, mean, square = model.double().clone(), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     for number in range(5):
         grad = normal(number, dtype)
@@ -200,6 +209,13 @@ def test_parameters_are_written_in_any_dtype(params: torch.dtype, form: StateFor
     assert torch.equal(out, (run.model if is_upper else run.state.main.read(0, NUMEL)).to(out_dtype))
 
 
+@all_forms
+def test_on_a_gpu_remainders_and_scaled_states_alone_take_the_one_pass(params: torch.dtype, form: StateForm) -> None:
+    is_scaled = form.is_scaled and form.dtype == torch.float16
+    state = FlatAdam.of_form(torch.zeros(64, dtype=params), form)
+    assert adam._takes_one_pass(state) == (form.masters is Masters.REMAINDERS or is_scaled)
+
+
 @pytest.mark.parametrize(
     ("params", "form", "message"),
     [
@@ -212,4 +228,4 @@ def test_parameters_are_written_in_any_dtype(params: torch.dtype, form: StateFor
 )
 def test_forms_that_cannot_be_are_refused(params: torch.dtype, form: StateForm, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FlatAdam(torch.zeros(64, dtype=params), form)
+        FlatAdam.of_form(torch.zeros(64, dtype=params), form)

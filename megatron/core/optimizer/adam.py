@@ -1,0 +1,746 @@
+"""Adam over flat ranges of numbers in any form of storage: its state, one step, and the rules AdamW and SGD.
+
+adam_step is the one step of Adam, for DistributedFusedAdam and for the rules that MegatronOptimizer steps. Norm,
+clipping and loss scale are in optimizer.py, the forms of storage in stored_floats.py.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch.optim.sgd import sgd
+
+from megatron.core.device import CopyStream, host_bytes
+from megatron.core.distributed.layout import Span
+from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
+from megatron.core.optimizer.param_groups import GroupKey
+from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.stored_floats import (
+    BLOCK,
+    Plain,
+    Rounded,
+    ScaledHalf,
+    StoredFloats,
+    WithRemainder,
+    piece_elements,
+    zeros_beside,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from megatron.core.optimizer import triton_adam
+
+_NARROW = (torch.float16, torch.bfloat16)
+# Elements that are on their way to or from the host together: long enough a copy for its start to cost little. On the
+# grid of 64.
+HOST_CHUNK = 1 << 20
+
+
+# State.
+
+
+class Masters(Enum):
+    """The numbers that are stepped, and rounded to the parameters."""
+
+    # The parameters themselves, as they are.
+    NONE = auto()
+    # A copy of them in the dtype of the states.
+    COPY = auto()
+    # bf16 parameters with the halves of fp32 that they lack.
+    REMAINDERS = auto()
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """The storage of a run's state. dtype: of moments and masters, except that masters with remainders are fp32.
+
+    is_scaled: 16-bit states with a scale for every 64 numbers. bf16 has the exponents of fp32, so that a scale would
+    give it nothing: such states are kept as bf16 without.
+    """
+
+    dtype: torch.dtype = torch.float32
+    masters: Masters = Masters.COPY
+    is_scaled: bool = False
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field, its value and what would be right."""
+        if self.dtype not in (torch.float32, torch.float64, *_NARROW):
+            raise ValueError(f"dtype is {self.dtype}: states are float32, float64, float16 or bfloat16")
+        if self.is_scaled and self.dtype not in _NARROW:
+            raise ValueError(f"is_scaled is True with dtype {self.dtype}: only float16 and bfloat16 states have scales")
+        if self.masters is Masters.REMAINDERS and self.dtype != torch.float32:
+            raise ValueError(f"dtype is {self.dtype} with masters {self.masters.name}: must be float32")
+
+
+@dataclass(frozen=True, eq=False)
+class FlatAdam:
+    """The state of one range of N elements, a multiple of 64. step: [], fp32, the steps taken, on its device."""
+
+    main: StoredFloats
+    exp_avg: StoredFloats
+    exp_avg_sq: StoredFloats
+    step: torch.Tensor
+
+    @classmethod
+    def of_form(cls, model: torch.Tensor, form: StateForm) -> "FlatAdam":
+        """Builds the state of parameters in a form.
+
+        model: [N], fp32, fp64, fp16 or bf16, the parameters' values. They are kept and stepped in place, unless the
+        form asks for a copy. Raises ValueError for what form.validate refuses, for remainders of anything but bf16,
+        and for scaled states of fp64 parameters that are stepped in place.
+        """
+        form.validate()
+        if form.masters is Masters.REMAINDERS and model.dtype != torch.bfloat16:
+            raise ValueError(f"masters is {form.masters.name} with parameters of {model.dtype}: these must be bfloat16")
+        if form.masters is Masters.NONE and form.is_scaled and model.dtype == torch.float64:
+            raise ValueError(
+                f"is_scaled is True with masters NONE and parameters of {model.dtype}: masters must be COPY"
+            )
+        main = _main_of(model, form)
+        like, shape = main.read(0, 0), (main.numel,)
+        return cls(
+            main,
+            _stored(like.new_zeros(shape, dtype=form.dtype), form, wide=like.dtype),
+            _stored(like.new_zeros(shape, dtype=form.dtype), form, wide=like.dtype),
+            like.new_zeros((), dtype=torch.float32),
+        )
+
+    @classmethod
+    def of_masters(cls, main: StoredFloats, *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype) -> "FlatAdam":
+        """Builds the state of masters, with moments in the dtypes that zeros_beside takes."""
+        step = main.read(0, 0).new_zeros((), dtype=torch.float32)
+        return cls(main, zeros_beside(main, exp_avg_dtype), zeros_beside(main, exp_avg_sq_dtype), step)
+
+    @property
+    def stored(self) -> tuple[StoredFloats, StoredFloats, StoredFloats]:
+        """The storage that a step changes in addition to the count of steps."""
+        return self.main, self.exp_avg, self.exp_avg_sq
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype that a step computes in, and that is read of all three: fp32 or fp64."""
+        return self.main.read(0, 0).dtype
+
+
+# One step.
+
+
+@dataclass(frozen=True)
+class AdamRates:
+    """Settings of a step, named as in torch.optim.Adam and AdamW.
+
+    lr: [], on the runs' device, fp64 on the CPU, else fp32. adam_w_mode: weights decay apart from their gradients
+    (Loshchilov & Hutter, 2019, Decoupled Weight Decay Regularization). bias_correction: as in Adam: A Method for
+    Stochastic Optimization (Kingma & Ba, 2015), else moments count as they are.
+    """
+
+    lr: torch.Tensor
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+
+
+@dataclass(frozen=True)
+class GradScale:
+    """The divisor of a step's gradients, and whether the step changes anything.
+
+    divisor: a number, or [], fp32, on the gradients' device. skip: [], fp32, there too, where the device decides: 1 if
+    nothing is to change, else 0.
+    """
+
+    divisor: float | torch.Tensor
+    skip: torch.Tensor | None = None
+
+
+class GradUse(Enum):
+    """How a step treats the gradients that it divides."""
+
+    # They stay as they are.
+    READ = auto()
+    # They may be divided in their memory where a step is not skipped: nothing is copied. Torch's kernel does it with
+    # gradients of the dtype that it computes in, and so with all of a run that it serves whole.
+    DIVIDE = auto()
+
+
+@dataclass(frozen=True)
+class AdamUpdate:
+    """One run to be stepped. grad: [N], any float dtype, what becomes of it is GradUse's.
+
+    out: [N], any float dtype, where the new parameters are written, None if `state` steps them in place. A step that is
+    skipped leaves it alone: it must hold the parameters before. ranges: see [Note: ends of parameters]; None for all.
+
+    [Note: ends of parameters] A vectorised kernel takes the elements behind the last whole vector of a tensor one by
+    one, with other last digits. To give a parameter the bits of torch.optim, its end must be one for the kernel too:
+    ranges are those of the run that are stepped as tensors of their own, each from the grid of 64 elements on.
+    """
+
+    state: FlatAdam
+    grad: torch.Tensor
+    out: torch.Tensor | None = None
+    ranges: Sequence[tuple[int, int]] | None = None
+
+
+@torch.no_grad()
+def adam_step(
+    updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale, grads: GradUse = GradUse.READ
+) -> None:
+    """Steps runs of one device, each by its gradient over the divisor, or none of them; nothing reads the device.
+
+    Where all is of one dtype and nothing divides, one call of torch's fused kernel does it, to the bits of torch.optim
+    with fused=True.
+    """
+    if not updates:
+        return
+    scaled = _Scaled(_divisor_on(scale, updates[0].state.step.device), scale.skip)
+    counts = _next_counts([update.state for update in updates], rates)
+    whole: dict[torch.dtype, list[_Operands]] = {}
+    for update, count in zip(updates, counts):
+        operands = _whole(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
+        if operands is not None:
+            whole.setdefault(operands.main.dtype, []).append(operands)
+        elif HAS_TRITON and update.grad.is_cuda and update.state.step.is_cuda and _takes_one_pass(update.state):
+            triton_adam.step_run(
+                update.state.stored,
+                update.grad,
+                out=update.out,
+                step=update.state.step,
+                lr=rates.lr,
+                betas=rates.betas,
+                eps=rates.eps,
+                weight_decay=rates.weight_decay,
+                adam_w_mode=rates.adam_w_mode,
+                bias_correction=rates.bias_correction,
+                divisor=scaled.divisor,
+                skip=scaled.skip,
+            )
+        else:
+            _step_in_pieces(update, rates, count=count, scaled=scaled, grads=grads)
+    for together in whole.values():
+        _step_together(together, rates, scaled=scaled)
+    _count([update.state for update in updates], skip=scaled.skip)
+
+
+@torch.no_grad()
+def write_parameters(state: FlatAdam, out: torch.Tensor) -> None:
+    """Rounds what is stepped to the parameters of a run; out: [N], any float dtype, perhaps the parameters' memory."""
+    size = piece_elements(state.main)
+    for start in range(0, state.main.numel, size):
+        end = min(start + size, state.main.numel)
+        out[start:end].copy_(_as_parameters(state.main, start, end=end))
+
+
+# Its parts.
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A GradScale on the device of a step: [], fp32 each, or None."""
+
+    divisor: torch.Tensor | None
+    skip: torch.Tensor | None
+
+    def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Rounds values to where they belong, unless nothing is to change; both [n], any float dtype."""
+        target.copy_(values if self.skip is None else torch.where(self.skip == 0, values.to(target.dtype), target))
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The operands of torch's kernel: [n] each, one dtype, fp32 or fp64. count: [], fp32, of this step."""
+
+    main: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    count: torch.Tensor
+    out: torch.Tensor | None = None
+    ranges: Sequence[tuple[int, int]] | None = None
+
+    def parts(self) -> "list[_Operands]":
+        """Those that the kernel takes as tensors, see [Note: ends of parameters]."""
+        if self.ranges is None:
+            return [self]
+        return [
+            _Operands(
+                self.main[start:end],
+                self.grad[start:end],
+                self.exp_avg[start:end],
+                self.exp_avg_sq[start:end],
+                self.count,
+            )
+            for start, end in self.ranges
+        ]
+
+
+def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
+    """All of a run as torch's kernel takes it, if it is kept so."""
+    state, out = update.state, update.out
+    tensors = [stored.tensor for stored in state.stored if isinstance(stored, Plain)]
+    others = [update.grad] if out is None else [update.grad, out]
+    kind = (state.wide, state.step.device)
+    if len(tensors) < 3 or any((tensor.dtype, tensor.device) != kind for tensor in others):
+        return None
+    main, exp_avg, exp_avg_sq = tensors
+    return _Operands(main, update.grad, exp_avg, exp_avg_sq, count, out, update.ranges)
+
+
+def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
+    """Runs of one dtype; the kernel writes the gradients that it divides."""
+    _fused_kernel(operands, rates, skip=scaled.skip, divisor=scaled.divisor)
+    for one in operands:
+        if one.out is not None:
+            scaled.put(one.out, one.main)
+
+
+def _takes_one_pass(state: FlatAdam) -> bool:
+    """Whether a GPU steps a state in one Triton launch: forms that its other kernels would convert in several."""
+    stored = state.stored
+    is_converted = isinstance(state.main, WithRemainder) or any(isinstance(one, ScaledHalf) for one in stored)
+    return is_converted and state.wide == torch.float32
+
+
+def _step_in_pieces(
+    update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled, grads: GradUse
+) -> None:
+    """Any form, converted on the way through torch's kernel in pieces that stay in a core's cache."""
+    state, size = update.state, _piece_elements(update.state)
+    for start in range(0, state.main.numel, size):
+        end = min(start + size, state.main.numel)
+        _step_piece(
+            state,
+            update.grad[start:end],
+            rates,
+            start=start,
+            count=count,
+            scaled=scaled,
+            grads=grads,
+            ranges=_ranges_in(update.ranges, start, end=end),
+        )
+        if update.out is not None:
+            scaled.put(update.out[start:end], _as_parameters(state.main, start, end=end))
+
+
+def _step_piece(
+    state: FlatAdam,
+    grad: torch.Tensor,
+    rates: AdamRates,
+    *,
+    start: int,
+    count: torch.Tensor,
+    scaled: _Scaled,
+    grads: GradUse,
+    ranges: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """Steps the elements of a state from `start` on by grad, [n], any float dtype and device."""
+    main, exp_avg, exp_avg_sq = values = [stored.read(start, start + grad.numel()) for stored in state.stored]
+    grad, divisor = grad.to(main), scaled.divisor
+    if divisor is not None and grads is GradUse.READ:
+        # The kernel would write what it divides.
+        grad, divisor = grad / divisor, None
+    _fused_kernel(
+        [_Operands(main, grad, exp_avg, exp_avg_sq, count, ranges=ranges)], rates, skip=scaled.skip, divisor=divisor
+    )
+    for stored, new in zip(state.stored, values):
+        _write_back(stored, start, values=new, scaled=scaled)
+
+
+def _next_counts(states: Sequence[FlatAdam], rates: AdamRates) -> list[torch.Tensor]:
+    """The count of the step that follows, of each state: [], fp32."""
+    # After infinitely many steps nothing is left to correct: both corrections are exactly 1.
+    steps = [state.step for state in states]
+    return list(torch._foreach_add(steps, 1.0 if rates.bias_correction else torch.inf))
+
+
+def _count(states: Sequence[FlatAdam], *, skip: torch.Tensor | None) -> None:
+    steps = [state.step for state in states]
+    torch._foreach_add_(steps, 1.0)
+    if skip is not None:
+        torch._foreach_sub_(steps, [skip] * len(steps))
+
+
+def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
+    """The divisor for kernels, as for torch.amp.GradScaler: [], fp32; None for 1."""
+    if isinstance(scale.divisor, torch.Tensor):
+        return scale.divisor
+    # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
+    return None if scale.divisor == 1.0 else torch.full((), scale.divisor, dtype=torch.float32, device=device)
+
+
+def _piece_elements(state: FlatAdam) -> int:
+    size = piece_elements(state.main)
+    is_plain = all(isinstance(stored, Plain) for stored in state.stored)
+    # Gradients are then all that is copied: one tensor, where others are four of that size.
+    return 4 * size if is_plain and state.step.device.type == "cpu" else size
+
+
+def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int) -> Sequence[tuple[int, int]] | None:
+    """The parts of ranges in [start, end), counted from there."""
+    if ranges is None:
+        return None
+    cut = ((max(first, start) - start, min(last, end) - start) for first, last in ranges)
+    return [(first, last) for first, last in cut if first < last]
+
+
+def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scaled: _Scaled) -> None:
+    """Takes back what was read, [n], fp32 or fp64, and where nothing is to change to the same bytes."""
+    end = start + values.numel()
+    memory = []
+    # A block whose largest number was rounded up gets another scale when it is written again, and NaNs another sign.
+    if isinstance(stored, (Rounded, ScaledHalf)) and scaled.skip is not None:
+        memory.append(stored.tensor[start:end])
+    if isinstance(stored, ScaledHalf) and scaled.skip is not None:
+        memory.append(stored.exponents[start // BLOCK : end // BLOCK])
+    before = [part.clone() for part in memory]
+    stored.write(start, values)
+    for part, old in zip(memory, before):
+        assert scaled.skip is not None
+        part.copy_(torch.where(scaled.skip == 0, part, old))
+
+
+def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
+    """Returns masters rounded to their parameters' dtype: [n], fp32, fp64 or bf16."""
+    # Rounded by torch, halves between two numbers of bf16 would differ from those that the remainders belong to.
+    return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
+
+
+def _fused_kernel(
+    operands: Sequence[_Operands], rates: AdamRates, *, skip: torch.Tensor | None, divisor: torch.Tensor | None = None
+) -> None:
+    # Below torch.optim.adamw.adamw, which would count the steps and take half as long again for a piece.
+    kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
+    beta1, beta2 = rates.betas
+    parts = [part for one in operands for part in one.parts()]
+    kernel(
+        [one.main for one in parts],
+        [one.grad for one in parts],
+        [one.exp_avg for one in parts],
+        [one.exp_avg_sq for one in parts],
+        [],
+        [one.count for one in parts],
+        lr=rates.lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=skip,
+    )
+
+
+# Storage in a form.
+
+
+def _main_of(model: torch.Tensor, form: StateForm) -> StoredFloats:
+    if form.masters is Masters.REMAINDERS:
+        return WithRemainder(model)
+    if form.masters is Masters.NONE:
+        # Wider parameters than the states are not computed in fewer digits than they have.
+        wide = torch.promote_types(torch.promote_types(model.dtype, form.dtype), torch.float32)
+        return Plain(model) if model.dtype == wide else Rounded(model, wide)
+    wide = torch.promote_types(form.dtype, torch.float32)
+    main = _stored(torch.empty_like(model, dtype=form.dtype), form, wide=wide)
+    size = piece_elements(main)
+    for start in range(0, main.numel, size):
+        main.write(start, model[start : start + size].to(wide))
+    return main
+
+
+def _stored(tensor: torch.Tensor, form: StateForm, *, wide: torch.dtype) -> StoredFloats:
+    if tensor.dtype == wide:
+        return Plain(tensor)
+    return ScaledHalf(tensor) if form.is_scaled and tensor.dtype == torch.float16 else Rounded(tensor, wide)
+
+
+# Rules: torch's optimizers over the flat storage of runs. Each steps some runs and owns their state.
+
+
+class UpdateRule(Protocol):
+    """The optimizer's interface to a rule. is_collective: ranks communicate in `update`, for all runs in one call."""
+
+    is_collective: bool
+    optimizer: torch.optim.Optimizer
+    runs: list[ParamRun]
+
+    def refresh_rates(self) -> None:
+        """Copies the groups' current learning rates for the updates that follow, including updates in graphs."""
+        ...
+
+    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+        """Steps those of the rule's runs that are in `runs` by their scaled gradients, and writes their parameters;
+        each once a step.
+        """
+        ...
+
+    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+        """Returns the state of a run by torch's names, N numbers each."""
+        ...
+
+    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+        """Returns the current group settings of each part of a run; the parts are in order, on the grid."""
+        ...
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """Returns the counters of steps taken, to read and to set: [], fp32 each."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Elements from start to end of a run."""
+
+    run: ParamRun
+    start: int
+    end: int
+
+
+class FusedRule:
+    """AdamW or SGD: one kernel steps whole runs, and divides their gradients while it reads them.
+
+    Runs of which something is not kept as the kernel computes go through it in pieces, and are converted on the way.
+    """
+
+    is_collective = False
+
+    def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun], *, groups: Sequence[GroupKey]) -> None:
+        self.runs = list(runs)
+        self._members = [[run for run in runs if run.group == key] for key in groups]
+        self._group_of = _numbers_of(self._members)
+        torch_groups = [
+            {"params": [run.stepped for run in members], **key.values(config)}
+            for key, members in zip(groups, self._members)
+        ]
+        assert config.lr is not None
+        if config.optimizer == "sgd":
+            # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                torch_groups, lr=config.lr, momentum=config.sgd_momentum, fused=True
+            )
+            self._states: _AdamStates | _SgdStates = _SgdStates(config, self.runs)
+        else:
+            betas = (config.adam_beta1, config.adam_beta2)
+            self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+            self._states = _AdamStates(config, self.runs)
+        self._rates = [_rates_of(members) for members in self._members]
+        self.refresh_rates()
+        on_host = [run for run in self.runs if _place(run).type == "cpu"]
+        self._overlapped = frozenset(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
+        self._copies = _HostCopies(on_host) if self._overlapped else None
+
+    @torch.no_grad()
+    def refresh_rates(self) -> None:
+        # Groups have plain numbers, since a schedule calculates with them; graphs read the same memory in each replay.
+        for group, rates in zip(self.optimizer.param_groups, self._rates):
+            for rate in rates.values():
+                rate.fill_(group["lr"])
+
+    @torch.no_grad()
+    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+        """Steps those of its runs in `runs`. State on the host does not support scale.skip."""
+        every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
+        for settings, members in zip(every, self._members):
+            chosen = [run for run in members if run in runs and run not in self._overlapped]
+            self._states.step(chosen, settings, scale=scale)
+            for run in chosen:
+                run.write_model()
+        if self._copies is not None:
+            # Last: what is updated on a GPU runs while the host is busy.
+            chosen = [run for run in self.runs if run in runs and run in self._overlapped]
+            for chunk, grad in self._copies.chunks(chosen):
+                self._states.step_chunk(chunk, grad, every[self._group_of[chunk.run]], scale=scale)
+            self._states.count_chunks(chosen, scale=scale)
+
+    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+        return self._states.moments(run)
+
+    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+        """Returns the settings of the one group that the whole run is in."""
+        return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """Returns the step counter of each run, none for SGD: [], fp32 each, to read and to set."""
+        return self._states.step_counts()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """A torch parameter group as kernels read it; rates: see _rates_of."""
+
+    group: dict[str, Any]
+    rates: dict[torch.device, torch.Tensor]
+
+    def of_adam(self, place: torch.device) -> AdamRates:
+        betas, eps, weight_decay = (self.group[name] for name in ("betas", "eps", "weight_decay"))
+        return AdamRates(self.rates[place], betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class _AdamStates:
+    """AdamW's states of runs, stepped by adam_step."""
+
+    def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun]) -> None:
+        exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
+        self._of = {
+            run: FlatAdam.of_masters(run.main, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq) for run in runs
+        }
+
+    def step(self, runs: Sequence[ParamRun], settings: _Settings, *, scale: GradScale) -> None:
+        # Of one group some states may be in the host's memory.
+        for place in settings.rates:
+            updates = [AdamUpdate(self._of[run], run.grad) for run in runs if _place(run) == place]
+            adam_step(updates, settings.of_adam(place), scale=scale, grads=GradUse.DIVIDE)
+
+    def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
+        """Steps a chunk by its gradient: [n], any float dtype; call count_chunks after all chunks of a run."""
+        state, place = self._of[chunk.run], _place(chunk.run)
+        rates = settings.of_adam(place)
+        (count,) = _next_counts([state], rates)
+        scaled = _Scaled(_divisor_on(scale, place), scale.skip)
+        _step_piece(state, grad, rates, start=chunk.start, count=count, scaled=scaled, grads=GradUse.DIVIDE)
+
+    def count_chunks(self, runs: Sequence[ParamRun], *, scale: GradScale) -> None:
+        if runs:
+            _count([self._of[run] for run in runs], skip=scale.skip)
+
+    def moments(self, run: ParamRun) -> dict[str, StoredFloats]:
+        return {"exp_avg": self._of[run].exp_avg, "exp_avg_sq": self._of[run].exp_avg_sq}
+
+    def step_counts(self) -> list[torch.Tensor]:
+        return [state.step for state in self._of.values()]
+
+
+class _SgdStates:
+    """SGD's momenta of runs, whose masters are all fp32 (fp64), and which torch's kernel steps."""
+
+    def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun]) -> None:
+        # A momentum of zeros gives the first step that torch takes without one.
+        self._momenta = {run: zeros_beside(run.main, torch.float32) for run in runs if config.sgd_momentum > 0}
+
+    def step(self, runs: Sequence[ParamRun], settings: _Settings, *, scale: GradScale) -> None:
+        whole = []
+        for run in runs:
+            grad, like, size = run.grad, run.main.read(0, 0), piece_elements(run.main)
+            if (grad.dtype, grad.device) == (like.dtype, like.device):
+                whole.append((_Chunk(run, 0, run.main.numel), grad))
+                continue
+            for start in range(0, run.main.numel, size):
+                chunk = _Chunk(run, start, min(start + size, run.main.numel))
+                self.step_chunk(chunk, grad[chunk.start : chunk.end], settings, scale=scale)
+        if whole:
+            self._step_together(whole, settings, scale=scale)
+
+    def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
+        """Steps a chunk by its gradient: [n], any float dtype."""
+        self._step_together([(chunk, grad)], settings, scale=scale)
+
+    def count_chunks(self, runs: Sequence[ParamRun], *, scale: GradScale) -> None:
+        """Does nothing: SGD counts no steps."""
+
+    def moments(self, run: ParamRun) -> dict[str, StoredFloats]:
+        return {"momentum_buffer": self._momenta[run]} if run in self._momenta else {}
+
+    def step_counts(self) -> list[torch.Tensor]:
+        return []
+
+    def _step_together(
+        self, chunks: Sequence[tuple[_Chunk, torch.Tensor]], settings: _Settings, *, scale: GradScale
+    ) -> None:
+        """Steps chunks of one device by their gradients: [n] each, any float dtype and device."""
+        # What is read is the storage itself, which the kernel changes.
+        mains = [chunk.run.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
+        momenta = [self._momenta.get(chunk.run) for chunk, _ in chunks]
+        device = mains[0].device
+        sgd(
+            mains,
+            [grad.to(main) for (_, grad), main in zip(chunks, mains)],
+            [None if kept is None else kept.read(chunk.start, chunk.end) for kept, (chunk, _) in zip(momenta, chunks)],
+            fused=True,
+            grad_scale=_divisor_on(scale, device),
+            found_inf=scale.skip,
+            weight_decay=settings.group["weight_decay"],
+            momentum=settings.group["momentum"],
+            lr=settings.rates[device],  # type: ignore[arg-type]  # torch.optim.SGD gives it tensors, too
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+
+def _numbers_of(groups: Sequence[Sequence[ParamRun]]) -> dict[ParamRun, int]:
+    return {run: number for number, members in enumerate(groups) for run in members}
+
+
+def _place(run: ParamRun) -> torch.device:
+    """Returns the device on which a run is updated: that of its masters, which may be the host."""
+    return run.main.read(0, 0).device
+
+
+def _rates_of(runs: Sequence[ParamRun]) -> dict[torch.device, torch.Tensor]:
+    """A learning rate, to be filled, wherever there are runs: [], as kernels read it, fp64 on the CPU, else fp32."""
+    types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, runs)}
+    return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
+
+
+# State in the host's memory (overlap_cpu_optimizer_d2h_h2d).
+
+
+class _HostCopies:
+    """Copies of gradients to the host and of updated parameters back, for runs whose masters are in the host's memory.
+
+    While a chunk is updated, the gradient of the next one and the parameters of the one before are copied; each way has
+    two buffers and, on a GPU, a stream.
+    """
+
+    def __init__(self, runs: Sequence[ParamRun]) -> None:
+        device = next((run.grad.device for run in runs), torch.device("cpu"))
+        longest = min(HOST_CHUNK, max((run.main.numel for run in runs), default=0))
+        self._to_host, self._to_device = CopyStream(device), CopyStream(device)
+        grad_bytes = longest * max((run.grad.element_size() for run in runs), default=0)
+        param_bytes = longest * max((run.model.element_size() for run in runs), default=0)
+        self._grads = [host_bytes(grad_bytes, device) for _ in range(2)]
+        self._params = [host_bytes(param_bytes, device) for _ in range(2)]
+        # Of each buffer of parameters the last copy from it.
+        self._sent: list[Any] = [None, None]
+
+    def chunks(self, runs: Sequence[ParamRun]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
+        """Each chunk of these runs, in order, with its gradient on the host: [n], the buffer's dtype.
+
+        The caller updates the masters before it asks for the next; then the parameters are written from them. At the
+        end, work that is launched on the device finds all parameters new.
+        """
+        todo = [
+            _Chunk(run, start, min(start + HOST_CHUNK, run.main.numel))
+            for run in runs
+            for start in range(0, run.main.numel, HOST_CHUNK)
+        ]
+        coming = [self._fetch(chunk, slot) for slot, chunk in enumerate(todo[:1])]
+        for index, chunk in enumerate(todo):
+            grad, copied = coming.pop()
+            # The next one goes where the one before last was, which has been read.
+            coming += [self._fetch(later, (index + 1) % 2) for later in todo[index + 1 : index + 2]]
+            self._to_host.host_waits_for(copied)
+            yield chunk, grad
+            self._send(chunk, index % 2)
+        for sent in self._sent:
+            self._to_device.main_waits_for(sent)
+
+    def _fetch(self, chunk: _Chunk, slot: int) -> tuple[torch.Tensor, Any]:
+        there = chunk.run.grad[chunk.start : chunk.end]
+        here = self._grads[slot][: there.nbytes]
+        return here.view(there.dtype), self._to_host.copy(here, there.view(torch.uint8))
+
+    def _send(self, chunk: _Chunk, slot: int) -> None:
+        run = chunk.run
+        if not run.is_copy or isinstance(run.main, WithRemainder):
+            return
+        there = run.model[chunk.start : chunk.end]
+        here = self._params[slot][: there.nbytes]
+        # What it holds may still be on its way.
+        self._to_device.host_waits_for(self._sent[slot])
+        here.view(there.dtype).copy_(run.main.read(chunk.start, chunk.end))
+        self._sent[slot] = self._to_device.copy(there.view(torch.uint8), here)
