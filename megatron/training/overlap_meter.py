@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.bucket_group import Traffic
 from megatron.core.distributed.event_log import (
     EventLog,
     StepTimes,

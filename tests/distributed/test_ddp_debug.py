@@ -17,13 +17,13 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     distributed_data_parallel,
 )
+from megatron.core.distributed.bucket_group import ParamState
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
 from megatron.core.distributed.ddp_debug import find_coverage_problem
 from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.distributed.scheduler import CollectiveScheduler
-from megatron.core.distributed.synced_group import ParamState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from tests.counts import long_count
 from tests.distributed import ddp_runs

@@ -16,7 +16,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     NonFiniteGradientError,
 )
-from megatron.core.distributed.bucket_observer import BucketObserver, Traffic
+from megatron.core.distributed.bucket_group import BucketObserver, Traffic
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ALONE
 from megatron.core.tensor_parallel import ColumnParallelLinear

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.bucket_group import Traffic
 from megatron.core.distributed.ddp_debug import find_coverage_problem
 from megatron.core.distributed.layout import Span
 from megatron.core.model_parallel_config import ModelParallelConfig

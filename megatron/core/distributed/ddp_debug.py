@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.bucket_observer import ObservedGroup, Traffic
+from megatron.core.distributed.bucket_group import BucketGroupBase, Traffic
 from megatron.core.distributed.collectives import shard_of
 from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, _ParamAndGradBuffer
 from megatron.core.distributed.layout import ALIGNMENT, Span
@@ -42,7 +42,7 @@ class DdpDebug:
 
     def __init__(self, tell_others: Callable[[str], None]) -> None:
         self._tell_others = tell_others
-        self._groups: list[ObservedGroup] = []
+        self._groups: list[BucketGroupBase] = []
         self._reductions: Counter[str] = Counter()
         self._is_first_grad = True
         # By group: checksums of its gradients under reduction.
@@ -50,7 +50,7 @@ class DdpDebug:
         self._under_way: set[str] = set()
         self._reads = _StaleReads(self._stop)
 
-    def attach(self, groups: Sequence[ObservedGroup], module: nn.Module) -> None:
+    def attach(self, groups: Sequence[BucketGroupBase], module: nn.Module) -> None:
         """Starts to check these groups. Collective: the ranks' shards must cover every element once."""
         for group in groups:
             self._check_views(group)
@@ -67,18 +67,18 @@ class DdpDebug:
         self._sent_grads.clear()
         self._is_first_grad = True
 
-    def before_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+    def before_grad(self, group: BucketGroupBase, param: nn.Parameter) -> None:
         """Checks before the first gradient that all are zero, except those that kernels have already added."""
         if self._is_first_grad:
             self._is_first_grad = False
             for other in self._groups:
                 self._check_zero_sync(other, "when the first gradient of the iteration came")
 
-    def after_grad(self, group: ObservedGroup, param: nn.Parameter) -> None:
+    def after_grad(self, group: BucketGroupBase, param: nn.Parameter) -> None:
         """Checks that a late gradient was kept apart from gradients already sent."""
         self._check_grads_unchanged(group, "its gradient came")
 
-    def before_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+    def before_launch(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is Traffic.GATHER:
             self._check_poison_sync(group)
             return
@@ -89,19 +89,19 @@ class DdpDebug:
             if self._reductions[group.name] > 1:
                 self._stop(f"gradients of {_names(group)} are reduced twice in one iteration")
 
-    def after_launch(self, traffic: Traffic, group: ObservedGroup) -> None:
+    def after_launch(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is Traffic.GATHER:
             self._under_way.add(group.name)
         elif group.can_repeat:
             self._sent_grads[group.name] = [_checksum_sync(entry.wire) for entry in group.entries]
 
-    def before_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+    def before_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is not Traffic.GATHER:
             self._check_grads_unchanged(group, "someone waited for the sum")
             # The wait itself changes them.
             self._sent_grads.pop(group.name, None)
 
-    def after_wait(self, traffic: Traffic, group: ObservedGroup) -> None:
+    def after_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is Traffic.GATHER:
             self._under_way.discard(group.name)
             self._reads.allow(group.entries)
@@ -127,7 +127,7 @@ class DdpDebug:
 
     # Parameters.
 
-    def gather_due(self, group: ObservedGroup) -> None:
+    def gather_due(self, group: BucketGroupBase) -> None:
         """Poisons the parameter shards of other ranks and forbids reads of them until the gather."""
         if group.name in self._under_way:
             self._stop(f"{_names(group)} were updated while their gather was under way: it was never waited for")
@@ -139,18 +139,18 @@ class DdpDebug:
 
     # Inside.
 
-    def _check_zero_sync(self, group: ObservedGroup, when: str) -> None:
+    def _check_zero_sync(self, group: BucketGroupBase, when: str) -> None:
         for entry in group.entries:
             if not added_to_main_grad(entry.param) and int(entry.main_grad.count_nonzero()):
                 self._stop(f"gradient of {entry.name} was not exactly zero {when}")
 
-    def _check_grads_unchanged(self, group: ObservedGroup, when: str) -> None:
+    def _check_grads_unchanged(self, group: BucketGroupBase, when: str) -> None:
         before = self._sent_grads.get(group.name, [])
         for entry, checksum in zip(group.entries, before):
             if _checksum_sync(entry.wire) != checksum:
                 self._stop(f"gradient of {entry.name} was written after its reduction had started; seen when {when}")
 
-    def _check_views(self, group: ObservedGroup) -> None:
+    def _check_views(self, group: BucketGroupBase) -> None:
         """Stops where a parameter or its gradient is not what lies in the buffers, in their types."""
         for bucket in group.buckets:
             kind = bucket.buffer.kind
@@ -165,7 +165,7 @@ class DdpDebug:
                         f"{bucket.grad_data.dtype}: {kind.param_dtype} and {kind.grad_dtype} were wrapped"
                     )
 
-    def _check_poison_sync(self, group: ObservedGroup) -> None:
+    def _check_poison_sync(self, group: BucketGroupBase) -> None:
         """Others' shards are NaN until they arrive; this rank's own is being updated."""
         with self._reads.paused():
             for bucket in group.buckets:
@@ -207,7 +207,7 @@ def _checksum_sync(tensor: torch.Tensor) -> int:
     return int(bits.sum(dtype=torch.int64).item())
 
 
-def _names(group: ObservedGroup) -> str:
+def _names(group: BucketGroupBase) -> str:
     return ", ".join(entry.name for entry in group.entries)
 
 

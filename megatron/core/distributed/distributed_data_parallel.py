@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import SideStream, default_device
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_group import BucketGroupBase, ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import (
     GradChecks,
@@ -50,7 +50,6 @@ from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
-from megatron.core.distributed.synced_group import ParamState, SyncedGroup
 from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.graph_capture import GraphParticipant
@@ -450,14 +449,14 @@ class DistributedDataParallel(_BaseDataParallel):
         for buffer in self.all_buffers:
             buffer.zero_grads()
 
-    def _pre_hook(self, groups: Callable[[], Sequence[SyncedGroup]]) -> WaitForGroups:
+    def _pre_hook(self, groups: Callable[[], Sequence[BucketGroupBase]]) -> WaitForGroups:
         return WaitForGroups(groups, need=partial(self._need, prefetch=self._prefetches))
 
-    def _need(self, groups: Iterable[SyncedGroup], *, prefetch: bool) -> None:
+    def _need(self, groups: Iterable[BucketGroupBase], *, prefetch: bool) -> None:
         for group in groups:
             self.launch_order.need(group, prefetch=prefetch)
 
-    def _in_order_of_backward(self) -> list[SyncedGroup]:
+    def _in_order_of_backward(self) -> list[BucketGroupBase]:
         # A bucket is complete when backward has come to the first of its modules.
         places = {param: place for place, param in enumerate(self.module.parameters())}
         return sorted(self._groups, key=lambda group: -min(places[entry.param] for entry in group.entries))
@@ -479,7 +478,7 @@ class _GradIntake:
     """
 
     def __init__(
-        self, group_of: Mapping[nn.Parameter, SyncedGroup], order: CollectiveScheduler, *, is_fused: bool
+        self, group_of: Mapping[nn.Parameter, BucketGroupBase], order: CollectiveScheduler, *, is_fused: bool
     ) -> None:
         self._group_of, self._order = group_of, order
         for param in group_of:
@@ -513,7 +512,7 @@ class _StreamingIntake:
 
     def __init__(
         self,
-        group_of: Mapping[nn.Parameter, SyncedGroup],
+        group_of: Mapping[nn.Parameter, BucketGroupBase],
         order: CollectiveScheduler,
         *,
         hook_runner: GradHookRunner,
@@ -808,9 +807,9 @@ def _new_buffer(
 
 def _build_groups(
     buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool, checks: GradChecks | None
-) -> list[SyncedGroup]:
+) -> list[BucketGroupBase]:
     """The bucket groups of buffers; name: what theirs begin with. force_single: one group, where gradients stand."""
-    groups: list[SyncedGroup] = []
+    groups: list[BucketGroupBase] = []
     for buckets in partition_buckets(buffers, force_single_bucket_group=force_single):
         if isinstance(buckets[0].buffer, TransientBuffer):
             for bucket in buckets:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.synced_group import SyncedGroup
+from megatron.core.distributed.bucket_group import BucketGroupBase
 
 
 class ForwardWaits:
@@ -24,14 +24,14 @@ class ForwardWaits:
     """
 
     def __init__(
-        self, groups_of: Mapping[nn.Parameter, Sequence[SyncedGroup]], *, root: nn.Module | None = None
+        self, groups_of: Mapping[nn.Parameter, Sequence[BucketGroupBase]], *, root: nn.Module | None = None
     ) -> None:
         self._root, self._groups_of = root, groups_of
         # By module, whether it is called in training, and whether autograd is on.
         self._called: set[tuple[nn.Module, bool, bool]] = set()
-        self._known: dict[tuple[nn.Module, bool, bool], Sequence[SyncedGroup]] = {}
+        self._known: dict[tuple[nn.Module, bool, bool], Sequence[BucketGroupBase]] = {}
 
-    def before(self, module: nn.Module) -> Sequence[SyncedGroup]:
+    def before(self, module: nn.Module) -> Sequence[BucketGroupBase]:
         """The groups that a forward of `module` needs, which begins now."""
         mode = (self._root or module).training, torch.is_grad_enabled()
         key = (module, *mode)
@@ -47,7 +47,7 @@ class ForwardWaits:
         self._known[key] = list(groups)
         return self._known[key]
 
-    def own(self, module: nn.Module) -> list[SyncedGroup]:
+    def own(self, module: nn.Module) -> list[BucketGroupBase]:
         """The groups of the parameters that `module` itself has."""
         held = (self._groups_of.get(param, ()) for param in module.parameters(recurse=False))
         return list(dict.fromkeys(group for groups in held for group in groups))
@@ -56,7 +56,7 @@ class ForwardWaits:
         """Learns anew: other parameters are gathered from now on."""
         self._known.clear()
 
-    def below(self, module: nn.Module) -> list[SyncedGroup]:
+    def below(self, module: nn.Module) -> list[BucketGroupBase]:
         """The groups of all its parameters."""
         return list(dict.fromkeys(group for part in module.modules() for group in self.own(part)))
 
@@ -74,7 +74,7 @@ class WaitForGroups:
     """
 
     def __init__(
-        self, groups: Callable[[], Iterable[SyncedGroup]], *, need: Callable[[Iterable[SyncedGroup]], None]
+        self, groups: Callable[[], Iterable[BucketGroupBase]], *, need: Callable[[Iterable[BucketGroupBase]], None]
     ) -> None:
         self._groups, self._need = groups, need
 

@@ -316,7 +316,7 @@ class ReleasedBucket(Protocol):
 
 
 class ReleasedGroup(Protocol):
-    """Buckets that are reduced together; see SyncedGroup."""
+    """Buckets that are reduced together; see BucketGroupBase."""
 
     name: str
 

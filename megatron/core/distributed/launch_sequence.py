@@ -12,60 +12,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 
-# Iterations in which a parameter must have had fewer gradients before fewer are expected of it.
-_PATIENCE = 4
-
-
-class Readiness:
-    """Whether all gradients of a bucket group have come, from how many came in the last microbatches before.
-
-    At least one of each parameter is expected; more as soon as more were seen, fewer only after _PATIENCE iterations:
-    too many merely delays a reduction to the end of backward, too few makes gradients late.
-    """
-
-    def __init__(self, num_params: int) -> None:
-        self._expected = [1] * num_params
-        self._came = [0] * num_params
-        self._incomplete = num_params
-        # Of the iterations in a row with fewer than expected: how many, and the most gradients in any of them.
-        self._fewer: dict[int, tuple[int, int]] = {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every parameter has had as many gradients as expected, or more."""
-        return self._incomplete == 0
-
-    def came(self, index: int) -> bool:
-        """Counts a gradient of a parameter; whether it was the last one expected of all."""
-        self._came[index] += 1
-        if self._came[index] != self._expected[index]:
-            return False
-        self._incomplete -= 1
-        return self._incomplete == 0
-
-    def forget(self) -> None:
-        """Drops this iteration's counts."""
-        self._came = [0] * len(self._came)
-        self._incomplete = len(self._came)
-
-    def learn(self) -> None:
-        """Ends an iteration: expects what came in it."""
-        if self._fewer or self._came != self._expected:
-            for index, (came, expected) in enumerate(zip(self._came, self._expected)):
-                self._learn_one(index, came, expected=expected)
-        self.forget()
-
-    def _learn_one(self, index: int, came: int, *, expected: int) -> None:
-        if came >= expected:
-            self._expected[index] = came
-            self._fewer.pop(index, None)
-            return
-        iterations, most = self._fewer.get(index, (0, 0))
-        self._fewer[index] = (iterations + 1, max(most, came))
-        if iterations + 1 == _PATIENCE:
-            self._expected[index] = max(1, most, came)
-            del self._fewer[index]
-
 
 class LaunchSequence:
     """One total order of bucket groups and how far this rank has come in it.

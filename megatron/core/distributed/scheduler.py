@@ -32,13 +32,12 @@ from torch import nn
 from torch.autograd import Variable
 from torch.profiler import record_function
 
-from megatron.core.distributed.bucket_observer import BucketObserver, Observers, Traffic
+from megatron.core.distributed.bucket_group import BucketGroupBase, BucketObserver, GradState, ParamState, Traffic
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, Iteration, Ledger, OrderWords, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
 from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
-from megatron.core.distributed.synced_group import GradState, ParamState, SyncedGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
@@ -56,7 +55,7 @@ class ChunkSync:
     afterwards. None: there is none.
     """
 
-    groups: Sequence[SyncedGroup]
+    groups: Sequence[BucketGroupBase]
     module: nn.Module
     find_problem: Callable[[], str | None]
     zero_grads: Callable[[], None]
@@ -87,7 +86,7 @@ class CollectiveScheduler:
         words: OrderWords | None = None,
         sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
-        self.observers = Observers()
+        self.observers = _Observers()
         self.stage_group = stage_group
         self.iteration = Iteration(
             stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=ledger, words=words
@@ -97,16 +96,16 @@ class CollectiveScheduler:
         self._passes = passes or Passes(PassScope.ITERATION, max_in_flight=0)
         # Late gradients only wait for the next pass, so nothing has to be seen first; and nothing is kept meanwhile.
         self._sequence = LaunchSequence(is_armed=self._passes.scope is not PassScope.ITERATION)
-        self._groups: list[SyncedGroup] = []
+        self._groups: list[BucketGroupBase] = []
         # Of this rank; other ranks of the stage may have more.
-        self._by_number: dict[int, SyncedGroup] = {}
+        self._by_number: dict[int, BucketGroupBase] = {}
         # In the order in which they were attached.
         self._chunks: list[ChunkSync] = []
-        self._runner_of: dict[SyncedGroup, GradHookRunner] = {}
+        self._runner_of: dict[BucketGroupBase, GradHookRunner] = {}
         # Who has begun the iteration.
         self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
-        self._launched: deque[SyncedGroup] = deque()
+        self._launched: deque[BucketGroupBase] = deque()
         self._warned: set[str] = set()
         # Weakly: an end leads to an optimizer, which must be freed once nobody uses it.
         self._ends: list[weakref.ref[BackwardEnd]] = []
@@ -258,18 +257,18 @@ class CollectiveScheduler:
         self._begun_by = {*begun_by, caller}
         self.open()
 
-    def accumulate(self, group: SyncedGroup, param: nn.Parameter) -> None:
+    def accumulate(self, group: BucketGroupBase, param: nn.Parameter) -> None:
         """Moves a gradient that autograd left in `param.grad`, if it left one, to its bucket, and counts it."""
         with self._taking(group, param):
             group.take(param)
         self.mark_grad_ready(group, param)
 
-    def add_gradient(self, group: SyncedGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
+    def add_gradient(self, group: BucketGroupBase, param: nn.Parameter, *, new: WeightGrad) -> None:
         """Lets a gradient be added where it is computed; it is counted when `accumulate` follows."""
         with self._taking(group, param):
             group.add(param, new)
 
-    def mark_grad_ready(self, group: SyncedGroup, param: nn.Parameter) -> None:
+    def mark_grad_ready(self, group: BucketGroupBase, param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches what need not wait any longer."""
         self._check_collecting(group, param)
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
@@ -289,21 +288,21 @@ class CollectiveScheduler:
             self._launch(self._sequence.ready(group.number))
         self._advance_early()
 
-    def start_grad_sync(self, groups: Sequence[SyncedGroup]) -> None:
+    def start_grad_sync(self, groups: Sequence[BucketGroupBase]) -> None:
         """Launches these groups and all before them, with whatever gradients they have."""
         for group in groups:
             self._launch(self._sequence.up_to(group.number))
 
     @record_function("CollectiveScheduler.end_pass")
-    def end_pass(self, groups: Sequence[SyncedGroup]) -> None:
+    def end_pass(self, groups: Sequence[BucketGroupBase]) -> None:
         """Launches what is left of a pass, that of these groups; see [Note: passes]. Collective, without waiting."""
         numbers = {group.number for group in groups}
-        incomplete = {group.number for group in groups if not group.readiness.is_complete}
+        incomplete = {group.number for group in groups if not group.is_complete}
         self._passes.ended(numbers, seen=self._sequence.seen(incomplete))
         self._launch([number for number in self._sequence.rest() if number in numbers])
         self._sequence.start()
         for group in groups:
-            group.readiness.learn()
+            group.learn_counts()
         if any(group.keeps_memory for group in groups):
             # What comes next is collected where these reductions are under way.
             for number in self._passes.all_in_flight():
@@ -398,11 +397,11 @@ class CollectiveScheduler:
     # Parameters. Their gathers go in `gather_order`.
 
     @property
-    def gather_order(self) -> list[SyncedGroup]:
+    def gather_order(self) -> list[BucketGroupBase]:
         """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
         return self._in_order()[::-1]
 
-    def mark_stale(self, groups: Sequence[SyncedGroup]) -> None:
+    def mark_stale(self, groups: Sequence[BucketGroupBase]) -> None:
         """Marks groups as stale after owners have updated their shards, so that they are gathered before use.
 
         Called for the same groups on all ranks.
@@ -415,7 +414,7 @@ class CollectiveScheduler:
                 for observer in self.observers:
                     observer.gather_due(group)
 
-    def start_param_sync(self, groups: Sequence[SyncedGroup], *, again: bool = False) -> None:
+    def start_param_sync(self, groups: Sequence[BucketGroupBase], *, again: bool = False) -> None:
         """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
         if again or all_current(groups):
             self.mark_stale(groups)
@@ -423,14 +422,14 @@ class CollectiveScheduler:
             if group in groups:
                 self._launch_gathers(up_to=group)
 
-    def finish_param_sync(self, groups: Sequence[SyncedGroup]) -> None:
+    def finish_param_sync(self, groups: Sequence[BucketGroupBase]) -> None:
         """Launches what is left of the gathers and waits for them. Collective."""
         for group in self.gather_order:
             if group in groups:
                 self.need(group, prefetch=False)
                 group.param_state = ParamState.CURRENT
 
-    def need(self, group: SyncedGroup, *, prefetch: bool) -> None:
+    def need(self, group: BucketGroupBase, *, prefetch: bool) -> None:
         """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
         if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
             group.arrival.wait()
@@ -461,7 +460,7 @@ class CollectiveScheduler:
     # In a CUDA graph, whose capture ranks begin and end alike.
 
     @contextmanager
-    def captured_iteration(self, gathered: Sequence[SyncedGroup]) -> Iterator[None]:
+    def captured_iteration(self, gathered: Sequence[BucketGroupBase]) -> Iterator[None]:
         """Around passes that a graph captures: their gathers and reductions start and end in it, in a frozen order.
 
         gathered: groups whose gathers belong to it. What ranks tell each other at the end of an iteration does not:
@@ -469,7 +468,7 @@ class CollectiveScheduler:
         Until forget_captured gradients are as behind `finish`, for what else the graph does with them.
         """
         self.freeze()
-        observers, self.observers = self.observers, Observers()
+        observers, self.observers = self.observers, _Observers()
         for group in self._groups:
             # Of a gather before the capture: the main stream has waited for it, and a graph could not.
             group.arrival.forget()
@@ -486,7 +485,7 @@ class CollectiveScheduler:
         finally:
             self.observers = observers
 
-    def forget_captured(self, gathered: Sequence[SyncedGroup]) -> None:
+    def forget_captured(self, gathered: Sequence[BucketGroupBase]) -> None:
         """Begins an iteration after a capture, complete or aborted, since nothing of it has run."""
         self.iteration.resume()
         self.is_open = False
@@ -497,7 +496,7 @@ class CollectiveScheduler:
         for group in gathered:
             group.param_state = ParamState.STALE
 
-    def note_replayed(self, gathered: Sequence[SyncedGroup]) -> None:
+    def note_replayed(self, gathered: Sequence[BucketGroupBase]) -> None:
         """Records that a graph has run a captured iteration; gathered: as when it was captured."""
         self.iteration.check_usable()
         for group in self._groups:
@@ -520,7 +519,7 @@ class CollectiveScheduler:
         return self._passes.scope is PassScope.CHUNK
 
     @contextmanager
-    def _taking(self, group: SyncedGroup, param: nn.Parameter) -> Iterator[None]:
+    def _taking(self, group: BucketGroupBase, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
         self.open()
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
@@ -535,7 +534,7 @@ class CollectiveScheduler:
         for observer in self.observers:
             observer.after_grad(group, param)
 
-    def _check_collecting(self, group: SyncedGroup, param: nn.Parameter) -> None:
+    def _check_collecting(self, group: BucketGroupBase, param: nn.Parameter) -> None:
         if not self.iteration.is_collecting:
             self.iteration.refuse_gradient(f"the gradient of {group.name_of(param)}")
 
@@ -568,30 +567,30 @@ class CollectiveScheduler:
         for observer in self.observers:
             observer.begin_iteration()
 
-    def _in_order(self) -> list[SyncedGroup]:
+    def _in_order(self) -> list[BucketGroupBase]:
         return [self._by_number[number] for number in self._sequence.order if number in self._by_number]
 
     def _late_here(self) -> list[bool]:
         late = {group.number for group in self._groups if group.is_late}
         return [number in late for number in range(len(self._sequence.order))]
 
-    def _launch_gathers(self, *, up_to: SyncedGroup | None = None) -> None:
+    def _launch_gathers(self, *, up_to: BucketGroupBase | None = None) -> None:
         for group in self.gather_order:
             if group.param_state is ParamState.STALE:
                 self._launch_gather(group)
             if group is up_to:
                 return
 
-    def _launch_gather(self, group: SyncedGroup) -> None:
+    def _launch_gather(self, group: BucketGroupBase) -> None:
         with self.observers.launching(Traffic.GATHER, group):
             group.launch_gathers()
 
-    def _wait_if_skipped(self, group: SyncedGroup) -> None:
+    def _wait_if_skipped(self, group: BucketGroupBase) -> None:
         # Forward skipped its modules, and the optimizer is about to write to where it arrives.
         if group.param_state is ParamState.IN_FLIGHT:
             self._wait_for_gather(group)
 
-    def _wait_for_gather(self, group: SyncedGroup) -> None:
+    def _wait_for_gather(self, group: BucketGroupBase) -> None:
         with self.observers.waiting(Traffic.GATHER, group):
             group.complete_gathers()
 
@@ -612,7 +611,7 @@ class CollectiveScheduler:
                     self._wait_if_skipped(oldest)
                     self._release(oldest)
 
-    def _release(self, group: SyncedGroup) -> None:
+    def _release(self, group: BucketGroupBase) -> None:
         if group in self._runner_of:
             self._runner_of[group].release(group)
 
@@ -625,7 +624,7 @@ class CollectiveScheduler:
             self._launched.popleft()
 
     def _seen(self) -> list[int]:
-        incomplete = {group.number for group in self._groups if not group.readiness.is_complete}
+        incomplete = {group.number for group in self._groups if not group.is_complete}
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
@@ -678,7 +677,7 @@ class CollectiveScheduler:
             return
         self._sequence.learn(seen)
         for group in self._groups:
-            group.readiness.learn()
+            group.learn_counts()
         if is_reordered:
             self._sequence.adopt(self.iteration.first_ranks_order_sync(seen))
 
@@ -710,13 +709,59 @@ class CollectiveScheduler:
         self._passes.all_settled()
 
 
-def all_current(groups: Iterable[SyncedGroup]) -> bool:
+class _Observers:
+    """The observers of one scheduler, called in the order they were added."""
+
+    def __init__(self) -> None:
+        self._observers: list[BucketObserver] = []
+
+    def __iter__(self) -> Iterator[BucketObserver]:
+        return iter(self._observers)
+
+    def add(self, observer: BucketObserver) -> None:
+        """Adds an observer, which is called from now on."""
+        self._observers.append(observer)
+
+    def end_iteration(self) -> None:
+        """Tells every observer that the iteration has ended."""
+        for observer in self._observers:
+            observer.end_iteration()
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Tells every observer before and after its body, which waits for the other ranks."""
+        for observer in self._observers:
+            observer.before_agreement()
+        yield
+        for observer in self._observers:
+            observer.after_agreement()
+
+    @contextmanager
+    def launching(self, traffic: Traffic, group: BucketGroupBase) -> Iterator[None]:
+        """Tells every observer before and after its body, which launches the group's collectives."""
+        for observer in self._observers:
+            observer.before_launch(traffic, group)
+        yield
+        for observer in self._observers:
+            observer.after_launch(traffic, group)
+
+    @contextmanager
+    def waiting(self, traffic: Traffic, group: BucketGroupBase) -> Iterator[None]:
+        """Tells every observer before and after its body, which waits for the group's collectives."""
+        for observer in self._observers:
+            observer.before_wait(traffic, group)
+        yield
+        for observer in self._observers:
+            observer.after_wait(traffic, group)
+
+
+def all_current(groups: Iterable[BucketGroupBase]) -> bool:
     """Whether all ranks have the parameters of all these groups; the same on all ranks."""
     return all(group.param_state is ParamState.CURRENT for group in groups)
 
 
 def _groups_of_stage(
-    groups: Sequence[SyncedGroup], stage_group: dist.ProcessGroup | None
+    groups: Sequence[BucketGroupBase], stage_group: dist.ProcessGroup | None
 ) -> tuple[list[str], frozenset[str]]:
     """Names of one chunk's groups on any rank of the stage, and those that are the same on all of them. Collective.
 
@@ -728,7 +773,7 @@ def _groups_of_stage(
     return list(names), frozenset(name for name, _ in same)
 
 
-def _fingerprint(group: SyncedGroup) -> int:
+def _fingerprint(group: BucketGroupBase) -> int:
     buckets = [
         (bucket.layout.span.numel, str(bucket.grad_data.dtype), [entry.name for entry in bucket.entries])
         for bucket in group.buckets

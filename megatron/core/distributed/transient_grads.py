@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from megatron.core.dense_memory import flat_view, in_order_of, shaped_view
 from megatron.core.device import Writers, keep_for_current_stream
-from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.bucket_group import BucketGroupBase, GradState, Traffic
 from megatron.core.distributed.collectives import Handle, reduce_bucket_, shard_of
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.flat_buffer import (
@@ -24,7 +24,6 @@ from megatron.core.distributed.flat_buffer import (
     plain_grad,
 )
 from megatron.core.distributed.layout import Fragment, Span
-from megatron.core.distributed.synced_group import GradState, SyncedGroup
 from megatron.core.distributed.transient_buffer import GradMemory, SumMemory, TransientBuffer
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
@@ -44,7 +43,7 @@ class _Reduction:
     is_last: bool
 
 
-class TransientGroup(SyncedGroup):
+class TransientGroup(BucketGroupBase):
     """One bucket of a TransientBuffer. In a pass:
 
     1. the first gradient allocates the bucket's memory, in which all that come add up;
@@ -226,7 +225,7 @@ class TransientGroup(SyncedGroup):
 
     def reset(self) -> None:
         self._drop()
-        self.readiness.forget()
+        self._expected_grads.forget()
         self.grad_state = GradState.COLLECTING
 
     def works(self, traffic: Traffic) -> list[dist.Work]:

@@ -18,11 +18,11 @@ from torch.profiler import record_function
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
+from megatron.core.distributed.bucket_group import BucketGroupBase
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import OrderWords
 from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.scheduler import CollectiveScheduler
-from megatron.core.distributed.synced_group import SyncedGroup
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam import AdamRates, GradScale, GradUse, adam_step
@@ -497,7 +497,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
         return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))
 
-    def _need(self, groups: Iterable[SyncedGroup]) -> None:
+    def _need(self, groups: Iterable[BucketGroupBase]) -> None:
         for group in groups:
             self._order.need(group, prefetch=True)
 
@@ -511,7 +511,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         by_group: dict[TransientGroup, list[AdamRun]] = {group: [] for group in groups}
         for run in self._shards.runs:
             by_group[run.group].append(run)
-        under_way: deque[SyncedGroup] = deque()
+        under_way: deque[BucketGroupBase] = deque()
         for group in self._order.gather_order:
             assert isinstance(group, TransientGroup), "the order has no others"
             if scale.skip is not None:
@@ -569,9 +569,9 @@ class _ForwardGathers:
     def __init__(
         self,
         params: Collection[nn.Parameter],
-        groups_of: Mapping[nn.Parameter, Sequence[SyncedGroup]],
+        groups_of: Mapping[nn.Parameter, Sequence[BucketGroupBase]],
         *,
-        need: Callable[[Iterable[SyncedGroup]], None],
+        need: Callable[[Iterable[BucketGroupBase]], None],
     ) -> None:
         self._params, self._groups_of, self._need = params, groups_of, need
         self._num_gathered = len(groups_of)
@@ -620,7 +620,7 @@ class _ForwardGathers:
             self._handles.append(module.register_state_dict_pre_hook(wait))
             self._handles.append(module.register_load_state_dict_pre_hook(wait))
 
-    def wait(self, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
+    def wait(self, groups: Callable[[ForwardWaits], Iterable[BucketGroupBase]]) -> None:
         """Waits for groups that are looked up now."""
         if len(self._groups_of) != self._num_gathered:
             # Others are gathered than it has learnt of.
@@ -632,7 +632,7 @@ class _ForwardGathers:
 class _Wait:
     """A hook of a module; weakly, as above, and of a module that is stored or copied it does nothing."""
 
-    def __init__(self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[SyncedGroup]]) -> None:
+    def __init__(self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[BucketGroupBase]]) -> None:
         self._gathers, self._groups = weakref.ref(gathers), groups
 
     @torch.compiler.disable

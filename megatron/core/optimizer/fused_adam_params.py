@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.dense_memory import flat_view
 from megatron.core.device import SideStream
+from megatron.core.distributed.bucket_group import ParamState
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import bits_sync
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import RunParam, Span
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler
-from megatron.core.distributed.synced_group import ParamState
 from megatron.core.distributed.transient_buffer import ParamMemory
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects

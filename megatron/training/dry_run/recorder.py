@@ -32,7 +32,7 @@ _PHASES = {
     "ScheduleRunner._forward": FORWARD,
     "ScheduleRunner._backward": BACKWARD,
     "P2PCommunicator.post": PIPELINE,
-    "SyncedGroup.launch_gathers": GATHER,
+    "_ParamAndGradBucketGroup.launch_gathers": GATHER,
     "FSDP::all_gather": GATHER,
     "FSDP::post_backward_reduce": REDUCE,
     "_ParamAndGradBucketGroup.launch_reductions": REDUCE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.distributed.bucket_observer import Traffic
+from megatron.core.distributed.bucket_group import Traffic
 from megatron.core.distributed.event_log import (
     StepTimes,
     Transfer,

@@ -6,10 +6,8 @@ Then passes: which groups those of an iteration launch, and when the oldest redu
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope, Readiness
+from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
 from tests.counts import long_count
 
 
@@ -102,21 +100,6 @@ def test_what_waits_behind_a_group_is_launched_with_it():
     sequence = LaunchSequence()
     sequence.add([True] * 3)
     assert sequence.up_to(1) == [0, 1] and sequence.up_to(0) == [] and sequence.rest() == [2]
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
-def test_expected_gradients_grow_at_once_and_shrink_after_four_steps(counts):
-    readiness, expected, fewer = Readiness(1), 1, []
-    for count in counts:
-        complete = [readiness.came(0) for _ in range(count)]
-        assert [at + 1 for at, now in enumerate(complete) if now] == ([expected] if count >= expected else [])
-        assert readiness.is_complete == (count >= expected)
-        readiness.learn()
-        fewer = [] if count >= expected else [*fewer, count]
-        if count > expected:
-            expected = count
-        elif len(fewer) == 4:
-            expected, fewer = max(1, *fewer), []
 
 
 def test_groups_that_an_error_left_are_taken_before_others() -> None:
