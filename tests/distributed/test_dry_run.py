@@ -13,7 +13,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, collectives
-from megatron.core.distributed.data_parallel_base import WrappedBuffer
+from megatron.core.distributed.data_parallel_base import FlatBuffer
 from megatron.core.distributed.iteration import Ledger
 from megatron.core.distributed.transient_buffer import MessageMemory, TransientBuffer
 from megatron.core.pipeline_parallel.schedule import Pipeline
@@ -328,7 +328,7 @@ def _paddings(run: TrainingRun) -> Iterator[int]:
             yield (buffer.param_data.numel() - of_params) * sizes
 
 
-def _standing_grads(buffer: WrappedBuffer) -> list[torch.Tensor]:
+def _standing_grads(buffer: FlatBuffer) -> list[torch.Tensor]:
     """What of a buffer's gradients has memory from step to step."""
     sums = [buffer.shard_grads] if isinstance(buffer, TransientBuffer) else []
     return [grads for grads in (buffer.grad_data, *sums) if not grads.is_meta]

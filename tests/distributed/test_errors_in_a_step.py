@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import CollectiveMismatchError, finalize_model_grads
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
 from megatron.core.optimizer.adam import FusedRule
-from megatron.core.optimizer.run_updates import RunUpdates
+from megatron.core.optimizer.clip_grads import GradStats
 from tests.counts import long_count
 from tests.distributed.optimizer_runs import OVERLAPS, Run
 from tests.harness import run_on_ranks
@@ -46,7 +46,7 @@ def _break_here(run: Run, where: str) -> AbstractContextManager[Any]:
     if where == "forward":
         return patch.object(layer, "forward", _raise)
     if where == "norm":
-        return patch.object(RunUpdates, "norm", _raise)
+        return patch.object(GradStats, "norm", _raise)
     if where == "gather":
         return patch.object(Group, "launch_gathers", _raise)
     return nullcontext()

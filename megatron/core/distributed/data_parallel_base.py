@@ -36,44 +36,54 @@ from megatron.core.utils import ModelWrapper
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class WrappedBuffer(Protocol):
-    """Parameters and gradients that lie flat; see FlatBuffer of the optimizer. model_dtype: what modules compute in."""
+class FlatBuffer(Protocol):
+    """What an optimizer sees of a wrapper's buffer: parameters and gradients of one dtype each, at the same places.
+
+    param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
+    this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
+    the ranks that own the rest. model_dtype: what modules compute in, perhaps narrower than what is stepped.
+    """
 
     param_data: torch.Tensor
     grad_data: torch.Tensor
 
     @property
-    def standing_params(self) -> list[torch.Tensor]:
-        """Memory that parameters lie in from step to step: [N] each, param_data's dtype."""
-        ...
-
-    @property
-    def standing_grads(self) -> list[torch.Tensor]:
-        """Memory that their gradients lie in from step to step: [N] each, grad_data's dtype."""
-        ...
-
-    @property
     def entries(self) -> Sequence[Entry]: ...
+    @property
+    def layout(self) -> BufferLayout: ...
     @property
     def model_dtype(self) -> torch.dtype: ...
     @property
     def is_expert(self) -> bool: ...
     @property
-    def layout(self) -> BufferLayout: ...
+    def is_sharded(self) -> bool: ...
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None: ...
     @property
-    def is_sharded(self) -> bool: ...
-    def owned_spans(self) -> list[Span]: ...
+    def standing_params(self) -> list[torch.Tensor]:
+        """Memory of parameters that persists between steps: [N] each, param_data's dtype."""
+        ...
+
+    @property
+    def standing_grads(self) -> list[torch.Tensor]:
+        """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
+        ...
+
+    def owned_spans(self) -> list[Span]:
+        """Returns the spans that this rank's optimizer steps, bucket by bucket, in order."""
+        ...
+
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
-        """The parts of a parameter's gradient whose sum this rank gets: each [N], grad_data's dtype, views of it."""
+        """Returns the parts of a parameter's gradient whose sum this rank gets: [N] each, grad_data's dtype, views."""
         ...
 
     def grad_of(self, span: Span) -> torch.Tensor:
-        """The reduced gradients of elements of one owned span: [span.numel], their dtype, a view."""
+        """Returns the reduced gradients of one owned span, a view: [span.numel], grad_data's dtype."""
         ...
 
-    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool: ...
+    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
+        """Returns whether element `start` of a flattened parameter, any shape, lies at an address."""
+        ...
 
 
 class WrapperOrder(Protocol):
@@ -107,7 +117,7 @@ class _BaseDataParallel(ModelWrapper):
 
     @property
     @abstractmethod
-    def all_buffers(self) -> Sequence[WrappedBuffer]:
+    def all_buffers(self) -> Sequence[FlatBuffer]:
         """The buffers of trained parameters and their gradients."""
 
     @abstractmethod

@@ -6,16 +6,17 @@ Ranks agree on each parameter's group before it is built; the group as far as on
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
+from megatron.core.distributed.data_parallel_base import FlatBuffer, require_wrapped
+from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.group_collectives import gather_objects, is_fake, union_over_model
 from megatron.core.optimizer.adam import FusedRule, UpdateRule
+from megatron.core.optimizer.clip_grads import GradStats
 from megatron.core.optimizer.distrib_optimizer import (
     DistributedOptimizer,
     check_same_sharding,
@@ -32,8 +33,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam, build_runs
-from megatron.core.optimizer.run_updates import RunUpdates
+from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -78,29 +78,35 @@ def get_megatron_optimizer(
     _check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
     # Where runs find gradients that wrappers hand out; None where gradients are persistent in their buffers.
     handed = {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
-    runs = build_runs(buffers, keys, main_of=_masters(config), host_fraction=config.host_fraction, grad_places=handed)
+    runs = build_runs(
+        buffers,
+        keys,
+        main_of=_masters(config),
+        host_fraction=config.host_fraction,
+        grads_of=None if handed is None else {buffer: of_buffer.grad_of for buffer, of_buffer in handed.items()},
+    )
     rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
     if config.optimizer == "muon":
         of_matrices = [run for run in runs if run.group.is_matrix]
         matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
         rules.append(MuonRule(config, of_matrices, buffers=buffers, keys=keys, matrices=matrices))
-    return _optimizer_class(config, is_sharded=is_sharded)(
+    pieces, device = _logical_pieces(model_chunks), chunks[0].device
+    in_backward = None
+    if handed is not None:
+        in_backward = UpdatesInBackward(config, groups, handed, runs=runs, logical_pieces=pieces, device=device)
+    stats = in_backward or GradStats(config, groups, buffers, runs=runs, logical_pieces=pieces, device=device)
+    optimizer = _optimizer_class(config, is_sharded=is_sharded)(
         rules,
         config,
         runs=runs,
         model_chunks=chunks,
+        grad_stats=stats,
         grad_scaler=_grad_scaler(config),
-        pg_collection=groups,
-        device=chunks[0].device,
-        logical_pieces=_logical_pieces(model_chunks),
-        build_updates=_updates(handed, chunks),
+        device=device,
     )
-
-
-def _updates(
-    handed: dict[FlatBuffer, HandedGrads] | None, chunks: Sequence[_BaseDataParallel]
-) -> Callable[..., RunUpdates]:
-    return RunUpdates if handed is None else partial(UpdatesInBackward, handed=handed, chunks=chunks)
+    if in_backward is not None:
+        in_backward.attach(optimizer, chunks)
+    return optimizer
 
 
 def _logical_pieces(model_chunks: Sequence[nn.Module]) -> dict[str, list[LogicalPiece]]:
@@ -197,7 +203,7 @@ def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
 
 
 def _agree_on_groups(
-    entries: Sequence[PlacedParam], grouping: ParamGrouping, *, groups: ProcessGroupCollection
+    entries: Sequence[Entry], grouping: ParamGrouping, *, groups: ProcessGroupCollection
 ) -> dict[nn.Parameter, GroupKey]:
     """The group of each parameter of this rank. Collective over all ranks that hold parts of the model.
 
@@ -233,7 +239,7 @@ def _check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, grou
 
 
 def _owners_keys(
-    entries: Sequence[PlacedParam],
+    entries: Sequence[Entry],
     keys: dict[nn.Parameter, GroupKey],
     *,
     grouping: ParamGrouping,

@@ -1,12 +1,13 @@
 """Norm, clipping and zero count of gradients, on one rank and over all that hold parts of the model.
 
-Three functions are for scripts, under Megatron's names. The optimizer counts through OwnedElements, each logical
-element once, and folds the clip factor into its own pass (optimizer.py).
+Three functions are for scripts, under Megatron's names. The optimizer counts through GradStats, each logical element
+once, and folds the clip factor into its own pass (optimizer.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
+from megatron.core.dist_checkpointing.flat_ranges import range_views
+from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.distributed.data_parallel_base import FlatBuffer
+from megatron.core.distributed.layout import RunParam
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.stored_floats import Plain, pieces
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import gradient_of, gradients_pass, param_facts
@@ -96,151 +102,205 @@ def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
 
 
 @dataclass(frozen=True)
-class OwnedPart:
+class PartialStat:
+    """This rank's part of a statistic of some gradients, which may be freed afterwards; experts apart from the rest.
+
+    Norms of pieces, [n], fp64 each, or numbers of exact zeros, [], int64 each.
+    """
+
+    dense: Tensor
+    experts: Tensor
+
+
+@dataclass(frozen=True)
+class _CountedPart:
     """A range of a run's flat tensors that this rank counts; with_experts: over the ranks of expert layers."""
 
-    run: ParamRun
     start: int
     end: int
     with_experts: bool
 
-    def of_grad(self) -> tuple[Tensor, bool]:
-        """The range of the gradient, [n], any dtype, a view; and with_experts."""
-        return self.run.grad[self.start : self.end], self.with_experts
 
-    def of_main(self) -> tuple[Tensor, bool]:
-        """A tensor with the norm of a range of the masters, [n], fp32 or fp64, perhaps of pieces; and with_experts."""
-        main = self.run.main
-        if isinstance(main, Plain) and main.tensor.device == self.run.model.device:
-            return main.read(self.start, self.end), self.with_experts
-        norms = [
-            torch.linalg.vector_norm(v, dtype=torch.float64) for _, v in pieces(main, start=self.start, end=self.end)
-        ]
-        # A few numbers of what may be in the host's memory.
-        return torch.stack(norms).to(self.run.model.device), self.with_experts
-
-
-@dataclass(frozen=True)
-class ShardGroups:
-    """The data-parallel ranks over which the elements of dense and of expert parameters are spread; None: each rank
-    has all of them.
-    """
-
-    dense: dist.ProcessGroup | None = None
-    experts: dist.ProcessGroup | None = None
-
-    @classmethod
-    def of(cls, buffers: Sequence[FlatBuffer]) -> "ShardGroups":
-        """Returns the data-parallel groups of the sharded buffers; the other ranks of a group have the same buffers."""
-        found = {b.is_expert: b.data_parallel_group for b in buffers if b.is_sharded}
-        # Experts without a buffer of their own lie among the dense parameters.
-        return cls(found.get(False), found.get(True, found.get(False)))
-
-
-@dataclass(frozen=True)
-class NormsHere:
-    """This rank's part of a norm over all ranks, of dense parameters and of experts apart from them: [n], fp64."""
-
-    dense: Tensor
-    experts: Tensor
-
-
-@dataclass(frozen=True)
-class ZerosHere:
-    """This rank's exact zeros, likewise: [], int64."""
-
-    dense: Tensor
-    experts: Tensor
-
-
-class OwnedElements:
-    """The elements of its parameters that a rank counts, and the ranks over which the counts are joined.
+class GradStats:
+    """Norm and exact zeros of the gradients of a step, over all ranks that hold parts of the model.
 
     Of copies on several tensor-parallel ranks the first rank's counts, of tied weights the owner's. Dense and expert
     parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
-    alike, so all ranks come to one result; where these have a shard each, shards joins them first. device: of the
-    tensors, the same kind on all ranks.
+    alike, so all ranks obtain the same result. Where each of these has a shard, the sum over shards is first.
+
+    This class reads gradients that are persistent in their buffers when the step asks. UpdatesInBackward overrides what
+    differs where they are released before the step.
+
+    buffers, runs: all of the model's on this rank. logical_pieces: by parameter name, those whose padding is not to be
+    counted. device: of the tensors, the same kind on all ranks.
     """
 
-    def __init__(self, groups: ProcessGroupCollection, shards: ShardGroups, *, device: torch.device) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        groups: ProcessGroupCollection,
+        buffers: Sequence[FlatBuffer],
+        *,
+        runs: Sequence[ParamRun],
+        logical_pieces: Mapping[str, list[LogicalPiece]],
+        device: torch.device,
+    ) -> None:
+        self._config, self._groups, self._runs = config, groups, list(runs)
+        self._logical_pieces = logical_pieces
+        # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
+        self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
         # A rank that owns nothing joins the sums on the device that the others' are on.
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
         # Then there is one list, in the parameters' order, and one collective. Not by the shards' groups: the ranks of
         # another stage must come to the same answer, and may have none.
         self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
-        self._dense_groups = [shards.dense or (shards.experts if self._one_group else None), groups.mp]
-        self._expert_groups = [shards.experts, groups.tp_ep_pp]
+        # The other ranks of a group have the same buffers.
+        shards = {buffer.is_expert: buffer.data_parallel_group for buffer in buffers if buffer.is_sharded}
+        dense_shards = shards.get(False)
+        # Experts without a buffer of their own lie among the dense parameters.
+        expert_shards = shards.get(True, dense_shards)
+        self._dense_groups = [dense_shards or (expert_shards if self._one_group else None), groups.mp]
+        self._expert_groups = [expert_shards, groups.tp_ep_pp]
+        self._parts = {run: self._parts_of(run) for run in self._runs}
 
-    def owns(self, param: Tensor) -> bool:
-        """Whether this rank counts a parameter's elements: any shape and dtype."""
-        return _owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
+    # In a step.
 
-    def parts_of(self, runs: Sequence[ParamRun]) -> list[OwnedPart]:
-        """The flat ranges of runs that this rank counts, neighbours joined."""
-        parts = []
-        for run in runs:
-            kinds = groupby(run.params, key=lambda member: (self.owns(member.param), self._with_experts(member.param)))
-            for (owned, with_experts), members in kinds:
-                spans = [member.span for member in members]
-                if owned:
-                    # With the padding behind each, which is zero: one range for a run that is owned as a whole.
-                    parts.append(OwnedPart(run, spans[0].start, spans[-1].padded_end, with_experts))
-        return parts
+    @property
+    def is_updated(self) -> bool:
+        """Whether parameters were updated before the step."""
+        return False
 
-    def norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> Tensor:
-        """2-norm over all ranks, left on the device: [], fp64. Collective.
+    def norm(self) -> Tensor:
+        """Returns the 2-norm of all gradients as they were reduced, left on the device: [], fp64. Collective."""
+        return self.join_norms([self.norms_of(self._runs)])
 
-        owned: tensors that this rank counts, any shapes, contiguous, floating point; and with_experts of each.
-        """
-        return self.norm_of_all([self.norms_here(owned, accumulate_in=accumulate_in)])
+    def count_zeros(self) -> Tensor:
+        """Returns the exact zeros in all gradients, left on the device: [], int64. Collective."""
+        return self.join_zeros([self.zeros_of(self._runs)])
 
-    def norms_here(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> "NormsHere":
-        """This rank's part of a norm of tensors, any shapes, floating point, which may be freed afterwards."""
-        dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
-        return NormsHere(dense, experts)
+    def end_step(self, grad_norm: float) -> None:
+        """Ends a step that updated; grad_norm: of the unscaled gradients before clipping."""
 
-    def norm_of_all(self, parts: Sequence["NormsHere"]) -> Tensor:
-        """`norm` of the tensors of all parts, the same bits as of all at once: [], fp64. Collective."""
-        total = _total_of_norms(torch.cat([part.dense for part in parts]), 2, groups=self._dense_groups)
-        if not self._one_group:
-            norms = torch.cat([part.experts for part in parts])
-            of_experts = _total_of_norms(norms, 2, groups=self._expert_groups)
-            total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)
-        return total
+    def skip_step(self, grad_norm: float) -> None:
+        """Ends a step in which a gradient was not finite."""
 
-    def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """2-norm of parameters, any shapes and dtypes, over all ranks, summed in fp64. Collective."""
-        owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self.owns(param))
-        return read_norm_sync(self.norm(owned, accumulate_in=torch.float64))
+    def forget(self) -> None:
+        """Drops released gradients and their statistics."""
 
-    def count_zeros(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> Tensor:
-        """Exact zeros over all ranks, left on the device: [], int64. Collective. grads: parameters and what there is of
-        their gradients, any shape and floating dtype.
-        """
-        return self.zeros_of_all([self.zeros_here(grads)])
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next step needs of earlier norms, as JSON values."""
+        return {}
 
-    def zeros_here(self, grads: Iterable[tuple[Tensor, list[Tensor]]]) -> "ZerosHere":
-        """This rank's part of count_zeros of gradients, any shape and floating dtype, which may change afterwards."""
-        owned = ((param, parts) for param, parts in grads if self.owns(param))
-        dense, experts = self._by_group((part, self._with_experts(param)) for param, parts in owned for part in parts)
-        return ZerosHere(_num_zeros(dense), _num_zeros(experts))
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores it from an optimizer's state_dict, whichever optimizer saved it."""
 
-    def zeros_of_all(self, parts: Sequence["ZerosHere"]) -> Tensor:
-        """count_zeros of the gradients of all parts: [], int64. Collective."""
+    # In parts: gradients may be freed as soon as they are counted.
+
+    def norms_of(self, runs: Iterable[ParamRun]) -> PartialStat:
+        """Returns this rank's part of the norm of the gradients of some runs."""
+        grads = ((run.grad[part.start : part.end], part.with_experts) for run in runs for part in self._parts[run])
+        return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
+
+    def join_norms(self, parts: Sequence[PartialStat]) -> Tensor:
+        """Returns the norm of the gradients of all parts, the same bits as of all together: [], fp64. Collective."""
+        return self._norm_over(parts, dense_groups=self._dense_groups, expert_groups=self._expert_groups)
+
+    def zeros_of(self, runs: Iterable[ParamRun]) -> PartialStat:
+        """Returns this rank's part of the exact zeros in the gradients of some runs."""
+        # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
+        grads = ((member, member.view_of(run.grad)) for run in runs for member in run.params)
+        owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
+        dense, experts = self._by_group(
+            (part, self._with_experts(member.param)) for member, parts in owned for part in parts
+        )
+        return PartialStat(_num_zeros(dense), _num_zeros(experts))
+
+    def join_zeros(self, parts: Sequence[PartialStat]) -> Tensor:
+        """Returns the exact zeros in the gradients of all parts: [], int64. Collective."""
         total = _sum_over_ranks(torch.stack([part.dense for part in parts]).sum(), self._dense_groups)
         if self._one_group:
             return total
         return total + _sum_over_ranks(torch.stack([part.experts for part in parts]).sum(), self._expert_groups)
 
+    # Parameters.
+
+    def params_norm(self) -> float:
+        """2-norm of all runs as they are stepped (masters), summed in fp64. Collective."""
+        owned = (
+            (_with_norm_of_main(run, part.start, end=part.end), part.with_experts)
+            for run in self._runs
+            for part in self._parts[run]
+        )
+        return read_norm_sync(self.join_norms([self._part_of_norm(owned, accumulate_in=torch.float64)]))
+
+    def norm_of(self, params: Iterable[nn.Parameter]) -> float:
+        """2-norm of parameters that are not stepped, any shapes and dtypes, summed in fp64. Collective."""
+        owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self._owns(param))
+        here = self._part_of_norm(owned, accumulate_in=torch.float64)
+        # Every rank has the whole of them.
+        groups = self._groups
+        return read_norm_sync(self._norm_over([here], dense_groups=[groups.mp], expert_groups=[groups.tp_ep_pp]))
+
+    # Inside.
+
+    def _owns(self, param: Tensor) -> bool:
+        """Whether this rank counts a parameter's elements: any shape and dtype."""
+        return _owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
+
     def _with_experts(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert
+
+    def _parts_of(self, run: ParamRun) -> list[_CountedPart]:
+        """The flat ranges of a run that this rank counts, neighbours joined."""
+        parts = []
+        kinds = groupby(run.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param)))
+        for (owned, with_experts), members in kinds:
+            spans = [member.span for member in members]
+            if owned:
+                # With the padding behind each, which is zero: one range for a run that is owned as a whole.
+                parts.append(_CountedPart(spans[0].start, spans[-1].padded_end, with_experts))
+        return parts
+
+    def _without_padding(self, member: RunParam, flat: Tensor) -> list[Tensor]:
+        pieces_of_member = self._logical_pieces.get(member.name)
+        return [flat] if pieces_of_member is None else range_views(pieces_of_member, flat, start=member.start)
 
     def _by_group(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
         pairs = list(owned)
         dense = [tensor for tensor, with_experts in pairs if not with_experts]
         experts = [tensor for tensor, with_experts in pairs if with_experts]
         return dense or [self._nothing], experts or [self._nothing]
+
+    def _part_of_norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> PartialStat:
+        """Returns this rank's part of a norm; owned: tensors that it counts, any shapes, contiguous, floating point,
+        and with_experts of each.
+        """
+        dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
+        return PartialStat(dense, experts)
+
+    def _norm_over(
+        self,
+        parts: Sequence[PartialStat],
+        *,
+        dense_groups: Sequence[dist.ProcessGroup | None],
+        expert_groups: Sequence[dist.ProcessGroup | None],
+    ) -> Tensor:
+        total = _total_of_norms(torch.cat([part.dense for part in parts]), 2, groups=dense_groups)
+        if not self._one_group:
+            norms = torch.cat([part.experts for part in parts])
+            of_experts = _total_of_norms(norms, 2, groups=expert_groups)
+            total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)
+        return total
+
+
+def _with_norm_of_main(run: ParamRun, start: int, *, end: int) -> Tensor:
+    """Returns a tensor with the norm of a range of a run's masters: [n], fp32 or fp64, perhaps of pieces."""
+    if isinstance(run.main, Plain) and run.main.tensor.device == run.model.device:
+        return run.main.read(start, end)
+    in_range = pieces(run.main, start=start, end=end)
+    norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in in_range]
+    # A few numbers of what may be in the host's memory.
+    return torch.stack(norms).to(run.model.device)
 
 
 def _with_norm_of(param: Tensor) -> Tensor:

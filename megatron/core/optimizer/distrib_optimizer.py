@@ -3,7 +3,7 @@
 How buckets are cut and what is launched when is megatron.core.distributed's; what a step is, optimizer.py's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,14 +11,13 @@ import torch
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.data_parallel_base import FlatBuffer, _BaseDataParallel
 from megatron.core.optimizer.adam import GradScale, UpdateRule
+from megatron.core.optimizer.clip_grads import GradStats
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
-from megatron.core.optimizer.run_updates import RunUpdates
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.param_runs import ParamRun
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -41,22 +40,18 @@ class DistributedOptimizer(MegatronOptimizer):
         *,
         runs: Sequence[ParamRun],
         model_chunks: Sequence[DistributedDataParallel],
+        grad_stats: GradStats,
         grad_scaler: GradScaler | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
-        logical_pieces: dict[str, list[LogicalPiece]] | None = None,
-        build_updates: Callable[..., RunUpdates] = RunUpdates,
     ) -> None:
         super().__init__(
             rules,
             config,
             runs=runs,
             model_chunks=model_chunks,
+            grad_stats=grad_stats,
             grad_scaler=grad_scaler,
-            pg_collection=pg_collection,
             device=device,
-            logical_pieces=logical_pieces,
-            build_updates=build_updates,
         )
         self._sharded_chunks = list(model_chunks)
         # Chunks of a stage share one, in which their gathers have one order.
@@ -84,7 +79,7 @@ class DistributedOptimizer(MegatronOptimizer):
         # First of all: a gather that is still under way would write over what is updated.
         self._mark_params_stale()
         if self._gathers_in_step:
-            with self._updates.whole():
+            with self._whole_update():
                 self._update_and_gather_buckets(scale)
             self._note_update()
             return
@@ -109,13 +104,13 @@ class DistributedOptimizer(MegatronOptimizer):
 
     def _update_and_gather_buckets(self, scale: GradScale) -> None:
         together = [rule for rule in self._rules if rule.is_collective]
-        self._updates.update(scale, self._runs, rules=together)
+        self._step_ranges(scale, self._runs, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
         for order in self._orders:
             for group in order.gather_order:
                 places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
                 runs = [run for place in places for run in self._runs_in.get(place, [])]
-                self._updates.update(scale, runs, rules=rest)
+                self._step_ranges(scale, runs, rules=rest)
                 order.start_param_sync([group])
 
 

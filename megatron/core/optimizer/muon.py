@@ -18,11 +18,13 @@ from torch import nn
 from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.distributed.data_parallel_base import FlatBuffer
+from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.layout import BufferLayout, RunParam, Span
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun, PlacedParam
+from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.weight_matrices import MatrixWindow
@@ -123,7 +125,7 @@ class MuonRule:
             self._groups_of.setdefault(name, []).append(group)
 
     def _torch_groups(
-        self, windows: Mapping[PlacedParam, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
+        self, windows: Mapping[Entry, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
     ) -> list[dict[str, Any]]:
         """One for the matrices of a shape and key, on all ranks, whatever they own: a schedule goes through them."""
         groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
@@ -235,7 +237,7 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
 
 
 def _plan(
-    buffer: FlatBuffer, windows: Mapping[PlacedParam, list[MatrixWindow]], *, runs: Sequence[ParamRun]
+    buffer: FlatBuffer, windows: Mapping[Entry, list[MatrixWindow]], *, runs: Sequence[ParamRun]
 ) -> Iterator[_Batch]:
     """Yields the batches that this rank sends and receives for the matrices of a buffer."""
     of_entries = (_units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)

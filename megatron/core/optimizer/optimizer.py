@@ -5,7 +5,7 @@ is param_runs.py; the update rules are torch.optim's, through adam.py.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,7 @@ from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import (
-    OwnedElements,
-    ShardGroups,
+    GradStats,
     clip_coefficient,
     clip_coefficient_on_device,
     read_count_sync,
@@ -33,10 +32,13 @@ from megatron.core.optimizer.clip_grads import (
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_runs import ParamRun
-from megatron.core.optimizer.run_updates import RunUpdates
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
-from megatron.core.process_groups_config import ProcessGroupCollection
+
+_BROKEN_UPDATE = (
+    "an error broke an earlier step off in the middle of its update, so parameters and optimizer states are no longer "
+    "of one step: load a checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,11 @@ class MegatronOptimizer:
     `step` decides 2 on the host, which waits for the norm. A graph holds step_on_device instead, which decides there:
     prepare_device_step, then that or a replay of it, then settle_step_sync come to the same bits as `step`.
 
-    pg_collection: the groups that parameters are spread over. device: the model's; None: default_device().
-    logical_pieces: by parameter name, those whose padding is not to be counted. build_updates: from the arguments of
-    RunUpdates what reads gradients and updates. State exists from the start, so that a
-    run whose every step was skipped can be saved and resumed.
+    An update changes all runs or none: an error inside it leaves parameters and states of two steps, and until a
+    checkpoint is loaded every later step and save is refused.
+
+    grad_stats: of the gradients of `runs`. device: the model's; None: default_device(). State exists from the start, so
+    that a run whose every step was skipped can be saved and resumed.
     """
 
     def __init__(
@@ -110,11 +113,9 @@ class MegatronOptimizer:
         *,
         runs: Sequence[ParamRun],
         model_chunks: Sequence[_BaseDataParallel],
+        grad_stats: GradStats,
         grad_scaler: GradScaler | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         device: torch.device | None = None,
-        logical_pieces: dict[str, list[LogicalPiece]] | None = None,
-        build_updates: Callable[..., RunUpdates] = RunUpdates,
     ):
         self.config = config
         self.grad_scaler = grad_scaler
@@ -126,15 +127,10 @@ class MegatronOptimizer:
         self._gradient_orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
         for order in self._gradient_orders:
             order.iteration.has_optimizer = True
-        buffers = [buffer for chunk in model_chunks for buffer in chunk.all_buffers]
-        groups, device = pg_collection or ProcessGroupCollection(), device or default_device()
-        self._owned = OwnedElements(groups, ShardGroups.of(buffers), device=device)
-        # Of parameters that are nobody's to step every rank has the whole.
-        self._replicated = OwnedElements(groups, ShardGroups(), device=device)
-        self._owned_parts = self._owned.parts_of(self._runs)
-        self._updates = build_updates(
-            self._rules, config, runs=self._runs, owned=self._owned, logical_pieces=logical_pieces or {}
-        )
+        self._grad_stats = grad_stats
+        # Why parameters and states are of two steps: from the beginning of an update to its end, and for good if an
+        # error comes between.
+        self._half_done: str | None = None
         # Wrappers hold it for no longer than this optimizer does.
         self._run_states = _RunStates(self._rules)
         for chunk in model_chunks:
@@ -142,7 +138,7 @@ class MegatronOptimizer:
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
         # Standing, so that graphs multiply losses and divide gradients by the scale of their replay.
-        self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device)
+        self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device or default_device())
         # What a graph has taken as plain numbers; None before the first step on the device.
         self._decays_on_device: list[float] | None = None
 
@@ -189,28 +185,28 @@ class MegatronOptimizer:
         inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded. So
         it does without finish_grad_sync, and RemoteRankError where another rank has called reset_iteration since.
         """
-        self._updates.prepare()
+        self._prepare_step()
         # Before anything of this rank changes: others may have caught an error since their gradients were reduced.
         for order in self._gradient_orders:
             order.step()
         # One pass for both: a norm is finite only if every gradient is.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
-            scaled_norm = read_norm_sync(self._updates.norm())
+            scaled_norm = read_norm_sync(self._grad_stats.norm())
         found_inf = not math.isfinite(scaled_norm)
         grad_norm = scaled_norm / self._loss_scale
         divisor = self._loss_scale / self._clip_coefficient(grad_norm)
         # After the divisor: these gradients carry the old scale.
         self._update_scale(found_inf)
         if found_inf:
-            self._updates.skip_step(grad_norm)
+            self._grad_stats.skip_step(grad_norm)
             return False, grad_norm, None
         # Before the update, which may overwrite gradients with unscaled ones.
         with self.config.timers("optimizer-count-zeros", log_level=1):
-            num_zeros = read_count_sync(self._updates.count_zeros()) if self.config.log_num_zeros_in_grad else None
+            num_zeros = read_count_sync(self._grad_stats.count_zeros()) if self.config.log_num_zeros_in_grad else None
         with self.config.timers("optimizer-inner-step", log_level=1):
             self._num_steps += 1
             self._update(GradScale(divisor))
-        self._updates.end_step(grad_norm)
+        self._grad_stats.end_step(grad_norm)
         return True, grad_norm, num_zeros
 
     def prepare_device_step(self) -> None:
@@ -218,7 +214,7 @@ class MegatronOptimizer:
 
         Raises RuntimeError and ValueError where `step` would, ValueError where the graph has another weight decay.
         """
-        self._updates.prepare()
+        self._prepare_step()
         decays = self._weight_decays()
         if self._decays_on_device not in (None, decays):
             raise ValueError(
@@ -237,17 +233,17 @@ class MegatronOptimizer:
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
         decision = _decide(
-            self._updates.norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad
+            self._grad_stats.norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad
         )
         # Before the update, as in `step`.
-        num_zeros = self._updates.count_zeros() if self.config.log_num_zeros_in_grad else None
-        with self._updates.whole():
-            self._updates.update(decision.scale, self._runs, rules=self._rules)
+        num_zeros = self._grad_stats.count_zeros() if self.config.log_num_zeros_in_grad else None
+        with self._whole_update():
+            self._step_ranges(decision.scale, self._runs, rules=self._rules)
         return decision.for_host(num_zeros)
 
     def forget_broken_capture(self) -> None:
         """Restores the state after a failed capture of step_on_device: nothing was done, so parameters are whole."""
-        self._updates.make_whole()
+        self._make_whole()
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
         """Takes note of a step on the device, or of a replay of it, and returns what `step` does; once for each.
@@ -265,14 +261,41 @@ class MegatronOptimizer:
         self._after_device_update()
         return True, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
+    # The parts of an update; UpdatesInBackward calls them before the step.
+
+    def prepare_update(self) -> None:
+        """Prepares an update before it changes anything: raises where it must not run, and copies the learning rates.
+
+        Raises RuntimeError while parameters and states are of two steps, ValueError where a parameter was moved.
+        """
+        self._check_whole()
+        # Else the kernel would update memory that the model no longer reads, silently.
+        for run in self._runs:
+            run.check_attached()
+        for rule in self._rules:
+            rule.refresh_rates()
+
+    def update_ranges(
+        self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule] | None = None
+    ) -> None:
+        """Steps runs by their scaled gradients; rules: those that step now, None for all."""
+        chosen = frozenset(runs)
+        for rule in self._rules if rules is None else rules:
+            rule.update(scale, chosen)
+
+    def mark_half_done(self, error: str) -> None:
+        """Records that parameters and states are of two steps from here on; error: the message of what is refused."""
+        self._half_done = error
+
+    # Parameters and states.
+
     def params_norm(self) -> float:
         """2-norm of all parameters as they are stepped (masters), summed in fp64. Collective, as `step`."""
-        parts = (part.of_main() for part in self._owned_parts)
-        return read_norm_sync(self._owned.norm(parts, accumulate_in=torch.float64))
+        return self._grad_stats.params_norm()
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
         """2-norm of parameters that it does not step, any shapes and dtypes, summed in fp64. Collective, as `step`."""
-        return self._replicated.norm_of(params)
+        return self._grad_stats.norm_of(params)
 
     def reload_model_params(self) -> None:
         """Takes the fp32 masters from the model's parameters, after weights alone were loaded."""
@@ -284,7 +307,7 @@ class MegatronOptimizer:
 
         Of this rank's shard alone. What is kept as fp32 is not copied. Raises RuntimeError where `step` would.
         """
-        self._updates.check_whole()
+        self._check_whole()
         return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
 
     @contextmanager
@@ -299,7 +322,7 @@ class MegatronOptimizer:
             # What only stands elsewhere is in no checkpoint of its own.
             if run.is_copy and not run.has_master:
                 run.take_model()
-        self._updates.make_whole()
+        self._make_whole()
 
     @property
     def state_bytes(self) -> dict[str, int]:
@@ -327,7 +350,7 @@ class MegatronOptimizer:
         return {
             "step": self._num_steps,
             "grad_scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
-            **self._updates.state_dict(),
+            **self._grad_stats.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -339,7 +362,7 @@ class MegatronOptimizer:
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self._device_scale.fill_(self._loss_scale)
-        self._updates.load_state_dict(state_dict)
+        self._grad_stats.load_state_dict(state_dict)
 
     @property
     def _loss_scale(self) -> float:
@@ -360,13 +383,39 @@ class MegatronOptimizer:
         return clip_coefficient(self.config.clip_grad, grad_norm)
 
     def _update(self, scale: GradScale) -> None:
-        with self._updates.whole():
-            self._updates.update(scale, self._runs, rules=self._rules)
+        with self._whole_update():
+            self._step_ranges(scale, self._runs, rules=self._rules)
         self._note_update()
 
     def _after_device_update(self) -> None:
         """What `_update` does besides updating."""
         self._note_update()
+
+    def _prepare_step(self) -> None:
+        if not self._grad_stats.is_updated:
+            self.prepare_update()
+
+    def _step_ranges(self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
+        """Updates runs in a step, unless they were updated in backward; call it inside `_whole_update`."""
+        if not self._grad_stats.is_updated:
+            self.update_ranges(scale, runs, rules=rules)
+
+    @contextmanager
+    def _whole_update(self) -> Iterator[None]:
+        """Surrounds an update; after an error inside, parameters and states count as half updated."""
+        self.mark_half_done(_BROKEN_UPDATE)
+        yield
+        self._half_done = None
+
+    def _make_whole(self) -> None:
+        """Records that parameters and states were rewritten, so that an aborted update no longer matters."""
+        self._half_done = None
+        self._grad_stats.forget()
+
+    def _check_whole(self) -> None:
+        """Raises RuntimeError where parameters and states are of two steps."""
+        if self._half_done is not None:
+            raise RuntimeError(self._half_done)
 
     def _note_update(self) -> None:
         for chunk in self._model_chunks:

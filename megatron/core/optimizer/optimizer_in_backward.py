@@ -7,7 +7,7 @@ end of its step() parameters and states are of two steps. An iteration that is d
 good, and a checkpoint has to be loaded, as after an error in the middle of any other step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -18,26 +18,31 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.data_parallel_base import FlatBuffer, _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import Span, locate
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer.adam import GradScale, UpdateRule
+from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import (
-    NormsHere,
-    OwnedElements,
-    ZerosHere,
+    GradStats,
+    PartialStat,
     clip_coefficient,
     clip_coefficient_on_device,
     total_norm,
 )
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
-from megatron.core.optimizer.param_runs import FlatBuffer, ParamRun
-from megatron.core.optimizer.run_updates import RunUpdates
+from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 
 _PREVIOUS_NORM = "previous_grad_norm"
+# Until the step has ended; see [Note: half a step].
+_UNFINISHED_STEP = (
+    "parameters were updated in backward, and the step of that iteration never ended, so parameters and optimizer "
+    "states are no longer of one step: load a checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact "
+    "nothing is updated before optimizer.step()"
+)
 
 
 def check_in_backward(
@@ -114,33 +119,34 @@ class _Iteration(Enum):
 class _Counted:
     """The statistics of a bucket's gradients, which are freed already. zeros: None where they are not counted."""
 
-    norms: NormsHere
-    zeros: ZerosHere | None
+    norms: PartialStat
+    zeros: PartialStat | None
 
 
-class UpdatesInBackward(RunUpdates):
-    """The consumer of the chunks' buckets. In an iteration:
+class UpdatesInBackward(GradStats):
+    """The consumer of the chunks' buckets, and the statistics of gradients that are released. In an iteration:
 
     1. `take` gets each bucket during backward, or when gradients are finalized; the first takes the learning rates;
     2. its gradients are measured, and its runs updated: or, with the policy `exact`, held, this rank's alone;
     3. step() gets the norm of all that were measured, and with `exact` clips and updates as any other step does.
 
     Norms come to the bits that they have without it, and so do updates that are not clipped. See [Note: half a step].
-    handed: of every buffer that runs are of; where these find their gradients.
+    handed: where runs find their gradients, by buffer, all of the model's. The other arguments are those of GradStats.
     """
+
+    _optimizer: MegatronOptimizer
 
     def __init__(
         self,
-        rules: Sequence[UpdateRule],
         config: OptimizerConfig,
+        groups: ProcessGroupCollection,
+        handed: Mapping[FlatBuffer, HandedGrads],
         *,
         runs: Sequence[ParamRun],
-        owned: OwnedElements,
         logical_pieces: Mapping[str, list[LogicalPiece]],
-        handed: Mapping[FlatBuffer, HandedGrads],
-        chunks: Sequence[_BaseDataParallel],
+        device: torch.device,
     ) -> None:
-        super().__init__(rules, config, runs=runs, owned=owned, logical_pieces=logical_pieces)
+        super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
         # Wrappers know less of their buffers, which are the same objects.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
         self._runs_in: dict[tuple[FlatBuffer, int], list[ParamRun]] = {}
@@ -152,6 +158,10 @@ class UpdatesInBackward(RunUpdates):
         self._counted: dict[tuple[FlatBuffer, int], _Counted] = {}
         # Of the last step; None before the first, and after a step that was skipped it stays.
         self._previous_norm: float | None = None
+
+    def attach(self, optimizer: MegatronOptimizer, chunks: Sequence[_BaseDataParallel]) -> None:
+        """Lets the optimizer update each bucket that its chunks release from now on."""
+        self._optimizer = optimizer
         for chunk in chunks:
             chunk.set_consumer(self)
 
@@ -159,7 +169,7 @@ class UpdatesInBackward(RunUpdates):
 
     def begin(self) -> None:
         """Begins an iteration, perhaps a repeated one; gradients held of the previous one are dropped."""
-        self._forget()
+        self.forget()
 
     @record_function("UpdatesInBackward.take")
     @torch.no_grad()
@@ -170,7 +180,7 @@ class UpdatesInBackward(RunUpdates):
         """
         if self._iteration is _Iteration.NONE:
             self._check_policy()
-            super().prepare()
+            self._optimizer.prepare_update()
             self._iteration = _Iteration.HELD if self._must_hold else _Iteration.UPDATED
         handed, index = self._handed[place.buffer], place.layout.index
         key = handed.buffer, index
@@ -180,21 +190,21 @@ class UpdatesInBackward(RunUpdates):
             handed.hold(index, bucket.keep())
             return
         # Before anything is changed, and until step() has ended.
-        self._is_half_done = True
+        self._optimizer.mark_half_done(_UNFINISHED_STEP)
         runs = self._runs_in.get(key, [])
         with handed.lent(index, bucket.grad):
             # First, as the kernel may write scaled gradients over them.
             zeros = self.zeros_of(runs) if self._config.log_num_zeros_in_grad else None
             self._counted[key] = _Counted(self.norms_of(runs), zeros)
-            super().update(self._scale_of(bucket.grad, handed.buffer), runs, rules=self._rules)
+            self._optimizer.update_ranges(self._scale_of(bucket.grad, handed.buffer), runs)
         bucket.note_written()
 
     # For the optimizer's step.
 
-    def prepare(self) -> None:
-        """Prepares the step, unless `take` did so because parameters are updated already."""
-        if self._iteration is not _Iteration.UPDATED:
-            super().prepare()
+    @property
+    def is_updated(self) -> bool:
+        """Whether `take` has prepared the step, and updated the parameters already."""
+        return self._iteration is _Iteration.UPDATED
 
     def norm(self) -> Tensor:
         """Returns the 2-norm of all reduced gradients: [], fp64. Collective.
@@ -208,48 +218,38 @@ class UpdatesInBackward(RunUpdates):
                 "OptimizerConfig.optimizer_in_backward zero_grad, backward and finalize_model_grads come before each "
                 "step"
             )
-        if self._iteration is not _Iteration.UPDATED:
+        if not self.is_updated:
             return super().norm()
-        return self._owned.norm_of_all([counted.norms for counted in self._in_order()])
+        return self.join_norms([counted.norms for counted in self._in_order()])
 
     def count_zeros(self) -> Tensor:
         """Returns the exact zeros in all gradients, over all ranks: [], int64. Collective."""
-        if self._iteration is not _Iteration.UPDATED:
+        if not self.is_updated:
             return super().count_zeros()
-        return self._owned.zeros_of_all([one.zeros for one in self._in_order() if one.zeros is not None])
-
-    def update(self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
-        """Steps runs whose gradients were held; others were updated in backward."""
-        if self._iteration is not _Iteration.UPDATED:
-            super().update(scale, runs, rules=rules)
+        return self.join_zeros([one.zeros for one in self._in_order() if one.zeros is not None])
 
     def end_step(self, grad_norm: float) -> None:
         """Records the norm for the next step and frees held gradients."""
         self._previous_norm = grad_norm
-        self._forget()
+        self.forget()
 
     def skip_step(self, grad_norm: float) -> None:
         """Frees held gradients. Raises RuntimeError where parameters are updated already."""
-        if self._iteration is _Iteration.UPDATED:
+        if self.is_updated:
             raise RuntimeError(
                 f"the norm of all gradients is {grad_norm}, found after parameters were updated in backward: load a "
                 "checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact such steps are skipped, and "
                 "DistributedDataParallelConfig.check_for_nan_in_grad names rank and parameters"
             )
-        self._forget()
+        self.forget()
 
-    def check_whole(self) -> None:
-        """Raises RuntimeError if an update was not followed by the end of its step; see [Note: half a step]."""
-        if self._is_half_done:
-            raise RuntimeError(
-                "parameters were updated in backward, and the step of that iteration never ended, so parameters and "
-                "optimizer states are no longer of one step: load a checkpoint. With "
-                "OptimizerConfig.optimizer_in_backward_clip exact nothing is updated before optimizer.step()"
-            )
-
-    def make_whole(self) -> None:
-        super().make_whole()
-        self._forget()
+    def forget(self) -> None:
+        """Drops held gradients and the statistics of released ones."""
+        for grads in self._handed.values():
+            grads.forget()
+        self._taken.clear()
+        self._counted.clear()
+        self._iteration = _Iteration.NONE
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the norm that clips the next step, with the policy `previous-norm`; else nothing."""
@@ -294,10 +294,3 @@ class UpdatesInBackward(RunUpdates):
         """Returns the statistics of all runs in order; never empty, since norms of nothing still need a device."""
         counted = [self._counted[key] for key in self._runs_in]
         return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]
-
-    def _forget(self) -> None:
-        for grads in self._handed.values():
-            grads.forget()
-        self._taken.clear()
-        self._counted.clear()
-        self._iteration = _Iteration.NONE

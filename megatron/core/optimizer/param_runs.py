@@ -7,13 +7,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, RunParam, Span
+from megatron.core.distributed.data_parallel_base import FlatBuffer
+from megatron.core.distributed.flat_buffer import Entry
+from megatron.core.distributed.layout import ALIGNMENT, RunParam, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     Plain,
@@ -29,67 +30,6 @@ from megatron.core.optimizer.stored_floats import (
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-class PlacedParam(Protocol):
-    """A parameter and its elements in the flat tensors of a buffer; start: the first of them in the flattened
-    parameter, of which there are more where other ranks have the rest.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def param(self) -> nn.Parameter: ...
-    @property
-    def span(self) -> Span: ...
-    @property
-    def start(self) -> int: ...
-
-
-class PlacedParams(Protocol):
-    """A buffer's parameters and their places."""
-
-    @property
-    def entries(self) -> Sequence[PlacedParam]: ...
-
-
-class GradPlace(Protocol):
-    """A source of reduced gradients: their buffer, or the object that holds them during an update."""
-
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """The reduced gradients of elements of one owned span: [span.numel], their dtype, a view."""
-        ...
-
-
-class FlatBuffer(PlacedParams, Protocol):
-    """What runs need of a data-parallel buffer: parameters and gradients of one dtype each, at the same places.
-
-    param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
-    this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
-    the ranks that own the rest. model_dtype: what modules compute in, perhaps narrower than what is stepped.
-    """
-
-    param_data: torch.Tensor
-    grad_data: torch.Tensor
-
-    @property
-    def model_dtype(self) -> torch.dtype: ...
-    @property
-    def is_expert(self) -> bool: ...
-    @property
-    def layout(self) -> BufferLayout: ...
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None: ...
-    @property
-    def is_sharded(self) -> bool: ...
-    def owned_spans(self) -> list[Span]: ...
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the reduced gradients of one owned span, a view: [span.numel], the dtype of grad_data."""
-        ...
-
-    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Whether element `start` of a flattened parameter, any shape, lies at that address."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class ParamRun:
     """What this rank owns of parameters that lie side by side and share dtype and parameter group.
@@ -97,8 +37,9 @@ class ParamRun:
     model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
     what has the digits that 16-bit parameters lack. span: its place in `buffer`; N is a multiple of 64. Padding between
     parameters is zero in these and in `grad`, and stays zero: neither norm nor step sees it. bucket: which of the owned
-    spans of `buffer` it lies in. grads: the buffer itself, unless gradients do not stand in it. on_host: `main` is kept
-    in the host's memory, which on a CPU is the memory of all.
+    spans of `buffer` it lies in. grad_of: returns the reduced gradients of one owned span, [span.numel], a view; the
+    buffer's own, unless gradients are not persistent in it. on_host: `main` is kept in the host's memory, which on a
+    CPU is the memory of all.
     """
 
     params: list[RunParam]
@@ -108,13 +49,13 @@ class ParamRun:
     buffer: FlatBuffer
     span: Span
     bucket: int
-    grads: GradPlace
+    grad_of: Callable[[Span], torch.Tensor]
     on_host: bool = False
 
     @property
     def grad(self) -> torch.Tensor:
         """The reduced gradients, where they are now: [N], the buffer's dtype, a view."""
-        return self.grads.grad_of(self.span)
+        return self.grad_of(self.span)
 
     @property
     def has_master(self) -> bool:
@@ -164,17 +105,17 @@ def build_runs(
     *,
     main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
     host_fraction: float = 0.0,
-    grad_places: Mapping[FlatBuffer, GradPlace] | None = None,
+    grads_of: Mapping[FlatBuffer, Callable[[Span], torch.Tensor]] | None = None,
 ) -> list[ParamRun]:
     """Joins what this rank owns of each buffer's parameters into runs, in the order of the buffers.
 
     groups: of every parameter of the buffers. main_of: how the numbers that are stepped are kept of parameters [N], any
-    floating dtype. host_fraction: part of each owned span that is kept in the host's memory. grad_places: of each
-    buffer, where its gradients do not stand in it.
+    floating dtype. host_fraction: part of each owned span that is kept in the host's memory. grads_of: of each
+    buffer, where gradients are not persistent in it, what returns those of an owned span, [span.numel], a view.
     """
     runs: list[ParamRun] = []
     for buffer in buffers:
-        grads = buffer if grad_places is None else grad_places[buffer]
+        grad_of = buffer.grad_of if grads_of is None else grads_of[buffer]
         parts = [
             (part, kept, bucket)
             for bucket, owned in enumerate(buffer.owned_spans())
@@ -185,7 +126,7 @@ def build_runs(
             model = buffer.param_data[found.span.start : found.span.end]
             on_host = kept is host_masters
             runs.append(
-                ParamRun(found.members, found.key, model, kept(model), buffer, found.span, bucket, grads, on_host)
+                ParamRun(found.members, found.key, model, kept(model), buffer, found.span, bucket, grad_of, on_host)
             )
     return runs
 
@@ -204,7 +145,7 @@ class OwnedParams(Generic[_Key]):
 
 
 def ranges_in(
-    buffer: PlacedParams, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
+    buffer: FlatBuffer, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[OwnedParams[_Key]]:
     """Yields the parameter ranges in some spans of a buffer; groups: a key for every parameter of it."""
     # By their places, so that those of a span are found without looking at all.
@@ -235,7 +176,7 @@ def _by_memory(
 
 
 def _neighbours_in(
-    owned: Span, entries: Sequence[PlacedParam], *, groups: Mapping[nn.Parameter, _Key]
+    owned: Span, entries: Sequence[Entry], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[tuple[list[RunParam], int, int]]:
     """Members and range of each run inside one owned span; entries: in the order of their places."""
     inside = takewhile(lambda entry: entry.span.start < owned.end, entries)
@@ -248,6 +189,6 @@ def _neighbours_in(
         yield [_member(entry, part, run_start=start) for entry, part in run], start, end
 
 
-def _member(entry: PlacedParam, part: Span, *, run_start: int) -> RunParam:
+def _member(entry: Entry, part: Span, *, run_start: int) -> RunParam:
     start = entry.start + part.start - entry.span.start
     return RunParam(entry.name, entry.param, Span(part.start - run_start, part.numel), start)
