@@ -15,9 +15,9 @@ from torch.optim.sgd import sgd
 
 from megatron.core.device import CopyStream, host_bytes
 from megatron.core.distributed.layout import Span
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
-from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.stored_floats import (
     BLOCK,
     Plain,
@@ -466,23 +466,23 @@ class UpdateRule(Protocol):
 
     is_collective: bool
     optimizer: torch.optim.Optimizer
-    runs: list[ParamRun]
+    runs: list[FlatParamRange]
 
     def refresh_rates(self) -> None:
         """Copies the groups' current learning rates for the updates that follow, including updates in graphs."""
         ...
 
-    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
         """Steps those of the rule's runs that are in `runs` by their scaled gradients, and writes their parameters;
         each once a step.
         """
         ...
 
-    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+    def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         """Returns the state of a run by torch's names, N numbers each."""
         ...
 
-    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+    def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
         """Returns the current group settings of each part of a run; the parts are in order, on the grid."""
         ...
 
@@ -495,7 +495,7 @@ class UpdateRule(Protocol):
 class _Chunk:
     """Elements from start to end of a run."""
 
-    run: ParamRun
+    run: FlatParamRange
     start: int
     end: int
 
@@ -508,7 +508,7 @@ class FusedRule:
 
     is_collective = False
 
-    def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun], *, groups: Sequence[GroupKey]) -> None:
+    def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
         self._members = [[run for run in runs if run.group == key] for key in groups]
         self._group_of = _numbers_of(self._members)
@@ -541,7 +541,7 @@ class FusedRule:
                 rate.fill_(group["lr"])
 
     @torch.no_grad()
-    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
         """Steps those of its runs in `runs`. State on the host does not support scale.skip."""
         every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
         for settings, members in zip(every, self._members):
@@ -556,10 +556,10 @@ class FusedRule:
                 self._states.step_chunk(chunk, grad, every[self._group_of[chunk.run]], scale=scale)
             self._states.count_chunks(chosen, scale=scale)
 
-    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+    def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         return self._states.moments(run)
 
-    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+    def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
         """Returns the settings of the one group that the whole run is in."""
         return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
 
@@ -583,13 +583,13 @@ class _Settings:
 class _AdamStates:
     """AdamW's states of runs, stepped by adam_step."""
 
-    def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun]) -> None:
+    def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange]) -> None:
         exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
         self._of = {
             run: FlatAdam.of_masters(run.main, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq) for run in runs
         }
 
-    def step(self, runs: Sequence[ParamRun], settings: _Settings, *, scale: GradScale) -> None:
+    def step(self, runs: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
         # Of one group some states may be in the host's memory.
         for place in settings.rates:
             updates = [AdamUpdate(self._of[run], run.grad) for run in runs if _place(run) == place]
@@ -603,11 +603,11 @@ class _AdamStates:
         scaled = _Scaled(_divisor_on(scale, place), scale.skip)
         _step_piece(state, grad, rates, start=chunk.start, count=count, scaled=scaled, grads=GradUse.DIVIDE)
 
-    def count_chunks(self, runs: Sequence[ParamRun], *, scale: GradScale) -> None:
+    def count_chunks(self, runs: Sequence[FlatParamRange], *, scale: GradScale) -> None:
         if runs:
             _count([self._of[run] for run in runs], skip=scale.skip)
 
-    def moments(self, run: ParamRun) -> dict[str, StoredFloats]:
+    def moments(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         return {"exp_avg": self._of[run].exp_avg, "exp_avg_sq": self._of[run].exp_avg_sq}
 
     def step_counts(self) -> list[torch.Tensor]:
@@ -617,11 +617,11 @@ class _AdamStates:
 class _SgdStates:
     """SGD's momenta of runs, whose masters are all fp32 (fp64), and which torch's kernel steps."""
 
-    def __init__(self, config: OptimizerConfig, runs: Sequence[ParamRun]) -> None:
+    def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange]) -> None:
         # A momentum of zeros gives the first step that torch takes without one.
         self._momenta = {run: zeros_beside(run.main, torch.float32) for run in runs if config.sgd_momentum > 0}
 
-    def step(self, runs: Sequence[ParamRun], settings: _Settings, *, scale: GradScale) -> None:
+    def step(self, runs: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
         whole = []
         for run in runs:
             grad, like, size = run.grad, run.main.read(0, 0), piece_elements(run.main)
@@ -638,10 +638,10 @@ class _SgdStates:
         """Steps a chunk by its gradient: [n], any float dtype."""
         self._step_together([(chunk, grad)], settings, scale=scale)
 
-    def count_chunks(self, runs: Sequence[ParamRun], *, scale: GradScale) -> None:
+    def count_chunks(self, runs: Sequence[FlatParamRange], *, scale: GradScale) -> None:
         """Does nothing: SGD counts no steps."""
 
-    def moments(self, run: ParamRun) -> dict[str, StoredFloats]:
+    def moments(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         return {"momentum_buffer": self._momenta[run]} if run in self._momenta else {}
 
     def step_counts(self) -> list[torch.Tensor]:
@@ -671,16 +671,16 @@ class _SgdStates:
         )
 
 
-def _numbers_of(groups: Sequence[Sequence[ParamRun]]) -> dict[ParamRun, int]:
+def _numbers_of(groups: Sequence[Sequence[FlatParamRange]]) -> dict[FlatParamRange, int]:
     return {run: number for number, members in enumerate(groups) for run in members}
 
 
-def _place(run: ParamRun) -> torch.device:
+def _place(run: FlatParamRange) -> torch.device:
     """Returns the device on which a run is updated: that of its masters, which may be the host."""
     return run.main.read(0, 0).device
 
 
-def _rates_of(runs: Sequence[ParamRun]) -> dict[torch.device, torch.Tensor]:
+def _rates_of(runs: Sequence[FlatParamRange]) -> dict[torch.device, torch.Tensor]:
     """A learning rate, to be filled, wherever there are runs: [], as kernels read it, fp64 on the CPU, else fp32."""
     types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, runs)}
     return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
@@ -696,7 +696,7 @@ class _HostCopies:
     two buffers and, on a GPU, a stream.
     """
 
-    def __init__(self, runs: Sequence[ParamRun]) -> None:
+    def __init__(self, runs: Sequence[FlatParamRange]) -> None:
         device = next((run.grad.device for run in runs), torch.device("cpu"))
         longest = min(HOST_CHUNK, max((run.main.numel for run in runs), default=0))
         self._to_host, self._to_device = CopyStream(device), CopyStream(device)
@@ -707,7 +707,7 @@ class _HostCopies:
         # Of each buffer of parameters the last copy from it.
         self._sent: list[Any] = [None, None]
 
-    def chunks(self, runs: Sequence[ParamRun]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
+    def chunks(self, runs: Sequence[FlatParamRange]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
         """Each chunk of these runs, in order, with its gradient on the host: [n], the buffer's dtype.
 
         The caller updates the masters before it asks for the next; then the parameters are written from them. At the

@@ -22,6 +22,7 @@ from megatron.core.optimizer.distrib_optimizer import (
     check_same_sharding,
     check_sharded_gradients,
 )
+from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.muon import MuonRule
 from megatron.core.optimizer.optimizer import (
@@ -33,7 +34,6 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
-from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -78,7 +78,7 @@ def get_megatron_optimizer(
     _check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
     # Where runs find gradients that wrappers hand out; None where gradients are persistent in their buffers.
     handed = {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
-    runs = build_runs(
+    runs = build_ranges(
         buffers,
         keys,
         main_of=_masters(config),
@@ -145,7 +145,7 @@ def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, 
         )
 
 
-def _fused_rule(config: OptimizerConfig, runs: Sequence[ParamRun], *, keys: Sequence[GroupKey]) -> FusedRule:
+def _fused_rule(config: OptimizerConfig, runs: Sequence[FlatParamRange], *, keys: Sequence[GroupKey]) -> FusedRule:
     # Of all parameters, whatever this rank owns; a dictionary keeps the order in which groups first appear.
     groups = list(dict.fromkeys(key for key in keys if not key.is_matrix))
     return FusedRule(config, [run for run in runs if not run.group.is_matrix], groups=groups)

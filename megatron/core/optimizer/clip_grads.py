@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.data_parallel_base import FlatBuffer
 from megatron.core.distributed.layout import RunParam
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.stored_floats import Plain, pieces
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import gradient_of, gradients_pass, param_facts
@@ -141,7 +141,7 @@ class GradStats:
         groups: ProcessGroupCollection,
         buffers: Sequence[FlatBuffer],
         *,
-        runs: Sequence[ParamRun],
+        runs: Sequence[FlatParamRange],
         logical_pieces: Mapping[str, list[LogicalPiece]],
         device: torch.device,
     ) -> None:
@@ -196,7 +196,7 @@ class GradStats:
 
     # In parts: gradients may be freed as soon as they are counted.
 
-    def norms_of(self, runs: Iterable[ParamRun]) -> PartialStat:
+    def norms_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the norm of the gradients of some runs."""
         grads = ((run.grad[part.start : part.end], part.with_experts) for run in runs for part in self._parts[run])
         return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
@@ -205,7 +205,7 @@ class GradStats:
         """Returns the norm of the gradients of all parts, the same bits as of all together: [], fp64. Collective."""
         return self._norm_over(parts, dense_groups=self._dense_groups, expert_groups=self._expert_groups)
 
-    def zeros_of(self, runs: Iterable[ParamRun]) -> PartialStat:
+    def zeros_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the exact zeros in the gradients of some runs."""
         # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
         grads = ((member, member.view_of(run.grad)) for run in runs for member in run.params)
@@ -250,7 +250,7 @@ class GradStats:
     def _with_experts(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert
 
-    def _parts_of(self, run: ParamRun) -> list[_CountedPart]:
+    def _parts_of(self, run: FlatParamRange) -> list[_CountedPart]:
         """The flat ranges of a run that this rank counts, neighbours joined."""
         parts = []
         kinds = groupby(run.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param)))
@@ -293,7 +293,7 @@ class GradStats:
         return total
 
 
-def _with_norm_of_main(run: ParamRun, start: int, *, end: int) -> Tensor:
+def _with_norm_of_main(run: FlatParamRange, start: int, *, end: int) -> Tensor:
     """Returns a tensor with the norm of a range of a run's masters: [n], fp32 or fp64, perhaps of pieces."""
     if isinstance(run.main, Plain) and run.main.tensor.device == run.model.device:
         return run.main.read(start, end)

@@ -14,10 +14,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import FlatBuffer, _BaseDataParallel
 from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import GradStats
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import ParamRun
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -38,7 +38,7 @@ class DistributedOptimizer(MegatronOptimizer):
         rules: Sequence[UpdateRule],
         config: OptimizerConfig,
         *,
-        runs: Sequence[ParamRun],
+        runs: Sequence[FlatParamRange],
         model_chunks: Sequence[DistributedDataParallel],
         grad_stats: GradStats,
         grad_scaler: GradScaler | None = None,
@@ -59,7 +59,7 @@ class DistributedOptimizer(MegatronOptimizer):
         overlap = model_chunks[0].ddp_config
         self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
         self._gathers_after_step = not overlap.overlap_param_gather
-        self._runs_in: dict[tuple[FlatBuffer, int], list[ParamRun]] = {}
+        self._runs_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
         for run in runs:
             self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
 

@@ -27,7 +27,7 @@ from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam import AdamRates, GradScale, GradUse, adam_step
 from megatron.core.optimizer.fused_adam_grads import GradAccumulator, GradMode, ShardScaling, check_free
-from megatron.core.optimizer.fused_adam_params import AdamRun, RankGrid, SegmentPlan, ShardedParams
+from megatron.core.optimizer.fused_adam_params import FusedRange, RankGrid, SegmentPlan, ShardedParams
 from megatron.core.optimizer.fused_adam_settings import (
     AdamMemory,
     Params,
@@ -508,7 +508,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
-        by_group: dict[TransientGroup, list[AdamRun]] = {group: [] for group in groups}
+        by_group: dict[TransientGroup, list[FusedRange]] = {group: [] for group in groups}
         for run in self._shards.runs:
             by_group[run.group].append(run)
         under_way: deque[BucketGroupBase] = deque()

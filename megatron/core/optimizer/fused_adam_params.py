@@ -27,9 +27,9 @@ from megatron.core.distributed.transient_buffer import ParamMemory
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradUse, Masters, StateForm, write_parameters
+from megatron.core.optimizer.flat_params import ranges_in
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.optimizer.late_buffer import LateBuffer
-from megatron.core.optimizer.param_runs import ranges_in
 from megatron.core.optimizer.state_dict import OwnedRange
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
@@ -132,7 +132,7 @@ class SegmentPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class AdamRun:
+class FusedRange:
     """Neighbours in a buffer that this rank owns and that one parameter group has. key: that group's place.
 
     grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of the bucket of `group`.
@@ -213,7 +213,7 @@ class ShardedParams:
         return [group for segment in self._segments for group in segment.groups]
 
     @property
-    def runs(self) -> list[AdamRun]:
+    def runs(self) -> list[FusedRange]:
         """All that this rank owns; see move_in."""
         return [run for segment in self._segments for run in segment.runs]
 
@@ -436,7 +436,7 @@ class _Segment:
             by_dtype.setdefault(param.dtype, []).append((param_name, param))
         self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
         self._keys = keys
-        self._runs: list[AdamRun] | None = None
+        self._runs: list[FusedRange] | None = None
         self._note_addresses()
         self._groups_of = {
             buffer: [
@@ -448,11 +448,11 @@ class _Segment:
         self.groups = [group for groups in self._groups_of.values() for group in groups]
 
     @property
-    def runs(self) -> list[AdamRun]:
+    def runs(self) -> list[FusedRange]:
         """All that this rank owns; whoever asks first moves the parameters in."""
         return self.move_in()
 
-    def move_in(self) -> list[AdamRun]:
+    def move_in(self) -> list[FusedRange]:
         """Gives the parameters their places, and this rank's runs of them states, unless they have them."""
         if self._runs is None:
             self._runs = []
@@ -507,7 +507,7 @@ def _runs(
     *,
     memory: AdamMemory,
     keys: Mapping[nn.Parameter, int],
-) -> Iterator[AdamRun]:
+) -> Iterator[FusedRange]:
     form, owned = memory.form(buffer.entries[0].param), buffer.owned_spans()
     is_flat, device = buffer.memory.params is ParamMemory.FLAT, buffer.shard_grads.device
     for found in ranges_in(buffer, owned, groups=keys):
@@ -517,7 +517,7 @@ def _runs(
             if is_flat
             else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=device)
         )
-        yield AdamRun(
+        yield FusedRange(
             key=found.key,
             members=found.members,
             state=FlatAdam.of_form(model, form),

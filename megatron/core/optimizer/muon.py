@@ -22,9 +22,9 @@ from megatron.core.distributed.data_parallel_base import FlatBuffer
 from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.layout import BufferLayout, RunParam, Span
 from megatron.core.optimizer.adam import GradScale
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
-from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.weight_matrices import MatrixWindow
@@ -64,7 +64,7 @@ class _Part:
     """
 
     unit: _MatrixUnit
-    run: ParamRun
+    run: FlatParamRange
     start: int
     first: int
     last: int
@@ -105,7 +105,7 @@ class MuonRule:
     def __init__(
         self,
         config: OptimizerConfig,
-        runs: Sequence[ParamRun],
+        runs: Sequence[FlatParamRange],
         *,
         buffers: Sequence[FlatBuffer],
         keys: Mapping[nn.Parameter, GroupKey],
@@ -143,7 +143,7 @@ class MuonRule:
         """Does nothing: `update` reads the learning rates where the schedule writes them."""
 
     @torch.no_grad()
-    def update(self, scale: GradScale, runs: Set[ParamRun]) -> None:
+    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
         """Steps all runs in one call. Collective over the ranks that shards are spread over."""
         assert runs >= set(self.runs), "matrices reach over ranks' runs: they are stepped together"
         divisor = scale.divisor
@@ -159,7 +159,7 @@ class MuonRule:
         for run in self.runs:
             run.write_model()
 
-    def _step(self, batch: _Batch, grads: Mapping[ParamRun, torch.Tensor]) -> None:
+    def _step(self, batch: _Batch, grads: Mapping[FlatParamRange, torch.Tensor]) -> None:
         there = [[self._direction(part, grads[part.run]) for part in parts] for parts in batch.sends]
         sizes = [[last - first for _, first, last in ranges] for ranges in batch.receives]
         arrived = _exchange(batch, there, sizes=sizes)
@@ -197,10 +197,10 @@ class MuonRule:
             for first, tensor in pieces:
                 tensor.copy_(whole[first : first + tensor.numel()])
 
-    def flat_state(self, run: ParamRun) -> dict[str, StoredFloats]:
+    def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         return {"momentum_buffer": Plain(self._momenta[run])}
 
-    def settings_in(self, run: ParamRun) -> list[tuple[Span, Mapping[str, Any]]]:
+    def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
         """Returns the group settings of each parameter in a run.
 
         Of a parameter with matrices in several groups, these are the settings that the groups have in common.
@@ -237,7 +237,7 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
 
 
 def _plan(
-    buffer: FlatBuffer, windows: Mapping[Entry, list[MatrixWindow]], *, runs: Sequence[ParamRun]
+    buffer: FlatBuffer, windows: Mapping[Entry, list[MatrixWindow]], *, runs: Sequence[FlatParamRange]
 ) -> Iterator[_Batch]:
     """Yields the batches that this rank sends and receives for the matrices of a buffer."""
     of_entries = (_units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)
@@ -308,7 +308,7 @@ def _ranges_of(unit: _MatrixUnit, layout: BufferLayout, *, is_sharded: bool) -> 
     return [(rank, max(shard.start, first) - unit.place, min(shard.end, last) - unit.place) for rank, shard in shards]
 
 
-def _part_of(unit: _MatrixUnit, members: Sequence[tuple[ParamRun, RunParam]], *, first: int, last: int) -> _Part:
+def _part_of(unit: _MatrixUnit, members: Sequence[tuple[FlatParamRange, RunParam]], *, first: int, last: int) -> _Part:
     run, member = next(
         (run, m) for run, m in members if m.name == unit.name and m.start <= first < m.start + m.span.numel
     )

@@ -1,7 +1,7 @@
 """MegatronOptimizer: one step over flat parameters, with loss scale, clipping and skipped steps.
 
 The host decides whether a step updates, or the device, so that a graph can hold the step. Which parameters lie together
-is param_runs.py; the update rules are torch.optim's, through adam.py.
+is flat_params.py; the update rules are torch.optim's, through adam.py.
 """
 
 import math
@@ -29,9 +29,9 @@ from megatron.core.optimizer.clip_grads import (
     read_count_sync,
     read_norm_sync,
 )
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 
@@ -72,7 +72,7 @@ class _FlatState:
 
     kind: str
     stored: StoredFloats
-    run: ParamRun
+    run: FlatParamRange
 
     def read(self) -> torch.Tensor:
         return self.stored.read(0, self.stored.numel)
@@ -111,7 +111,7 @@ class MegatronOptimizer:
         rules: Sequence[UpdateRule],
         config: OptimizerConfig,
         *,
-        runs: Sequence[ParamRun],
+        runs: Sequence[FlatParamRange],
         model_chunks: Sequence[_BaseDataParallel],
         grad_stats: GradStats,
         grad_scaler: GradScaler | None = None,
@@ -276,7 +276,7 @@ class MegatronOptimizer:
             rule.refresh_rates()
 
     def update_ranges(
-        self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule] | None = None
+        self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
     ) -> None:
         """Steps runs by their scaled gradients; rules: those that step now, None for all."""
         chosen = frozenset(runs)
@@ -395,7 +395,7 @@ class MegatronOptimizer:
         if not self._grad_stats.is_updated:
             self.prepare_update()
 
-    def _step_ranges(self, scale: GradScale, runs: Iterable[ParamRun], *, rules: Sequence[UpdateRule]) -> None:
+    def _step_ranges(self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
         """Updates runs in a step, unless they were updated in backward; call it inside `_whole_update`."""
         if not self._grad_stats.is_updated:
             self.update_ranges(scale, runs, rules=rules)
@@ -490,7 +490,7 @@ class _RunStates:
 
     def __init__(self, rules: Sequence[UpdateRule]) -> None:
         # By what wrappers know of a run: its buffer, the very object, and the place of its bucket there.
-        self._found: dict[tuple[object, int], list[tuple[UpdateRule, ParamRun]]] = {}
+        self._found: dict[tuple[object, int], list[tuple[UpdateRule, FlatParamRange]]] = {}
         for rule in rules:
             for run in rule.runs:
                 self._found.setdefault((run.buffer, run.bucket), []).append((rule, run))
@@ -504,7 +504,7 @@ class _RunStates:
         return [state for rule, run in found for state in _states_of(run, rule, bucket_start=start)]
 
 
-def _states_of(run: ParamRun, rule: UpdateRule, *, bucket_start: int) -> Iterator[RunState]:
+def _states_of(run: FlatParamRange, rule: UpdateRule, *, bucket_start: int) -> Iterator[RunState]:
     moments = rule.flat_state(run)
     for part, settings in rule.settings_in(run):
         yield RunState(

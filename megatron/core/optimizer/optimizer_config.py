@@ -70,7 +70,7 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True)
 class OptimizerOffloadConfig:
-    """State in the host's memory; param_runs.py chooses the parameters. OptimizerConfig checks the values."""
+    """State in the host's memory; flat_params.py chooses the parameters. OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 

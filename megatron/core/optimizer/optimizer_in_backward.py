@@ -31,9 +31,9 @@ from megatron.core.optimizer.clip_grads import (
     clip_coefficient_on_device,
     total_norm,
 )
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
-from megatron.core.optimizer.param_runs import ParamRun
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 
 _PREVIOUS_NORM = "previous_grad_norm"
@@ -142,14 +142,14 @@ class UpdatesInBackward(GradStats):
         groups: ProcessGroupCollection,
         handed: Mapping[FlatBuffer, HandedGrads],
         *,
-        runs: Sequence[ParamRun],
+        runs: Sequence[FlatParamRange],
         logical_pieces: Mapping[str, list[LogicalPiece]],
         device: torch.device,
     ) -> None:
         super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
         # Wrappers know less of their buffers, which are the same objects.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
-        self._runs_in: dict[tuple[FlatBuffer, int], list[ParamRun]] = {}
+        self._runs_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
         for run in runs:
             self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
         self._clip = config.in_backward_clip

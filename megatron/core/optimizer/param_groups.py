@@ -1,6 +1,6 @@
 """Which parameters share a learning rate and a weight decay, and how a script sets others for some of them.
 
-The schedule turns these into numbers (optimizer_param_scheduler.py); where parameters lie is param_runs.py.
+The schedule turns these into numbers (optimizer_param_scheduler.py); where parameters lie is flat_params.py.
 """
 
 import dataclasses

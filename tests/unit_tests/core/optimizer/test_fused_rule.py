@@ -12,9 +12,9 @@ from torch.optim.sgd import sgd
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, param_runs
+from megatron.core.optimizer import OptimizerConfig, flat_params, get_megatron_optimizer
 from megatron.core.optimizer.adam import FusedRule, GradScale
-from megatron.core.optimizer.param_runs import ParamRun
+from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats, zeros_beside
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -99,7 +99,13 @@ class Case:
             run.write_model()
 
     def _torchs_function(
-        self, run: ParamRun, values: dict[str, Tensor], grad: Tensor, *, divisor: Tensor | None, skip: Tensor | None
+        self,
+        run: FlatParamRange,
+        values: dict[str, Tensor],
+        grad: Tensor,
+        *,
+        divisor: Tensor | None,
+        skip: Tensor | None,
     ) -> None:
         common: dict[str, Any] = {
             "fused": True,
@@ -134,7 +140,7 @@ class Case:
                 **common,
             )
 
-    def memory(self, moments: Mapping[ParamRun, Mapping[str, StoredFloats]]) -> list[Tensor]:
+    def memory(self, moments: Mapping[FlatParamRange, Mapping[str, StoredFloats]]) -> list[Tensor]:
         """All that a step may change, gradients too."""
         stored = [one for run in self.rule.runs for one in (run.main, *moments[run].values())]
         kept = [value for one in stored for value in vars(one).values() if isinstance(value, Tensor)]
@@ -148,7 +154,7 @@ def test_a_step_has_the_bits_of_torchs_function_in_every_form(
     params: torch.dtype, grads: torch.dtype, settings: dict[str, Any], divisor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A copy beside the parameters stands for one in the host's memory beside a GPU.
-    monkeypatch.setattr(param_runs, "host_masters", lambda model: Plain(model.float().clone()))
+    monkeypatch.setattr(flat_params, "host_masters", lambda model: Plain(model.float().clone()))
     ours, theirs = Case(params, grads, settings), Case(params, grads, settings)
     # The device decides where states are neither on the host nor scaled.
     skips = [None] if "fp16" in settings.values() or OFFLOADED.items() <= settings.items() else [None, 0.0, 1.0]

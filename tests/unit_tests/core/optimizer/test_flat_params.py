@@ -10,10 +10,10 @@ from torch import nn
 
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
 from megatron.core.distributed.layout import Span
-from megatron.core.optimizer import OptimizerConfig, adam, param_runs
+from megatron.core.optimizer import OptimizerConfig, adam, flat_params
 from megatron.core.optimizer.adam import FusedRule, GradScale
+from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
 from megatron.core.optimizer.param_groups import ParamGrouping
-from megatron.core.optimizer.param_runs import ParamRun, build_runs
 from megatron.core.optimizer.stored_floats import Plain
 from tests.unit_tests.core.optimizer.reference import assert_same_parameters, tiny_model
 
@@ -35,9 +35,9 @@ class Shard(_ParamAndGradBuffer):
     def owned_spans(self) -> list[Span]:
         return self.owned
 
-    def runs(self, config: OptimizerConfig) -> list[ParamRun]:
+    def runs(self, config: OptimizerConfig) -> list[FlatParamRange]:
         keys = {entry.param: ParamGrouping(config).key_of(entry.name, entry.param) for entry in self.entries}
-        return build_runs([self], keys, host_fraction=config.host_fraction)
+        return build_ranges([self], keys, host_fraction=config.host_fraction)
 
 
 @given(st.integers(0, 2**32))
@@ -86,7 +86,7 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
 def test_what_is_stepped_in_other_memory_comes_back(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy beside the parameters stands for one in the host's memory beside a GPU."""
     monkeypatch.setattr(adam, "HOST_CHUNK", GRID)
-    monkeypatch.setattr(param_runs, "host_masters", lambda model: Plain(model.float().clone()))
+    monkeypatch.setattr(flat_params, "host_masters", lambda model: Plain(model.float().clone()))
     for dtype in (torch.float32, torch.bfloat16):
         whole, model = tiny_model(dtype), tiny_model(dtype)
         _step(Shard(whole), OptimizerConfig(lr=0.1))
@@ -108,7 +108,7 @@ def test_what_is_stepped_in_other_memory_comes_back(overlap: bool, monkeypatch: 
             assert torch.equal(run.main.read(0, run.main.numel), main.to(dtype).float() * 2)
 
 
-def _step(buffer: Shard, config: OptimizerConfig) -> list[ParamRun]:
+def _step(buffer: Shard, config: OptimizerConfig) -> list[FlatParamRange]:
     runs = buffer.runs(config)
     rule = FusedRule(config, runs, groups=list(dict.fromkeys(run.group for run in runs)))
     grads = buffer.grad_data.clone()

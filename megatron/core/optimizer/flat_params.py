@@ -1,4 +1,4 @@
-"""Runs: neighbouring parameters, or the parts of them that this rank owns, as one flat tensor that a kernel steps.
+"""Ranges of parameters, or of the parts of them that this rank owns, as one flat tensor that a kernel steps.
 
 Where parameters and gradients lie is the data-parallel wrapper's layout; what a step does is optimizer.py.
 """
@@ -31,7 +31,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
-class ParamRun:
+class FlatParamRange:
     """What this rank owns of parameters that lie side by side and share dtype and parameter group.
 
     model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
@@ -99,21 +99,21 @@ class ParamRun:
                 )
 
 
-def build_runs(
+def build_ranges(
     buffers: Sequence[FlatBuffer],
     groups: Mapping[nn.Parameter, GroupKey],
     *,
     main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
     host_fraction: float = 0.0,
     grads_of: Mapping[FlatBuffer, Callable[[Span], torch.Tensor]] | None = None,
-) -> list[ParamRun]:
-    """Joins what this rank owns of each buffer's parameters into runs, in the order of the buffers.
+) -> list[FlatParamRange]:
+    """Joins what this rank owns of each buffer's parameters into ranges, in the order of the buffers.
 
     groups: of every parameter of the buffers. main_of: how the numbers that are stepped are kept of parameters [N], any
     floating dtype. host_fraction: part of each owned span that is kept in the host's memory. grads_of: of each
     buffer, where gradients are not persistent in it, what returns those of an owned span, [span.numel], a view.
     """
-    runs: list[ParamRun] = []
+    runs: list[FlatParamRange] = []
     for buffer in buffers:
         grad_of = buffer.grad_of if grads_of is None else grads_of[buffer]
         parts = [
@@ -125,14 +125,15 @@ def build_runs(
             _, kept, bucket = parts[found.place]
             model = buffer.param_data[found.span.start : found.span.end]
             on_host = kept is host_masters
+            place = found.span
             runs.append(
-                ParamRun(found.members, found.key, model, kept(model), buffer, found.span, bucket, grad_of, on_host)
+                FlatParamRange(found.members, found.key, model, kept(model), buffer, place, bucket, grad_of, on_host)
             )
     return runs
 
 
 @dataclass(frozen=True, eq=False)
-class OwnedParams(Generic[_Key]):
+class _Neighbours(Generic[_Key]):
     """Neighbours in a buffer, in one of the spans asked for, that share a key.
 
     span: theirs in the buffer, with padding. place: of the span asked for, among all of these.
@@ -146,7 +147,7 @@ class OwnedParams(Generic[_Key]):
 
 def ranges_in(
     buffer: FlatBuffer, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
-) -> Iterator[OwnedParams[_Key]]:
+) -> Iterator[_Neighbours[_Key]]:
     """Yields the parameter ranges in some spans of a buffer; groups: a key for every parameter of it."""
     # By their places, so that those of a span are found without looking at all.
     # An empty parameter starts where the next one does.
@@ -155,7 +156,7 @@ def ranges_in(
     for place, span in enumerate(spans):
         here = entries[bisect_right(ends, span.start) :]
         for members, start, end in _neighbours_in(span, here, groups=groups):
-            yield OwnedParams(members, groups[members[0].param], Span(start, end - start), place)
+            yield _Neighbours(members, groups[members[0].param], Span(start, end - start), place)
 
 
 def host_elements(numel: int, host_fraction: float) -> int:
