@@ -101,13 +101,13 @@ class Run:
         self.sharded = self.ddp.ddp_config.use_distributed_optimizer
         self.launched: list[tuple[str, str]] = []
         self.losses: list[Tensor] = []
-        record = self.ddp.launch_order.ledger.record
+        record = self.ddp.launch_order.trace.record
 
         def noted(**entry: Any) -> None:
             self.launched.append((entry["op"], entry["bucket"]))
             record(**entry)
 
-        self.ddp.launch_order.ledger.record = noted  # type: ignore[method-assign]
+        self.ddp.launch_order.trace.record = noted  # type: ignore[method-assign]
 
     def step(self, plans: Plans, rank: int, step: int, *, no_sync: bool = True) -> int:
         """Trains on one microbatch per plan; returns the number of reductions before the last backward ended."""

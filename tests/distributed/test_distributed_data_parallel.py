@@ -298,8 +298,8 @@ def chunks_with_one_order():
         for part in parts
     ]
     launched = []
-    record = order.ledger.record
-    order.ledger.record = lambda **entry: (launched.append(entry["bucket"]), record(**entry))
+    record = order.trace.record
+    order.trace.record = lambda **entry: (launched.append(entry["bucket"]), record(**entry))
     for _ in range(3):
         launched.clear()
         for chunk in chunks:

@@ -14,7 +14,7 @@ import torch
 import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, collectives
 from megatron.core.distributed.data_parallel_base import FlatBuffer
-from megatron.core.distributed.iteration import Ledger
+from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.distributed.transient_buffer import MessageMemory, TransientBuffer
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
@@ -166,7 +166,7 @@ Bucket = tuple[int, str, int, str, str]
 @dataclass(frozen=True)
 class Held:
     """Bytes of one rank, as RankPlan has them. activations, host_activations: of a microbatch of its chunk. logged: as
-    the log has it. links: what it sent in its third step. launched: bytes of what the ledger noted in it, by
+    the log has it. links: what it sent in its third step. launched: bytes of what the trace recorded in it, by
     operation. beside, messages: the most that this step had at once beside what stands, and of it in messages.
     """
 
@@ -246,16 +246,16 @@ def _third_step(run: TrainingRun) -> dict[str, Any]:
     losses.
     """
     launched: list[tuple[str, int]] = []
-    record = Ledger.record
+    record = CollectiveTrace.record
 
-    def note(ledger: Ledger, *, op: str, flat: torch.Tensor, **rest: Any) -> None:
+    def note(trace: CollectiveTrace, *, op: str, flat: torch.Tensor, **rest: Any) -> None:
         launched.append((op, flat.nbytes))
-        record(ledger, op=op, flat=flat, **rest)
+        record(trace, op=op, flat=flat, **rest)
 
     train_step(run)
     train_step(run)
     recorder, live = MessageRecorder(run.groups), LiveBytes("cpu")
-    with patch.object(Ledger, "record", note), recorder, live:
+    with patch.object(CollectiveTrace, "record", note), recorder, live:
         train_step(run)
     config = get_model_config(run.model[0])
     program = pipeline_programs(
@@ -402,7 +402,7 @@ def test_experts_that_are_chosen_unevenly_get_the_planned_rows_of_all_ranks_toge
 
 
 @pytest.mark.parametrize("name", ["chunks", "sequences", "experts", "narrow instances", "gradient shards"])
-def test_reductions_and_gathers_are_those_that_the_ledger_noted(name: str, held: dict[str, list[Held]]) -> None:
+def test_reductions_and_gathers_are_those_that_the_trace_recorded(name: str, held: dict[str, list[Held]]) -> None:
     for of_rank in held[name]:
         sent = [one for one in of_rank.links if one.group in ("dp", "dp_cp", "edp", "intra_dp_cp")]
         for operation in ("reduce-scatter", "all-gather"):

@@ -19,7 +19,7 @@ from megatron.core.device import Arrival, Writers, keep_for_current_stream
 from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, plain_grad
-from megatron.core.distributed.iteration import Ledger
+from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -74,8 +74,8 @@ class BucketGroupBase(ABC):
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str) -> None:
         self.buckets, self.name = list(buckets), name
         self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
-        # Notes what is launched, where all ranks of the stage have this group.
-        self.ledger: Ledger | None = None
+        # Records what is launched, where all ranks of the stage have this group.
+        self.trace: CollectiveTrace | None = None
         self.is_last_microbatch = self.is_last_backward = True
         self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
         self._expected_grads = _ExpectedGrads(len(self.entries))
@@ -243,8 +243,8 @@ class BucketGroupBase(ABC):
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         for bucket in self.buckets:
             flat, group = self._message_of(bucket), bucket.buffer.data_parallel_group
-            if self.ledger is not None:
-                self.ledger.record(op="all-gather", group=group, flat=flat, bucket=self.name)
+            if self.trace is not None:
+                self.trace.record(op="all-gather", group=group, flat=flat, bucket=self.name)
             self._gathers.append(gather_shards_(flat, group))
         self.param_state = ParamState.IN_FLIGHT
 
@@ -457,8 +457,8 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
     def _reduce(self, bucket: _ParamAndGradBucket, flat: torch.Tensor) -> Handle:
         buffer = bucket.buffer
         op = "reduce-scatter" if buffer.is_sharded else "all-reduce"
-        if self.ledger is not None:
-            self.ledger.record(op=op, group=buffer.data_parallel_group, flat=flat, bucket=self.name)
+        if self.trace is not None:
+            self.trace.record(op=op, group=buffer.data_parallel_group, flat=flat, bucket=self.name)
         return reduce_bucket_(
             flat, buffer.data_parallel_group, sharded=buffer.is_sharded, policy=buffer.settings.policy
         )

@@ -45,7 +45,7 @@ from megatron.core.distributed.flat_buffer import (
 )
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
-from megatron.core.distributed.iteration import Ledger, stage_group_of
+from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
 from megatron.core.distributed.launch_sequence import Passes, PassScope
 from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
@@ -596,7 +596,7 @@ def build_launch_order(
         pp_host=groups.pp_host,
         overlap_grad_reduce=ddp_config.reduces_in_backward,
         passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.gradients_are_transient else None,
-        ledger=Ledger(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
+        trace=CollectiveTrace(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
         sends_over=(
             groups.dp_cp,
             groups.intra_dp_cp,
@@ -606,7 +606,7 @@ def build_launch_order(
         ),
     )
     if ddp_config.ddp_debug:
-        order.observe(DdpDebug(order.ledger.stop))
+        order.observe(DdpDebug(order.trace.stop))
     return order
 
 

@@ -1,15 +1,15 @@
 """Iteration: where an iteration of gradients is, and what the ranks of a stage compare and agree on at its end.
 
-Nothing here launches a gradient's or a parameter's collective: those who do so record it in a Ledger first.
+Nothing here launches a gradient's or a parameter's collective: those who do so record it in a CollectiveTrace first.
 
-[Note: ledger] The collectives that one pipeline stage launches become a hash, which its ranks compare once a step, and
-an entry each when debugging. How a ledger is used, over one stage:
+[Note: trace] The collectives that one pipeline stage launches become a hash, which its ranks compare once a step, and
+an entry each when debugging. How a trace is used, over one stage:
 
-    ledger = Ledger(stage_group)  # debug: Ledger(stage_group, debug_timeout_s=300.0), collective
-    ledger.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
-    ledger.record(op="all-reduce", group=dp_group, flat=flat, bucket="chunk 0 dense 3")  # right before each launch
-    largest = [...]  # ledger.agreement(), two integers, after the step's MAX all-reduce over the stage
-    ledger.check_agreed(largest)  # raises CollectiveMismatchError on all ranks of the stage or on none
+    trace = CollectiveTrace(stage_group)  # debug: CollectiveTrace(stage_group, debug_timeout_s=300.0), collective
+    trace.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
+    trace.record(op="all-reduce", group=dp_group, flat=flat, bucket="chunk 0 dense 3")  # right before each launch
+    largest = [...]  # trace.agreement(), two integers, after the step's MAX all-reduce over the stage
+    trace.check_agreed(largest)  # raises CollectiveMismatchError on all ranks of the stage or on none
 """
 
 import time
@@ -52,7 +52,7 @@ class OrderWords:
     finish: str = "finish_grad_sync"
 
 
-# The trace of launches, see [Note: ledger].
+# The trace of launches; see [Note: trace].
 
 
 class CollectiveMismatchError(RuntimeError):
@@ -67,7 +67,7 @@ class _Entry:
     hashed: bytes
 
 
-class Ledger:
+class CollectiveTrace:
     """The launches of one stage, in order. Every rank of the stage must record the same sequence.
 
     group: the ranks of the stage; None is this rank alone. debug_timeout_s: None, or how long a rank waits before
@@ -188,7 +188,7 @@ class Iteration:
 
     stage_group: the ranks that agree. pp_group: those that must stop together where a gradient is not finite. None
     of either is this rank alone. stage_host, pp_host: the same ranks, where these can send from the host; without them,
-    each step reads a GPU. ledger: where launches are recorded, which are compared on the way. words: of the owner, for
+    each step reads a GPU. trace: where launches are recorded, which are compared on the way. words: of the owner, for
     errors.
     """
 
@@ -199,10 +199,10 @@ class Iteration:
         pp_group: dist.ProcessGroup | None = None,
         stage_host: dist.ProcessGroup | None = None,
         pp_host: dist.ProcessGroup | None = None,
-        ledger: Ledger | None = None,
+        trace: CollectiveTrace | None = None,
         words: OrderWords | None = None,
     ) -> None:
-        self.ledger, self.words = ledger or Ledger(stage_group), words or OrderWords()
+        self.trace, self.words = trace or CollectiveTrace(stage_group), words or OrderWords()
         # Whether an optimizer calls `step` after each `finish`, on all ranks of the model.
         self.has_optimizer = False
         self._phase = _Phase.COLLECTING
@@ -309,7 +309,7 @@ class Iteration:
             # Nothing to send, and so nothing that a graph could not hold.
             return local
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
-        numbers = torch.tensor([*self.ledger.agreement(), *flags], dtype=torch.int64, device=self._message_device)
+        numbers = torch.tensor([*self.trace.agreement(), *flags], dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
         if group_size(self._pp_messages) > 1 and of_all_stages:
@@ -318,7 +318,7 @@ class Iteration:
             dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
         highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
-        self.ledger.check_agreed([highest, negated_lowest])
+        self.trace.check_agreed([highest, negated_lowest])
         return Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
     def abort_sync(self, reason: str) -> None:
@@ -378,10 +378,10 @@ class _SideChannel:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         store = _get_default_store()
-        # A prefix of its own: there may be several ledgers, also over the same ranks.
-        number = [store.add("ledgers", 1) if group_rank(group) == 0 else 0]
+        # A prefix of its own: there may be several traces, also over the same ranks.
+        number = [store.add("traces", 1) if group_rank(group) == 0 else 0]
         dist.broadcast_object_list(number, group=group, group_src=0)
-        self._store = dist.PrefixStore(f"ledger {number[0]}", store)
+        self._store = dist.PrefixStore(f"trace {number[0]}", store)
         self._rank = dist.get_rank()
         self._timeout_s = timeout_s
         self._num_launches = 0

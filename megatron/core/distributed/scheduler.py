@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from megatron.core.distributed.bucket_group import BucketGroupBase, BucketObserver, GradState, ParamState, Traffic
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.iteration import RESET, Iteration, Ledger, OrderWords, Verdict
+from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, OrderWords, Verdict
 from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
 from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
 from megatron.core.group_collectives import gather_objects
@@ -82,16 +82,16 @@ class CollectiveScheduler:
         pp_host: dist.ProcessGroup | None = None,
         overlap_grad_reduce: bool = False,
         passes: Passes | None = None,
-        ledger: Ledger | None = None,
+        trace: CollectiveTrace | None = None,
         words: OrderWords | None = None,
         sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
         self.observers = _Observers()
         self.stage_group = stage_group
         self.iteration = Iteration(
-            stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, ledger=ledger, words=words
+            stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, trace=trace, words=words
         )
-        self.ledger = self.iteration.ledger
+        self.trace = self.iteration.trace
         self._overlap = overlap_grad_reduce
         self._passes = passes or Passes(PassScope.ITERATION, max_in_flight=0)
         # Late gradients only wait for the next pass, so nothing has to be seen first; and nothing is kept meanwhile.
@@ -138,8 +138,8 @@ class CollectiveScheduler:
             )
             self._by_number[number] = group
             if group.name in same_everywhere:
-                group.ledger = self.ledger
-                self.ledger.name_bucket(group.name, [entry.name for entry in group.entries])
+                group.trace = self.trace
+                self.trace.name_bucket(group.name, [entry.name for entry in group.entries])
         self._groups += chunk.groups
         self._chunks.append(chunk)
         if chunk.hook_runner is not None:
@@ -452,7 +452,7 @@ class CollectiveScheduler:
 
     def note_update(self) -> None:
         """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
-        self.ledger.note("an update of the parameters by the optimizer")
+        self.trace.note("an update of the parameters by the optimizer")
         if self._defers or any(order.is_open for order in senders_beside(self)):
             # In a forward, each rank may need another order's first.
             self.launch_due_gathers()

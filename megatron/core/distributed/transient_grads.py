@@ -128,10 +128,10 @@ class TransientGroup(BucketGroupBase):
         if self._checks is not None:
             names = {entry.param: entry.name for entry in self.entries}
             self._checks.measure([(names[p], self._place(flat, part)) for p, part in self._fragment_of.items()])
-        if self.ledger is not None:
+        if self.trace is not None:
             group = self._buffer.data_parallel_group
             op = "reduce-scatter" if self.is_sharded else "all-reduce"
-            self.ledger.record(op=op, group=group, flat=flat, bucket=self.name)
+            self.trace.record(op=op, group=group, flat=flat, bucket=self.name)
         is_last = self.is_last_backward
         into = self._place_of_sum(is_last=is_last)
         self._in_flight.append(_Reduction(flat, self._reduce(flat, into), into, is_last))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.distributed.iteration import CollectiveMismatchError, Ledger
+from megatron.core.distributed.iteration import CollectiveMismatchError, CollectiveTrace
 from tests.harness import run_on_ranks
 
 
@@ -14,29 +14,29 @@ def launches(number, *, bucket=0):
     return {"op": "all_reduce", "flat": torch.zeros(64 * number), "bucket": f"chunk 0 dense {bucket}"}
 
 
-def ledger_of_all(*, debug_timeout_s=None):
-    ledger = Ledger(dist.group.WORLD, debug_timeout_s=debug_timeout_s)
+def trace_of_all(*, debug_timeout_s=None):
+    trace = CollectiveTrace(dist.group.WORLD, debug_timeout_s=debug_timeout_s)
     for bucket in range(4):
-        ledger.name_bucket(f"chunk 0 dense {bucket}", [f"layer{bucket}.{name}" for name in "abcd"])
-    return ledger
+        trace.name_bucket(f"chunk 0 dense {bucket}", [f"layer{bucket}.{name}" for name in "abcd"])
+    return trace
 
 
-def agree(ledger):
-    largest = torch.tensor(ledger.agreement())
+def agree(trace):
+    largest = torch.tensor(trace.agreement())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    ledger.check_agreed(largest.tolist())
+    trace.check_agreed(largest.tolist())
 
 
 def differ_in_a_step():
     """Rank 1 swaps two buckets of equal size, which no back end would notice, in the second step of three."""
-    ledger = ledger_of_all()
+    trace = trace_of_all()
     told = []
     for step in range(3):
         order = [0, 2, 1, 3] if (step, dist.get_rank()) == (1, 1) else [0, 1, 2, 3]
         for bucket in order:
-            ledger.record(group=dist.group.WORLD, **launches(1, bucket=bucket))
+            trace.record(group=dist.group.WORLD, **launches(1, bucket=bucket))
         try:
-            agree(ledger)
+            agree(trace)
         except CollectiveMismatchError as error:
             told.append((step, str(error)))
     return told
@@ -55,17 +55,17 @@ def test_a_step_whose_launches_differ_is_told_on_all_ranks_with_both_entries():
 def differ_when_debugging(case):
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
-    ledger = ledger_of_all(debug_timeout_s=1.0 if case == "missing" else 30.0)
+    trace = trace_of_all(debug_timeout_s=1.0 if case == "missing" else 30.0)
     for _ in range(3):
-        ledger.record(group=dist.group.WORLD, **launches(1))
-        ledger.record(group=None, **launches(1))
-    agree(ledger)
+        trace.record(group=dist.group.WORLD, **launches(1))
+        trace.record(group=None, **launches(1))
+    agree(trace)
     try:
         if case == "missing" and rank == 2:
             return "did not come"
         if case == "other group" and rank == 1:
-            ledger.record(group=pair, **launches(1))
-        ledger.record(group=dist.group.WORLD, **launches(2 if (case, rank) == ("size", 1) else 1, bucket=3))
+            trace.record(group=pair, **launches(1))
+        trace.record(group=dist.group.WORLD, **launches(2 if (case, rank) == ("size", 1) else 1, bucket=3))
     except CollectiveMismatchError as error:
         return str(error)
     return "no error"
