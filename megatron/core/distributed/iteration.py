@@ -169,8 +169,8 @@ class _Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What ends an iteration, of one rank or of all; late: of each bucket group, by its number."""
+class IterationOutcome:
+    """How an iteration ends, on one rank or on all. late: for each bucket group by its number, whether it is late."""
 
     is_aborted: bool
     is_non_finite: bool
@@ -300,7 +300,7 @@ class Iteration:
     # The agreement at its end.
 
     @record_function("Iteration.agree_sync")
-    def agree_sync(self, local: Verdict, *, of_all_stages: bool) -> Verdict:
+    def agree_sync(self, local: IterationOutcome, *, of_all_stages: bool) -> IterationOutcome:
         """What holds on any rank of the stage. Collective; raises CollectiveMismatchError on all ranks of the stage.
 
         of_all_stages: that a gradient is not finite holds if it does on any stage; must be the same on all stages.
@@ -319,7 +319,7 @@ class Iteration:
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
         highest, negated_lowest, aborted, non_finite, reordered, *late = numbers.tolist()
         self.trace.check_agreed([highest, negated_lowest])
-        return Verdict(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
+        return IterationOutcome(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
     def abort_sync(self, reason: str) -> None:
         """Aborts after an agreement that this rank began as aborted. Collective: the others tell a reason or raise."""
@@ -327,7 +327,7 @@ class Iteration:
         gather_objects(reason, self._stage_group)
 
     def raise_aborted_sync(
-        self, verdict: Verdict, *, problem: str | Exception | None, non_finite: list[str], in_backward: bool
+        self, outcome: IterationOutcome, *, problem: str | Exception | None, non_finite: list[str], in_backward: bool
     ) -> NoReturn:
         """Aborts after an agreement that found an error, and raises the error. Collective.
 
@@ -336,7 +336,7 @@ class Iteration:
         non_finite: names of this rank's gradients. in_backward: an optimizer may have updated by them.
         """
         self._phase = _Phase.ABORTED
-        if not verdict.is_aborted:
+        if not outcome.is_aborted:
             raise_non_finite(non_finite, [self._stage_group, self._pp_group], in_backward=in_backward)
         reason = f"{type(problem).__name__} in backward: {problem}" if isinstance(problem, Exception) else problem
         reasons = gather_objects(reason, self._stage_group)

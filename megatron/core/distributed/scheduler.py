@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from megatron.core.distributed.bucket_group import BucketGroupBase, BucketObserver, GradState, ParamState, Traffic
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, OrderWords, Verdict
+from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, OrderWords
 from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
 from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
 from megatron.core.group_collectives import gather_objects
@@ -332,22 +332,22 @@ class CollectiveScheduler:
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._seen()
         decides = self._overlap and group_rank(self.stage_group) == 0
-        local = Verdict(
+        local = IterationOutcome(
             is_aborted=problem is not None,
             is_non_finite=bool(non_finite),
             is_reordered=decides and self._sequence.wants(seen),
             late=self._late_here(),
         )
         with self.observers.agreeing():
-            verdict = self._agree_sync(local)
-        if verdict.has_failed:
+            outcome = self._agree_sync(local)
+        if outcome.has_failed:
             self._abandon()
             in_backward = any(hook_runner.consumer is not None for hook_runner in self._hook_runners())
-            self.iteration.raise_aborted_sync(verdict, problem=problem, non_finite=non_finite, in_backward=in_backward)
+            self.iteration.raise_aborted_sync(outcome, problem=problem, non_finite=non_finite, in_backward=in_backward)
         if not is_replayed:
-            self._wait_for_reductions(verdict.late)
+            self._wait_for_reductions(outcome.late)
             self._warn_of_unused()
-            self._learn(seen, is_reordered=verdict.is_reordered)
+            self._learn(seen, is_reordered=outcome.is_reordered)
         self.iteration.finish()
         for group in self._in_order():
             self._release(group)
@@ -681,7 +681,7 @@ class CollectiveScheduler:
         if is_reordered:
             self._sequence.adopt(self.iteration.first_ranks_order_sync(seen))
 
-    def _agree_sync(self, local: Verdict) -> Verdict:
+    def _agree_sync(self, local: IterationOutcome) -> IterationOutcome:
         is_checked = any(chunk.checks for chunk in self._chunks)
         return self.iteration.agree_sync(local, of_all_stages=is_checked)
 
@@ -699,7 +699,7 @@ class CollectiveScheduler:
             if order not in earlier:
                 order.catch_up(self.num_backwards)
         late = [False] * len(self._sequence.order)
-        self._agree_sync(Verdict(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
+        self._agree_sync(IterationOutcome(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
         self._abandon()
         self.iteration.abort_sync(reason)
 

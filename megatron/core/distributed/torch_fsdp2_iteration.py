@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.iteration import RESET, Iteration, Verdict, stage_group_of
+from megatron.core.distributed.iteration import RESET, Iteration, IterationOutcome, stage_group_of
 from megatron.core.distributed.param_hooks import is_in_backward
 from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
 from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
@@ -125,11 +125,11 @@ class FsdpIteration:
             self._units.settle()
         # NOTE: reads the device, once a step.
         found = [] if self._checks is None else self._checks.non_finite_sync()
-        verdict = self._agree_sync(is_aborted=error is not None or problem is not None, is_non_finite=bool(found))
-        if verdict.has_failed:
+        outcome = self._agree_sync(is_aborted=error is not None or problem is not None, is_non_finite=bool(found))
+        if outcome.has_failed:
             in_backward = self._hook_runner.consumer is not None
             self.iteration.raise_aborted_sync(
-                verdict, problem=problem if error is None else error, non_finite=found, in_backward=in_backward
+                outcome, problem=problem if error is None else error, non_finite=found, in_backward=in_backward
             )
         self.iteration.finish()
         self._units.release()
@@ -183,8 +183,8 @@ class FsdpIteration:
             "called several times inside reentrant checkpoints is reduced only once: set use_reentrant=False there"
         )
 
-    def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> Verdict:
-        local = Verdict(is_aborted, is_non_finite, is_reordered=False, late=[])
+    def _agree_sync(self, *, is_aborted: bool, is_non_finite: bool) -> IterationOutcome:
+        local = IterationOutcome(is_aborted, is_non_finite, is_reordered=False, late=[])
         return self.iteration.agree_sync(local, of_all_stages=self._checks is not None)
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron.core.distributed.iteration import Iteration, OrderWords, Verdict
+from megatron.core.distributed.iteration import Iteration, IterationOutcome, OrderWords
 
 
-def verdict(**flags: bool) -> Verdict:
-    return Verdict(**{"is_aborted": False, "is_non_finite": False, "is_reordered": False, **flags}, late=[])
+def outcome(**flags: bool) -> IterationOutcome:
+    return IterationOutcome(**{"is_aborted": False, "is_non_finite": False, "is_reordered": False, **flags}, late=[])
 
 
 def test_an_iteration_collects_finishes_and_steps() -> None:
@@ -15,7 +15,7 @@ def test_an_iteration_collects_finishes_and_steps() -> None:
     for _ in range(2):
         iteration.begin()
         assert iteration.is_collecting and not iteration.is_finished
-        assert iteration.agree_sync(verdict(), of_all_stages=True) == verdict()
+        assert iteration.agree_sync(outcome(), of_all_stages=True) == outcome()
         iteration.finish()
         assert iteration.is_finished and not iteration.is_collecting
         iteration.step()
@@ -57,8 +57,8 @@ def test_nothing_begins_after_the_wrapper_was_taken_off() -> None:
 
 @pytest.mark.parametrize("problem, error", [("a parameter moved", ValueError), (KeyError("hook"), KeyError)])
 def test_an_aborted_iteration_raises_this_ranks_problem(problem: str | Exception, error: type[Exception]) -> None:
-    iteration, failed = Iteration(), verdict(is_aborted=True)
-    assert failed.has_failed and not verdict(is_reordered=True).has_failed
+    iteration, failed = Iteration(), outcome(is_aborted=True)
+    assert failed.has_failed and not outcome(is_reordered=True).has_failed
     with pytest.raises(error, match="moved|hook"):
         iteration.raise_aborted_sync(failed, problem=problem, non_finite=[], in_backward=False)
     with pytest.raises(RuntimeError, match="broken off"):
