@@ -381,8 +381,8 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
             # One by one, as they would have been added had nothing been on its way: the sum has the same bits.
             for entry, grad in self._late:
                 entry.main_grad.add_(grad, alpha=self._bucket_of[entry.param].buffer.settings.scale)
-                if entry.wire is not entry.main_grad:
-                    entry.wire.copy_(entry.main_grad)
+                if entry.comm_view is not entry.main_grad:
+                    entry.comm_view.copy_(entry.main_grad)
             self._reductions = [self._reduce(bucket, bucket.grad_data) for bucket in self.buckets]
             return
         for bucket in self.buckets:
@@ -423,7 +423,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
         """Copies the reduced values into every main_grad, if the group is reduced."""
         if self.grad_state is GradState.REDUCED:
             for entry in self.entries:
-                entry.take_wire()
+                entry.copy_from_comm()
 
     def abandon(self) -> None:
         """Ends reductions in flight and discards their results. Collective."""

@@ -93,7 +93,7 @@ class DdpDebug:
         if traffic is Traffic.GATHER:
             self._under_way.add(group.name)
         elif group.can_repeat:
-            self._sent_grads[group.name] = [_checksum_sync(entry.wire) for entry in group.entries]
+            self._sent_grads[group.name] = [_checksum_sync(entry.comm_view) for entry in group.entries]
 
     def before_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is not Traffic.GATHER:
@@ -147,7 +147,7 @@ class DdpDebug:
     def _check_grads_unchanged(self, group: BucketGroupBase, when: str) -> None:
         before = self._sent_grads.get(group.name, [])
         for entry, checksum in zip(group.entries, before):
-            if _checksum_sync(entry.wire) != checksum:
+            if _checksum_sync(entry.comm_view) != checksum:
                 self._stop(f"gradient of {entry.name} was written after its reduction had started; seen when {when}")
 
     def _check_views(self, group: BucketGroupBase) -> None:
@@ -157,7 +157,7 @@ class DdpDebug:
             for entry in bucket.entries:
                 if not _is_at(entry.param, _slice_of(bucket.param_data, entry, bucket=bucket)):
                     self._stop(f"parameter {entry.name} is no view of its buffer any more: its data was replaced")
-                if not _is_at(entry.wire, _slice_of(bucket.grad_data, entry, bucket=bucket)):
+                if not _is_at(entry.comm_view, _slice_of(bucket.grad_data, entry, bucket=bucket)):
                     self._stop(f"gradient of {entry.name} is no view of its buffer any more")
                 if entry.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
                     self._stop(

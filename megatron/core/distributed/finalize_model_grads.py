@@ -115,7 +115,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total)
         for entry in entries:
-            entry.take_wire()
+            entry.copy_from_comm()
 
 
 def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
@@ -130,7 +130,7 @@ def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | No
             if param_facts(entry.param).shared_embedding:
                 for part in buffer.owned_grads(entry):
                     dist.all_reduce(part, group=group)
-                entry.take_wire()
+                entry.copy_from_comm()
 
 
 def _divide_by_tokens(

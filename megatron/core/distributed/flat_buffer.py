@@ -73,21 +73,22 @@ class BufferSettings:
 class Entry:
     """A parameter and its place. main_grad: [*parameter shape], where its gradients add up, `param.main_grad`.
 
-    wire: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider. start: which
-    element of the flattened parameter the span begins with; of a shard main_grad and wire are those, flat.
+    comm_view: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider. start:
+    which element of the flattened parameter the span begins with; main_grad and comm_view of a shard are flat and begin
+    there.
     """
 
     name: str
     param: nn.Parameter
     span: Span
     main_grad: torch.Tensor
-    wire: torch.Tensor
+    comm_view: torch.Tensor
     start: int = 0
 
-    def take_wire(self) -> None:
-        """Makes main_grad what `wire` is."""
-        if self.wire is not self.main_grad:
-            self.main_grad.copy_(self.wire)
+    def copy_from_comm(self) -> None:
+        """Copies comm_view into main_grad, if they are different tensors."""
+        if self.comm_view is not self.main_grad:
+            self.main_grad.copy_(self.comm_view)
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,14 +230,14 @@ class _ParamAndGradBuffer:
         for entry in entries:
             if entry.param in self._unscaled and self.settings.scale != 1.0:
                 entry.main_grad.mul_(self.settings.scale)
-            if entry.wire is not entry.main_grad:
-                entry.wire.copy_(entry.main_grad)
+            if entry.comm_view is not entry.main_grad:
+                entry.comm_view.copy_(entry.main_grad)
 
     def zero_grads(self) -> None:
         """Forgets all gradients: they are exact zeros."""
         self.grad_data.zero_()
         for entry in self.entries:
-            if entry.wire is not entry.main_grad:
+            if entry.comm_view is not entry.main_grad:
                 entry.main_grad.zero_()
             # Left behind where an error kept the hook from running.
             entry.param.grad = None
@@ -249,7 +250,7 @@ class _ParamAndGradBuffer:
         """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
         self.grad_data.mul_(factor)
         for entry in self.entries:
-            if entry.wire is not entry.main_grad:
+            if entry.comm_view is not entry.main_grad:
                 entry.main_grad.mul_(factor)
 
     def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -267,12 +268,13 @@ class _ParamAndGradBuffer:
         place.copy_(param.detach())
         # The parameter object stays, and with it hooks, ties and whoever holds it.
         param.data = place
-        wire = shaped_view(self.grad_data[span.start : span.end], param)
+        comm_view = shaped_view(self.grad_data[span.start : span.end], param)
         patterns = self.settings.fp32_patterns
         beside = "all" in patterns or any(fnmatch(canonical_name(name), pattern) for pattern in patterns)
-        main_grad = torch.zeros_like(wire, dtype=torch.float32) if beside and wire.dtype.itemsize < 4 else wire
+        is_wider = beside and comm_view.dtype.itemsize < 4
+        main_grad = torch.zeros_like(comm_view, dtype=torch.float32) if is_wider else comm_view
         set_main_grad(param, main_grad)
-        return Entry(canonical_name(name), param, span, main_grad, wire)
+        return Entry(canonical_name(name), param, span, main_grad, comm_view)
 
     def _bucket(self, layout: BucketLayout) -> _ParamAndGradBucket:
         entries = [self.entries[index] for index in layout.params]

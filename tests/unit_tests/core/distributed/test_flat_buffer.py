@@ -93,7 +93,7 @@ def test_chosen_parameters_add_up_in_fp32_beside_a_16_bit_buffer():
         model(torch.full((1, 3), value, dtype=torch.bfloat16)).sum().backward()
     buffer.complete(buffer.entries)
     assert model.weight.main_grad[0, 0] == 259.0 and model.bias.main_grad.dtype == torch.bfloat16
-    assert buffer.entries[0].wire[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
+    assert buffer.entries[0].comm_view[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
 
 
 @pytest.mark.parametrize(
