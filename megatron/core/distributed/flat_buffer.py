@@ -74,8 +74,8 @@ class Entry:
     """A parameter and its place. main_grad: [*parameter shape], where its gradients add up, `param.main_grad`.
 
     comm_view: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider. start:
-    which element of the flattened parameter the span begins with; main_grad and comm_view of a shard are flat and begin
-    there.
+    which element of the flattened parameter the span begins with; main_grad and comm_view of a shard hold its elements
+    alone, flat.
     """
 
     name: str

@@ -43,12 +43,12 @@ class SumMemory(Enum):
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """wire_dtype: in which parameters are gathered; None: their own."""
+    """Which memory of a buffer persists. comm_dtype: all-gather dtype; None means the parameters' dtype."""
 
     grads: GradMemory = GradMemory.TRANSIENT
     params: ParamMemory = ParamMemory.FLAT
     sums: SumMemory = SumMemory.STANDING
-    wire_dtype: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
 
 
 class TransientBuffer(_ParamAndGradBuffer):
@@ -98,12 +98,12 @@ class TransientBuffer(_ParamAndGradBuffer):
     @property
     def is_staged(self) -> bool:
         """Whether gathered parameters are copied from a message to their places."""
-        return self.memory.params is ParamMemory.OWN or self.wire_dtype != self.kind.param_dtype
+        return self.memory.params is ParamMemory.OWN or self.comm_dtype != self.kind.param_dtype
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def comm_dtype(self) -> torch.dtype:
         """The all-gather dtype of parameters."""
-        return self.memory.wire_dtype or self.kind.param_dtype
+        return self.memory.comm_dtype or self.kind.param_dtype
 
     def shard_grad(self, bucket: int) -> torch.Tensor:
         """The sums of this rank's shard of a bucket, a view: [shard elements], the gradients' dtype."""

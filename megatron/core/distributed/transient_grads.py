@@ -235,9 +235,9 @@ class TransientGroup(BucketGroupBase):
     # Parameters.
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def comm_dtype(self) -> torch.dtype:
         """The all-gather dtype of parameters."""
-        return self._buffer.wire_dtype
+        return self._buffer.comm_dtype
 
     @property
     def is_awaited(self) -> bool:
@@ -250,7 +250,7 @@ class TransientGroup(BucketGroupBase):
         [shard elements], in the all-gather dtype.
         """
         if self._stage is None:
-            self._stage = torch.empty(self.bucket.layout.span.numel, dtype=self.wire_dtype, device=self.device)
+            self._stage = torch.empty(self.bucket.layout.span.numel, dtype=self.comm_dtype, device=self.device)
         return shard_of(self._stage, self._buffer.data_parallel_group)
 
     def fill_stage(self) -> None:

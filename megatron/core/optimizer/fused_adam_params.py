@@ -170,9 +170,8 @@ class FusedRange:
     def take_changes(self) -> None:
         """Makes masters what their parameters are where these are not what the masters were rounded to."""
         if self.form.masters is Masters.COPY:
-            main, wire = self.state.main, self.group.wire_dtype
-            values = self._parameters()
-            rounded = torch.empty_like(values, dtype=wire)
+            main, values = self.state.main, self._parameters()
+            rounded = torch.empty_like(values, dtype=self.group.comm_dtype)
             write_parameters(self.state, rounded)
             own = main.read(0, main.numel)
             main.write(0, torch.where(values == rounded.to(values.dtype), own, values.to(own.dtype)))

@@ -111,7 +111,7 @@ class AdamMemory:
         return MemoryPolicy(
             grads=GradMemory.STANDING if self.contiguous_grad_buffer else GradMemory.TRANSIENT,
             params=ParamMemory.FLAT if is_flat else ParamMemory.OWN,
-            wire_dtype=None if sync == param.dtype else sync,
+            comm_dtype=None if sync == param.dtype else sync,
         )
 
     def form(self, param: nn.Parameter) -> StateForm:
@@ -131,7 +131,7 @@ class AdamMemory:
         # A copy would have the same numbers twice.
         is_same = (
             policy.params is ParamMemory.FLAT
-            and policy.wire_dtype is None
+            and policy.comm_dtype is None
             and param.dtype == self._state_dtype(param)
             and not self.with_scaled_states
         )
