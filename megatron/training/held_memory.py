@@ -31,14 +31,14 @@ def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
         yield from chunk.parameters()
         yield from unwrap_model(chunk).buffers()
         if isinstance(chunk, _BaseDataParallel):
-            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_params)
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_params)
 
 
 def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Returns the persistent storage of the chunks' gradients: any shape, any dtype."""
     for chunk in model:
         if isinstance(chunk, _BaseDataParallel):
-            yield from (flat for buffer in chunk.all_buffers for flat in buffer.standing_grads)
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_grads)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -60,12 +60,12 @@ class FlatBuffer(Protocol):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None: ...
     @property
-    def standing_params(self) -> list[torch.Tensor]:
+    def persistent_params(self) -> list[torch.Tensor]:
         """Memory of parameters that persists between steps: [N] each, param_data's dtype."""
         ...
 
     @property
-    def standing_grads(self) -> list[torch.Tensor]:
+    def persistent_grads(self) -> list[torch.Tensor]:
         """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
         ...
 

@@ -428,7 +428,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @property
     def _transient(self) -> str:
-        """The setting on account of which gradients have no standing memory."""
+        """The setting by which gradients have no persistent memory."""
         return "shard_gradients" if self.ddp_config.shard_gradients else "release_gradients"
 
     def _build_intake(self) -> "_GradIntake | _StreamingIntake":
@@ -808,7 +808,7 @@ def _new_buffer(
 def _build_groups(
     buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool, checks: GradChecks | None
 ) -> list[BucketGroupBase]:
-    """The bucket groups of buffers; name: what theirs begin with. force_single: one group, where gradients stand."""
+    """The bucket groups of buffers; name: what theirs begin with. force_single: one group, where gradients persist."""
     groups: list[BucketGroupBase] = []
     for buckets in partition_buckets(buffers, force_single_bucket_group=force_single):
         if isinstance(buckets[0].buffer, TransientBuffer):

@@ -39,7 +39,7 @@ class BufferType(Enum):
 class BufferKind:
     """Properties that all parameters of a buffer share. is_expert: they are reduced over the experts' own ranks.
 
-    completed_later: their gradients, which do not stand, are changed after they are reduced, and so kept until then.
+    completed_later: their gradients, which do not persist, are changed after they are reduced, and so kept until then.
     """
 
     param_dtype: torch.dtype
@@ -145,12 +145,12 @@ class _ParamAndGradBuffer:
         return self.layout.numel
 
     @property
-    def standing_params(self) -> list[torch.Tensor]:
+    def persistent_params(self) -> list[torch.Tensor]:
         """Memory that parameters lie in from step to step: [N] each, their dtype."""
         return [self.param_data]
 
     @property
-    def standing_grads(self) -> list[torch.Tensor]:
+    def persistent_grads(self) -> list[torch.Tensor]:
         """Memory that gradients lie in from step to step: [N] each, their dtype."""
         return [self.grad_data]
 

@@ -232,12 +232,12 @@ class ShardedFlatBuffer:
         self.attach()
 
     @property
-    def standing_params(self) -> list[torch.Tensor]:
+    def persistent_params(self) -> list[torch.Tensor]:
         """Memory of this rank's shards that persists between steps: [N] each, param_data's dtype."""
         return [self.param_data]
 
     @property
-    def standing_grads(self) -> list[torch.Tensor]:
+    def persistent_grads(self) -> list[torch.Tensor]:
         """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
         return [self.grad_data]
 
@@ -348,7 +348,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
             mark_gradients_pass(entry.param)
 
     @property
-    def standing_grads(self) -> list[torch.Tensor]:
+    def persistent_grads(self) -> list[torch.Tensor]:
         """An empty list of [N], grad_data's dtype: no gradient memory is persistent."""
         return []
 

@@ -21,7 +21,7 @@ _MOST_SPARE = 3
 
 
 class GradMemory(Enum):
-    """Whether the memory in which a bucket's gradients are collected stands, for kernels that write to it."""
+    """Whether a bucket's gradients accumulate in persistent memory, for kernels that write to it."""
 
     TRANSIENT = "transient"
     STANDING = "standing"
@@ -35,7 +35,7 @@ class ParamMemory(Enum):
 
 
 class SumMemory(Enum):
-    """Whether the sums stand, or have memory only until hooks and an optimizer in backward have had them."""
+    """Whether the sums persist, or have memory only until hooks and an optimizer in backward have read them."""
 
     STANDING = "standing"
     RELEASED = "released"
@@ -52,11 +52,12 @@ class MemoryPolicy:
 
 
 class TransientBuffer(_ParamAndGradBuffer):
-    """Parameters of one kind whose gradients have no standing memory; shard_grads: [owned elements], their sums, on the
-    meta device where these are released.
+    """Parameters of one kind whose gradients have no persistent memory.
+
+    shard_grads: [owned elements], their sums, on the meta device where these are released.
 
     Parameters lie in the order of their own memory, whatever their layout; see dense_memory.py. param_data without flat
-    parameters, and grad_data without standing gradients, are only sizes and dtypes, on the meta device.
+    parameters, and grad_data without persistent gradients, are only sizes and dtypes, on the meta device.
     """
 
     def __init__(
@@ -82,12 +83,12 @@ class TransientBuffer(_ParamAndGradBuffer):
         )
 
     @property
-    def standing_params(self) -> list[torch.Tensor]:
+    def persistent_params(self) -> list[torch.Tensor]:
         """The persistent parameter memory, [N] each, their dtype: none where parameters keep their own memory."""
         return [self.param_data] if self.memory.params is ParamMemory.FLAT else []
 
     @property
-    def standing_grads(self) -> list[torch.Tensor]:
+    def persistent_grads(self) -> list[torch.Tensor]:
         """The persistent gradient memory, [N] each, their dtype.
 
         It holds the sums, unless these are released, and the memory that kernels accumulate into, where there is one.

@@ -1,8 +1,8 @@
 """Gradients that live no longer than they must: from the first of a bucket to the end of its reduction.
 
-The sums of all passes add up in what this rank owns (ZeRO-2: its shard), which is all that stands of them, or not even
-that. What is launched when is scheduler.py's, see [Note: passes] in launch_sequence.py. Who gets it is
-grad_hooks.py's.
+The sums of all backward passes add up in what this rank owns (ZeRO-2: its shard); where sums are released, not even
+that persists. When a reduction is launched is scheduler.py's affair, see [Note: passes] in launch_sequence.py; who gets
+the sums is grad_hooks.py's.
 """
 
 from collections import deque
@@ -56,15 +56,15 @@ class TransientGroup(BucketGroupBase):
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, name: str, checks: GradChecks | None = None) -> None:
-        assert isinstance(bucket.buffer, TransientBuffer), "a bucket of gradients that do not stand"
+        assert isinstance(bucket.buffer, TransientBuffer), "a bucket of gradients that do not persist"
         super().__init__([bucket], name=name)
         self.bucket, self._buffer, self._checks = bucket, bucket.buffer, checks
-        # The sums, where they stand.
+        # The sums, where they persist.
         self.shard = self._buffer.shard_grad(bucket.layout.index)
         # This rank's part of the buffer's elements.
         self._own = self._buffer.owned_spans()[bucket.layout.index]
         self._is_released = self._buffer.memory.sums is SumMemory.RELEASED
-        # What the sums add up in, once there are any: `shard`, where they stand.
+        # What the sums add up in, once there are any: `shard`, where they persist.
         self._sum: torch.Tensor | None = None
         self._is_held = self._is_last_sent = False
         fragments = self._buffer.layout.fragments(bucket.layout.index)

@@ -257,7 +257,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         contiguous_grad_buffer.
         """
         self.init_params([param])
-        return self._shards.standing_grad(param)
+        return self._shards.persistent_grad(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         """Records, inside a backward, that a gradient, any shape and dtype, was added to its grad_buffer_view."""

@@ -268,10 +268,10 @@ class ShardedParams:
             for part in run.members
         ]
 
-    def standing_grad(self, param: nn.Parameter) -> torch.Tensor:
+    def persistent_grad(self, param: nn.Parameter) -> torch.Tensor:
         """The memory of a parameter's gradients: [*its shape], the dtype that they are sent in.
 
-        Raises ValueError where it does not stand.
+        Raises ValueError where it does not persist.
         """
         segment = next(segment for segment in self._segments if any(param is own for own in segment.params))
         if not segment.memory.contiguous_grad_buffer:
