@@ -41,7 +41,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             part,
             # Later chunks are computed while the first is reduced or gathered: nothing is hidden by cutting them, and
             # memory freed only where gradients do not stand.
-            disable_bucketing=chunk > 0 and not ddp_config.gradients_are_transient,
+            disable_bucketing=chunk > 0 and not ddp_config.has_bucket_lifetime_grads,
             pg_collection=get_process_groups(),
             launch_order=order,
         )

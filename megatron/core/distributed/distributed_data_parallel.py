@@ -137,7 +137,7 @@ class DistributedDataParallel(_BaseDataParallel):
             ddp_config=ddp_config,
             # Later stages end their last backward earlier: cuts hide nothing there, and only free memory.
             single_bucket=disable_bucketing
-            or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.gradients_are_transient),
+            or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.has_bucket_lifetime_grads),
         )
         _warn_of_settings(ddp_config, built, order=self.launch_order)
         # The name that users know hides nn.Module's; named_buffers gives those.
@@ -243,7 +243,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
-        if not self.ddp_config.gradients_are_transient:
+        if not self.ddp_config.has_bucket_lifetime_grads:
             # Else the end of each backward has done it.
             self.launch_order.start_grad_sync(self._groups)
 
@@ -297,7 +297,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
         Raises ValueError with shard_gradients or release_gradients.
         """
-        if self.ddp_config.gradients_are_transient:
+        if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
                 f"named_main_grads with DistributedDataParallelConfig.{self._transient}: no rank has whole gradients; "
                 "owned_grads of all_buffers gives this rank's parts, register_bucket_ready_hook what is released"
@@ -433,7 +433,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def _build_intake(self) -> "_GradIntake | _StreamingIntake":
         group_of, order = self.param_to_bucket_group, self.launch_order
-        if self.ddp_config.gradients_are_transient:
+        if self.ddp_config.has_bucket_lifetime_grads:
             releases = self.ddp_config.release_gradients
             return _StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
         # Gradients added in place that are in time have other last digits than those that are late.
@@ -595,7 +595,7 @@ def build_launch_order(
         stage_host=groups.tp_dp_cp_host,
         pp_host=groups.pp_host,
         overlap_grad_reduce=ddp_config.reduces_in_backward,
-        passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.gradients_are_transient else None,
+        passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.has_bucket_lifetime_grads else None,
         trace=CollectiveTrace(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
         sends_over=(
             groups.dp_cp,
@@ -621,7 +621,7 @@ class GraphedReductions(GraphParticipant):
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         settings = chunks[0].ddp_config
-        if settings.gradients_are_transient:
+        if settings.has_bucket_lifetime_grads:
             name = "shard_gradients" if settings.shard_gradients else "release_gradients"
             raise ValueError(
                 f"DistributedDataParallelConfig.{name} is set: its gradients get their memory during backward, "
@@ -677,7 +677,7 @@ def _check_settings(
     """Raises ValueError where a module cannot be wrapped with these settings and groups."""
     check_params(module)
     _check_has_memory(module)
-    if ddp_config.gradients_are_transient:
+    if ddp_config.has_bucket_lifetime_grads:
         _check_contiguous(module, "shard_gradients" if ddp_config.shard_gradients else "release_gradients")
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         raise ValueError(
@@ -798,7 +798,7 @@ def _new_buffer(
     settings: BufferSettings,
     ddp_config: DistributedDataParallelConfig,
 ) -> _ParamAndGradBuffer:
-    if not ddp_config.gradients_are_transient:
+    if not ddp_config.has_bucket_lifetime_grads:
         return _ParamAndGradBuffer(kind, named_params, settings=settings)
     is_released = ddp_config.release_gradients and not kind.completed_later
     memory = MemoryPolicy(sums=SumMemory.RELEASED if is_released else SumMemory.STANDING)

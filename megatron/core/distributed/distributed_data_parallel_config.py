@@ -107,7 +107,7 @@ class DistributedDataParallelConfig:
             self.validate_bucket_size,
             self.validate_overlap,
             self.validate_reduction,
-            self.validate_transient_gradients,
+            self.validate_bucket_lifetime_grads,
         )
 
     def validate_bucket_size(self) -> None:
@@ -151,10 +151,10 @@ class DistributedDataParallelConfig:
                 f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already, leave out one of them"
             )
 
-    def validate_transient_gradients(self) -> None:
+    def validate_bucket_lifetime_grads(self) -> None:
         self._needs("shard_gradients", "use_distributed_optimizer")
         name = "shard_gradients" if self.shard_gradients else "release_gradients"
-        if not self.gradients_are_transient:
+        if not self.has_bucket_lifetime_grads:
             return
         if self.ddp_debug:
             raise ValueError(
@@ -185,10 +185,10 @@ class DistributedDataParallelConfig:
     @property
     def cuts_buckets(self) -> bool:
         """Whether there is anything to gain from more than one bucket: time, or memory that is free earlier."""
-        return self.overlap_grad_reduce or self.gradients_are_transient
+        return self.overlap_grad_reduce or self.has_bucket_lifetime_grads
 
     @property
-    def gradients_are_transient(self) -> bool:
+    def has_bucket_lifetime_grads(self) -> bool:
         """Whether whole gradients have memory only from the first of a bucket to the end of its reduction."""
         return self.shard_gradients or self.release_gradients
 

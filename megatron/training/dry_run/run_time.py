@@ -53,7 +53,7 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
     if args.use_torch_fsdp2:
         # Its units are gathered ahead of their layer, in both passes of each microbatch.
         in_every_pass = frozenset((GRADS, PARAMS))
-    elif args.overlap_grad_reduce and ddp_config_of(args).gradients_are_transient:
+    elif args.overlap_grad_reduce and ddp_config_of(args).has_bucket_lifetime_grads:
         # Buckets are sent while the backward that filled them goes on, of every microbatch.
         in_every_pass = frozenset((GRADS,))
     return Overlap(

@@ -116,7 +116,7 @@ def data_messages(
 ) -> tuple[Traffic, ...]:
     """Gradients and parameters of a step of a stage, bucket by bucket."""
     found = []
-    times = shape.num_microbatches if ddp_config.gradients_are_transient else 1
+    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
     for number, parts in enumerate(stage_chunks(facts, shape, stage=stage)):
         for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
             if layout.num_shards < 2:

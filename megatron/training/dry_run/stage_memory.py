@@ -145,7 +145,7 @@ def chunk_buffers(
     parts: Sequence[PartFacts], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
 ) -> Iterator[tuple[BufferKind, BufferLayout]]:
     """Yields the buffer layouts of a chunk's parameters; is_first: whether it is the first of the first stage."""
-    is_whole = (not is_first and not ddp_config.gradients_are_transient) or not ddp_config.cuts_buckets
+    is_whole = (not is_first and not ddp_config.has_bucket_lifetime_grads) or not ddp_config.cuts_buckets
     for kind, places in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
         ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
         ranks //= ddp_config.num_distributed_optimizer_instances
