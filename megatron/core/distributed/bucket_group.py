@@ -209,15 +209,15 @@ class BucketGroupBase(ABC):
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether all passes collect gradients in the same memory."""
+        """Whether all backward passes accumulate gradients in the same memory."""
         return False
 
     def settle(self) -> None:
-        """Waits for the oldest reduction of a pass and frees its buffer; for groups that accumulate over passes."""
+        """Waits for the oldest reduction and frees its buffer; for groups that accumulate over backward passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")
 
     def go_on(self) -> None:
-        """Lets further gradients add to reduced sums; for groups that accumulate over passes."""
+        """Lets further gradients add to reduced sums; for groups that accumulate over backward passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")
 
     def drop_captured(self) -> None:

@@ -46,7 +46,7 @@ from megatron.core.distributed.flat_buffer import (
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
-from megatron.core.distributed.launch_sequence import Passes, PassScope
+from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.layout import resolve_bucket_size
 from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
@@ -521,7 +521,7 @@ class _StreamingIntake:
         self._group_of, self._order, self._hook_runner = group_of, order, hook_runner
         self._groups = list(dict.fromkeys(group_of.values()))
         self._releases = releases
-        self._end, self._outermost = order.backward_end(self._end_pass), OutermostBackward()
+        self._end, self._outermost = order.backward_end(self._end_backward_pass), OutermostBackward()
         for param in group_of:
             set_grad_owner(param, None)
             mark_gradients_pass(param)
@@ -569,8 +569,8 @@ class _StreamingIntake:
                 group.hold()
 
     @torch.no_grad()
-    def _end_pass(self) -> None:
-        self._order.end_pass(self._groups)
+    def _end_backward_pass(self) -> None:
+        self._order.end_backward_pass(self._groups)
         self._hook_runner.end_backward()
 
 
@@ -588,14 +588,14 @@ def build_launch_order(
 ) -> CollectiveScheduler:
     """Builds the scheduler shared by all model chunks of a stage; with ddp_debug also its observer. Collective."""
     stage_group = stage_group_of(groups)
-    in_flight = _MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT
     order = CollectiveScheduler(
         stage_group,
         pp_group=groups.pp,
         stage_host=groups.tp_dp_cp_host,
         pp_host=groups.pp_host,
         overlap_grad_reduce=ddp_config.reduces_in_backward,
-        passes=Passes(PassScope.CHUNK, max_in_flight=in_flight) if ddp_config.has_bucket_lifetime_grads else None,
+        reduce_scope=ReduceScope.CHUNK if ddp_config.has_bucket_lifetime_grads else ReduceScope.ITERATION,
+        max_in_flight=_MAX_IN_FLIGHT_RELEASED if ddp_config.release_gradients else _MAX_IN_FLIGHT,
         trace=CollectiveTrace(stage_group, debug_timeout_s=_DEBUG_TIMEOUT_S if ddp_config.ddp_debug else None),
         sends_over=(
             groups.dp_cp,

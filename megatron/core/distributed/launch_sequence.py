@@ -2,10 +2,10 @@
 
 Groups are numbered as they were added. scheduler.py acts on what is decided here.
 
-[Note: passes] Groups whose gradients are freed once they are reduced are so in each backward: a pass, which `end_pass`
-of the scheduler ends. Every pass goes through the whole order of its groups, on all ranks alike, so that launches
-pair up although the ranks tell each other nothing between passes. What comes behind its group's launch waits for the
-next pass, or for `finish`.
+[Note: backward passes] Bucket-lifetime gradients are reduced in each backward pass, which `end_backward_pass` of the
+scheduler ends. Every backward pass goes through the whole order of its groups, identically on all ranks, so that
+launches pair up although ranks exchange nothing between them. A gradient that becomes ready after its group's launch
+waits for the next backward pass, or for `finish`.
 """
 
 from collections import deque
@@ -121,12 +121,12 @@ class LaunchSequence:
         return taken if self.part is None else [group for group in taken if group in self.part]
 
 
-class PassScope(Enum):
+class ReduceScope(Enum):
     """The groups that a backward pass reduces.
 
-    ITERATION: there are no passes, gradients are reduced once in an iteration. ALL: all groups; an iteration may have
-    no pass. CHUNK: the groups of one chunk; each chunk has at least one pass in an iteration, which `finish` makes up
-    for.
+    ITERATION: none, as gradients are reduced once in an iteration. ALL: all groups; an iteration may have no backward
+    pass. CHUNK: the groups of one chunk; each chunk has at least one backward pass in an iteration, and `finish`
+    launches what is missing of it.
     """
 
     ITERATION = "iteration"
@@ -134,18 +134,18 @@ class PassScope(Enum):
     CHUNK = "chunk"
 
 
-class Passes:
-    """The backward passes of one scheduler. max_in_flight: how many reductions may hold memory at a time."""
+class _BackwardPasses:
+    """The backward passes of a scheduler's iteration. max_in_flight: how many reductions may hold memory at a time."""
 
-    def __init__(self, scope: PassScope, *, max_in_flight: int) -> None:
+    def __init__(self, scope: ReduceScope, *, max_in_flight: int) -> None:
         self.scope = scope
-        # The order in which the groups of the last pass became complete.
+        # The order in which the groups of the last backward pass became complete.
         self._seen: list[int] | None = None
         self._max_in_flight = max_in_flight
         # One for each reduction that holds memory, the oldest first.
         self._in_flight: deque[int] = deque()
         self._chunks: list[frozenset[int]] = []
-        # Groups of the passes that ended in this iteration.
+        # Groups of the backward passes that ended in this iteration.
         self._ended: set[int] = set()
 
     def add_chunk(self, numbers: Collection[int]) -> None:
@@ -159,7 +159,7 @@ class Passes:
 
     def groups_with(self, number: int) -> frozenset[int] | None:
         """Returns the groups of a backward pass in which this group has a gradient; None for all."""
-        if self.scope is not PassScope.CHUNK:
+        if self.scope is not ReduceScope.CHUNK:
             return None
         return next(chunk for chunk in self._chunks if number in chunk)
 
@@ -168,7 +168,7 @@ class Passes:
 
         It is returned at the same places on all ranks, since its wait may send more.
         """
-        if self.scope is PassScope.ITERATION:
+        if self.scope is ReduceScope.ITERATION:
             return None
         self._in_flight.append(number)
         return self._in_flight.popleft() if len(self._in_flight) > self._max_in_flight else None
@@ -184,7 +184,7 @@ class Passes:
         self._in_flight.clear()
 
     def ended(self, numbers: Collection[int], *, seen: list[int]) -> None:
-        """Records that the pass of these groups, and of other ranks' groups of their chunk, was launched completely."""
+        """Records that all groups of a backward pass were launched, also other ranks' groups of the same chunk."""
         self._seen = seen
         for chunk in self._chunks:
             if not chunk.isdisjoint(numbers):
@@ -193,9 +193,9 @@ class Passes:
     def rest(self, sequence: LaunchSequence) -> list[int]:
         """Returns the groups still to be launched at the end of an iteration, or when one is aborted.
 
-        They are those of the pass in progress, and where each chunk has a pass, those of chunks without one.
+        They are those of the backward pass in progress and, if each chunk has one, those of chunks without one.
         """
-        if self.scope is not PassScope.CHUNK:
+        if self.scope is not ReduceScope.CHUNK:
             return sequence.rest()
         under_way = sequence.part or frozenset()
         left = sequence.rest() if under_way else []
@@ -206,9 +206,9 @@ class Passes:
     def order_seen(self, sequence: LaunchSequence, *, incomplete: Collection[int]) -> list[int]:
         """Returns the order in which groups became complete, with `incomplete` groups last.
 
-        Passes of several chunks do not determine an order of all groups, which then stays as it was.
+        Backward passes of several chunks do not determine an order of all groups, which then stays as it was.
         """
-        if self.scope is PassScope.ITERATION:
+        if self.scope is ReduceScope.ITERATION:
             return sequence.seen(incomplete)
         return sequence.order if self._seen is None or len(self._chunks) > 1 else self._seen
 
@@ -216,4 +216,4 @@ class Passes:
         """Whether ranks may have launched something of an iteration that was begun, and of which this rank has seen
         nothing.
         """
-        return overlap if self.scope is PassScope.ITERATION else self.scope is PassScope.CHUNK
+        return overlap if self.scope is ReduceScope.ITERATION else self.scope is ReduceScope.CHUNK

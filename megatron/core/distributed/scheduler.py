@@ -8,7 +8,7 @@ decided from this rank's data alone is how long the prefix is. Whatever all rank
 
 Ranks with other experts may have other groups, as experts of some may be frozen. Every rank numbers the groups of all.
 
-Where gradients are reduced in each backward, see [Note: passes] in launch_sequence.py.
+Where gradients are reduced in each backward, see [Note: backward passes] in launch_sequence.py.
 
 [Note: several schedulers] Two wrappers, or two optimizers, may send over the same process groups, each with a scheduler
 of its own. Gradients of both may become ready in one backward, in another order on each rank. So where the iterations
@@ -36,7 +36,7 @@ from megatron.core.distributed.bucket_group import BucketGroupBase, BucketObserv
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, OrderWords
-from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
+from megatron.core.distributed.launch_sequence import LaunchSequence, ReduceScope, _BackwardPasses
 from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
 from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
@@ -69,8 +69,9 @@ class CollectiveScheduler:
     stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
     other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
     these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
-    at the end. passes: for groups that sum up those of an iteration, see [Note: passes]; None: they are reduced once.
-    words: of the scheduler's owner, for errors. sends_over: the groups of all buckets, see [Note: several schedulers].
+    at the end. reduce_scope: the groups that each backward pass reduces, see [Note: backward passes]. max_in_flight:
+    how many of their reductions may hold memory at a time. words: of the scheduler's owner, for errors. sends_over: the
+    groups of all buckets, see [Note: several schedulers].
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class CollectiveScheduler:
         stage_host: dist.ProcessGroup | None = None,
         pp_host: dist.ProcessGroup | None = None,
         overlap_grad_reduce: bool = False,
-        passes: Passes | None = None,
+        reduce_scope: ReduceScope = ReduceScope.ITERATION,
+        max_in_flight: int = 0,
         trace: CollectiveTrace | None = None,
         words: OrderWords | None = None,
         sends_over: Iterable[dist.ProcessGroup | None] = (),
@@ -93,9 +95,9 @@ class CollectiveScheduler:
         )
         self.trace = self.iteration.trace
         self._overlap = overlap_grad_reduce
-        self._passes = passes or Passes(PassScope.ITERATION, max_in_flight=0)
-        # Late gradients only wait for the next pass, so nothing has to be seen first; and nothing is kept meanwhile.
-        self._sequence = LaunchSequence(is_armed=self._passes.scope is not PassScope.ITERATION)
+        self._passes = _BackwardPasses(reduce_scope, max_in_flight=max_in_flight)
+        # Late gradients only wait for the next backward pass, so nothing has to be seen first or kept meanwhile.
+        self._sequence = LaunchSequence(is_armed=reduce_scope is not ReduceScope.ITERATION)
         self._groups: list[BucketGroupBase] = []
         # Of this rank; other ranks of the stage may have more.
         self._by_number: dict[int, BucketGroupBase] = {}
@@ -112,7 +114,7 @@ class CollectiveScheduler:
         # See [Note: several schedulers]: from the beginning of an iteration to `finish`, and whether this one defers.
         self.is_open = self._defers = False
         self._has_warned = False
-        # After an error: how many backwards others have run, and what launches an optimizer's passes up to that.
+        # After an error: how many backwards others have run, and what launches those of an optimizer.
         self.num_backwards = 1
         self.make_up: Callable[[int], None] | None = None
         # The backward in which the last gradient came, by autograd's number of it, and whether it came to its end.
@@ -200,8 +202,8 @@ class CollectiveScheduler:
         if self._defers:
             return True
         if self._overlap and self._sequence.may_have_begun:
-            # Where each backward is a pass, this one has not ended.
-            if is_in_backward() and (self._passes.scope is not PassScope.ITERATION or not self._has_ended):
+            # Where each backward reduces, this one has not ended.
+            if is_in_backward() and (self._passes.scope is not ReduceScope.ITERATION or not self._has_ended):
                 raise RuntimeError(
                     f"gradients of {self.first_name()} and of {other.first_name()} come in one backward, and belong to "
                     "two wrappers or optimizers over the same process groups: ranks could mix them up. Call "
@@ -225,7 +227,7 @@ class CollectiveScheduler:
         return True
 
     def catch_up_earlier(self) -> None:
-        """After an error on this rank: launches the passes that schedulers built earlier have at the end of each
+        """After an error on this rank: launches what schedulers built earlier launch at the end of each
         backward, as other ranks have before they hear of the error. Collective with their backwards.
         """
         for order in senders_beside(self, earlier=True) if self._defers else ():
@@ -293,9 +295,12 @@ class CollectiveScheduler:
         for group in groups:
             self._launch(self._sequence.up_to(group.number))
 
-    @record_function("CollectiveScheduler.end_pass")
-    def end_pass(self, groups: Sequence[BucketGroupBase]) -> None:
-        """Launches what is left of a pass, that of these groups; see [Note: passes]. Collective, without waiting."""
+    @record_function("CollectiveScheduler.end_backward_pass")
+    def end_backward_pass(self, groups: Sequence[BucketGroupBase]) -> None:
+        """Launches what is left of a backward pass of these groups, without waiting; see [Note: backward passes].
+
+        Collective.
+        """
         numbers = {group.number for group in groups}
         incomplete = {group.number for group in groups if not group.is_complete}
         self._passes.ended(numbers, seen=self._sequence.seen(incomplete))
@@ -516,7 +521,7 @@ class CollectiveScheduler:
 
     @property
     def _has_chunk_passes(self) -> bool:
-        return self._passes.scope is PassScope.CHUNK
+        return self._passes.scope is ReduceScope.CHUNK
 
     @contextmanager
     def _taking(self, group: BucketGroupBase, param: nn.Parameter) -> Iterator[None]:
@@ -628,8 +633,8 @@ class CollectiveScheduler:
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """Launches what is left: of passes of all groups only the gathers, as what comes later is a late gradient."""
-        if self._passes.scope is PassScope.ALL:
+        """Launches what is left: with ReduceScope.ALL only gathers, as further gradients are late ones."""
+        if self._passes.scope is ReduceScope.ALL:
             self._end_gathers()
         else:
             self._launch_rest()
@@ -690,7 +695,7 @@ class CollectiveScheduler:
         for hook_runner in self._hook_runners():
             hook_runner.stop()
         self.catch_up_earlier()
-        if self._passes.scope is PassScope.ALL and not self._sequence.may_have_begun:
+        if self._passes.scope is ReduceScope.ALL and not self._sequence.may_have_begun:
             self._launch_last()
         else:
             self._launch_rest()

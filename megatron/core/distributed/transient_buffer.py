@@ -116,7 +116,7 @@ class TransientBuffer(_ParamAndGradBuffer):
         return self.shard_grad(bucket)[part]
 
     def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
-        """Returns this rank's parts of a parameter's gradient, summed over all passes: [N] each, their dtype."""
+        """Returns this rank's parts of a parameter's gradient, summed over backward passes: [N] each, their dtype."""
         parts = [entry.span.intersection(owned) for owned in self._owned]
         return [self.grad_of(part) for part in parts if part.numel]
 

@@ -1,8 +1,8 @@
 """Gradients that live no longer than they must: from the first of a bucket to the end of its reduction.
 
 The sums of all backward passes add up in what this rank owns (ZeRO-2: its shard); where sums are released, not even
-that persists. When a reduction is launched is scheduler.py's affair, see [Note: passes] in launch_sequence.py; who gets
-the sums is grad_hooks.py's.
+that persists. scheduler.py knows when a reduction is launched, see [Note: backward passes] in launch_sequence.py, and
+grad_hooks.py who gets the sums.
 """
 
 from collections import deque
@@ -44,15 +44,15 @@ class _Reduction:
 
 
 class TransientGroup(BucketGroupBase):
-    """One bucket of a TransientBuffer. In a pass:
+    """One bucket of a TransientBuffer. In a backward pass:
 
     1. the first gradient allocates the bucket's memory, in which all that come add up;
     2. `launch_reductions` sends it, and what comes from then on begins memory of its own;
     3. `settle` adds what this rank owns of the sum to shard_grads and frees the memory.
 
-    Where sums are released, the last pass of an iteration leaves its own in the message, which `reduced_grad` gives
-    away; a gradient that comes then has nothing to add to. checks: looks at what each reduction sends; None: nobody
-    does.
+    Where sums are released, the last backward pass of an iteration leaves its own in the message, which `reduced_grad`
+    gives away; a gradient that becomes ready then has nothing to add to. checks: looks at what each reduction sends;
+    None: nobody does.
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, name: str, checks: GradChecks | None = None) -> None:
@@ -205,11 +205,11 @@ class TransientGroup(BucketGroupBase):
 
     @record_function("TransientGroup.complete_reductions")
     def complete_reductions(self) -> None:
-        """Waits for all reductions; `shard` then holds the sums of all passes, unless sums are released."""
+        """Waits for all reductions; `shard` then holds the sums of all backward passes, unless they are released."""
         while self._in_flight:
             self.settle()
         if not self._has_sum:
-            assert not self._is_released, "every iteration has a last pass"
+            assert not self._is_released, "every iteration has a last backward pass"
             self._sum = self.shard.zero_()
         self.grad_state, self._has_sum = GradState.REDUCED, True
 
@@ -298,7 +298,7 @@ class TransientGroup(BucketGroupBase):
         """The memory for gradients that come now."""
         if self._flat is None and self._is_standing:
             while self._in_flight:
-                # They are on their way in the same memory: a parameter has another gradient in the same pass.
+                # They are in flight in the same memory: a parameter has another gradient in the same backward pass.
                 self.settle()
             self._flat = self.bucket.grad_data
         elif self._flat is None:

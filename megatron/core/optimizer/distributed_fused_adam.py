@@ -21,7 +21,7 @@ from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.distributed.bucket_group import BucketGroupBase
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import OrderWords
-from megatron.core.distributed.launch_sequence import Passes, PassScope
+from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
@@ -143,7 +143,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         order = CollectiveScheduler(
             None if capturable else grid.ranks,
             overlap_grad_reduce=overlap_grad_sync,
-            passes=Passes(PassScope.ALL, max_in_flight=pipeline_size),
+            reduce_scope=ReduceScope.ALL,
+            max_in_flight=pipeline_size,
             words=OrderWords(zero="zero_grad", finish="grad_sync"),
             sends_over=(grid.ranks, grid.shards, grid.replicas),
         )

@@ -93,14 +93,14 @@ class GradAccumulator:
     ) -> None:
         self._params, self._order, self._scaling, self._overlap = params, order, scaling, overlap
         self._mode = GradMode.SYNC
-        self._pass = order.backward_end(self._end_pass)
+        self._pass = order.backward_end(self._end_backward_pass)
         make_up = weakref.WeakMethod(self._make_up)
         # Weakly, as the order is registered with others, which must not keep an optimizer alive.
         order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
         # A parameter must not keep an optimizer alive that is not used any more.
         self._hooks = ParamHooks(self.mark_grad_ready)
         self._sums = _Sums.GROWING
-        # Passes that have ended since sums were last whole, or forgotten.
+        # Backward passes that have ended since sums were last whole, or forgotten.
         self._num_passes = 0
         # Whether somebody has asked, since zero_grad, if what is reduced is finite.
         self.is_checked = False
@@ -189,7 +189,7 @@ class GradAccumulator:
     def _make_up(self, num_backwards: int) -> None:
         """Launches what the other ranks launch before they hear of an error."""
         while self._sums is _Sums.GROWING and self._num_passes < num_backwards:
-            self._end_pass()
+            self._end_backward_pass()
 
     def forget(self) -> None:
         """All gradients are gone. Collective only after an error in a backward."""
@@ -245,17 +245,17 @@ class GradAccumulator:
             self._scaling.fold(self._params.sums)
 
     @torch.no_grad()
-    def _end_pass(self) -> None:
+    def _end_backward_pass(self) -> None:
         self._take_left()
         before = self._params.groups
         if self._overlap:
-            self._order.end_pass(before)
+            self._order.end_backward_pass(before)
         # By what all ranks know: on this one none of them may have a gradient.
         if self._params.waiting:
             self._params.take_over_rest()
             self._take_left()
             if self._overlap:
-                self._order.end_pass([group for group in self._params.groups if group not in before])
+                self._order.end_backward_pass([group for group in self._params.groups if group not in before])
         self._num_passes += 1
         self._put_proxy()
 

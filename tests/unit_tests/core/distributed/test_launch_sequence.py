@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron.core.distributed.launch_sequence import LaunchSequence, Passes, PassScope
+from megatron.core.distributed.launch_sequence import LaunchSequence, ReduceScope, _BackwardPasses
 from tests.counts import long_count
 
 
@@ -113,19 +113,19 @@ def test_groups_that_an_error_left_are_taken_before_others() -> None:
     assert not list(sequence.take([]))
 
 
-# Passes.
+# Backward passes.
 
 
-def two_chunks(scope: PassScope) -> tuple[Passes, LaunchSequence]:
+def two_chunks(scope: ReduceScope) -> tuple[_BackwardPasses, LaunchSequence]:
     """Groups 0 and 1 of the first chunk, 2 and 3 of the second, which backward reaches first."""
-    passes, sequence = Passes(scope, max_in_flight=2), LaunchSequence(is_armed=True)
+    passes, sequence = _BackwardPasses(scope, max_in_flight=2), LaunchSequence(is_armed=True)
     for _ in range(2):
         passes.add_chunk(sequence.add([True, True]))
     assert sequence.order == [2, 3, 0, 1]
     return passes, sequence
 
 
-def begin_pass(passes: Passes, sequence: LaunchSequence, *numbers: int) -> list[int]:
+def begin_pass(passes: _BackwardPasses, sequence: LaunchSequence, *numbers: int) -> list[int]:
     """Gradients of these groups come; what may be launched."""
     launched = []
     for number in numbers:
@@ -135,17 +135,17 @@ def begin_pass(passes: Passes, sequence: LaunchSequence, *numbers: int) -> list[
 
 
 def test_a_chunk_does_not_wait_for_groups_of_another() -> None:
-    passes, sequence = two_chunks(PassScope.CHUNK)
+    passes, sequence = two_chunks(ReduceScope.CHUNK)
     assert begin_pass(passes, sequence, 0) == [0]
     sequence.start()
     assert begin_pass(passes, sequence, 3, 2) == [2, 3]
     sequence.start()
-    passes, sequence = two_chunks(PassScope.ALL)
+    passes, sequence = two_chunks(ReduceScope.ALL)
     assert begin_pass(passes, sequence, 0, 3) == []
 
 
 def test_the_end_of_an_iteration_makes_up_for_the_passes_that_a_rank_has_not_had() -> None:
-    passes, sequence = two_chunks(PassScope.CHUNK)
+    passes, sequence = two_chunks(ReduceScope.CHUNK)
     assert passes.rest(sequence) == [2, 3, 0, 1]
     passes.begin()
     # One chunk's pass has ended, that of the other was broken off after its first launch.
@@ -161,26 +161,26 @@ def test_the_end_of_an_iteration_makes_up_for_the_passes_that_a_rank_has_not_had
     assert passes.rest(sequence) == [2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("scope", [PassScope.ALL, PassScope.CHUNK])
-def test_the_oldest_reduction_is_settled_when_too_many_hold_memory(scope: PassScope) -> None:
-    passes = Passes(scope, max_in_flight=2)
+@pytest.mark.parametrize("scope", [ReduceScope.ALL, ReduceScope.CHUNK])
+def test_the_oldest_reduction_is_settled_when_too_many_hold_memory(scope: ReduceScope) -> None:
+    passes = _BackwardPasses(scope, max_in_flight=2)
     assert [passes.launched(number) for number in range(4)] == [None, None, 0, 1]
     passes.all_settled()
     assert passes.launched(0) is None
 
 
 def test_what_is_reduced_once_an_iteration_is_not_settled_before_its_end() -> None:
-    passes = Passes(PassScope.ITERATION, max_in_flight=0)
+    passes = _BackwardPasses(ReduceScope.ITERATION, max_in_flight=0)
     assert passes.launched(0) is None
     assert passes.may_launch_early(overlap=True) and not passes.may_launch_early(overlap=False)
 
 
 def test_the_order_of_one_chunks_passes_is_learned_and_of_several_chunks_none() -> None:
-    one, sequence = Passes(PassScope.CHUNK, max_in_flight=2), LaunchSequence(is_armed=True)
+    one, sequence = _BackwardPasses(ReduceScope.CHUNK, max_in_flight=2), LaunchSequence(is_armed=True)
     one.add_chunk(sequence.add([True, True]))
     assert one.order_seen(sequence, incomplete=[]) == [0, 1]
     one.ended({0, 1}, seen=[1, 0])
     assert one.order_seen(sequence, incomplete=[]) == [1, 0]
-    several, sequence = two_chunks(PassScope.CHUNK)
+    several, sequence = two_chunks(ReduceScope.CHUNK)
     several.ended({2, 3}, seen=[3, 2, 0, 1])
     assert several.order_seen(sequence, incomplete=[]) == [2, 3, 0, 1]
