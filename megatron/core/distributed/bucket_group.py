@@ -216,7 +216,7 @@ class BucketGroupBase(ABC):
         """Waits for the oldest reduction and frees its buffer; for groups that accumulate over backward passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")
 
-    def go_on(self) -> None:
+    def resume_accumulation(self) -> None:
         """Lets further gradients add to reduced sums; for groups that accumulate over backward passes."""
         raise AssertionError(f"{self.name} is reduced once an iteration")
 

@@ -313,12 +313,12 @@ class CollectiveScheduler:
             for number in self._passes.all_in_flight():
                 self._by_number[number].settle()
 
-    def go_on(self) -> None:
-        """Lets gradients come after `finish` that add to what is summed up already."""
+    def resume_accumulation(self) -> None:
+        """Lets further gradients add to the sums after `finish`."""
         if self.iteration.is_finished:
             self.iteration.resume()
             for group in self._groups:
-                group.go_on()
+                group.resume_accumulation()
 
     @record_function("CollectiveScheduler.finish")
     def finish(self) -> None:

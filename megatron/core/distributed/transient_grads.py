@@ -216,7 +216,7 @@ class TransientGroup(BucketGroupBase):
     def take_sums(self) -> None:
         """Does nothing: there is no main_grad."""
 
-    def go_on(self) -> None:
+    def resume_accumulation(self) -> None:
         self.grad_state = GradState.COLLECTING
 
     def abandon(self) -> None:

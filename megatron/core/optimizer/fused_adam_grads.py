@@ -241,7 +241,7 @@ class GradAccumulator:
         """Prepares complete sums for a gradient that adds to them."""
         if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
             self._sums = _Sums.GROWING
-            self._order.go_on()
+            self._order.resume_accumulation()
             self._scaling.fold(self._params.sums)
 
     @torch.no_grad()

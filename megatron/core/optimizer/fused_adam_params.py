@@ -336,7 +336,7 @@ class ShardedParams:
             self.groups_of[param].append(group)
             group.on_arrival = partial(self._mark_arrived, group)
         self.note_versions()
-        self._order.go_on()
+        self._order.resume_accumulation()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
 
     def move_in(self) -> None:
