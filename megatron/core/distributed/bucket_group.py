@@ -154,7 +154,7 @@ class BucketGroupBase(ABC):
 
     @abstractmethod
     def start_second_round(self) -> None:
-        """Starts to reduce what came too late on any rank; on all ranks. Collective."""
+        """Starts to reduce gradients that were late on any rank; on all ranks. Collective."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -292,7 +292,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
         self._checks = checks
         self._bucket_of = {entry.param: bucket for bucket in self.buckets for entry in bucket.entries}
         self._writers = Writers(self.device)
-        # Gradients that came when their bucket was on its way, in the order they came.
+        # Gradients that became ready while their bucket was in flight, in that order.
         self._late: list[tuple[Entry, torch.Tensor]] = []
         self._late_sums: list[torch.Tensor] = []
         self._reductions: list[Handle] = []
@@ -300,7 +300,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
 
     @property
     def is_late(self) -> bool:
-        """Whether a gradient of this iteration came when its bucket was on its way."""
+        """Whether a gradient of this iteration became ready while its bucket was in flight."""
         return bool(self._late)
 
     @property
@@ -373,7 +373,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
         self.grad_state = GradState.IN_FLIGHT
 
     def start_second_round(self) -> None:
-        """Starts to reduce what came too late on any rank; on all ranks. Collective."""
+        """Starts to reduce gradients that were late on any rank; on all ranks. Collective."""
         for _, grad in self._late:
             keep_for_current_stream(grad)
         if self.can_repeat:

@@ -1,4 +1,4 @@
-"""EventLog: when gradients came and collectives ran, and what follows from it. It changes and delays nothing.
+"""EventLog: when gradients became ready and collectives ran, and what follows from it. It changes and delays nothing.
 
 The figures are pure functions of times, at the end of the file.
 """
@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The transfers of a step in the order of their launches; backward_end: when the last gradient of all came."""
+    """The transfers of a step in the order of their launches; backward_end: when the last gradient was ready."""
 
     transfers: tuple[Transfer, ...]
     backward_end: float

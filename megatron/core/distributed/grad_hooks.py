@@ -141,7 +141,7 @@ PostBackwardHook = Callable[[list[ReadyBucket]], None]
 
 
 class _PostBackward:
-    """A hook that waits for several parameters. waiting: names of those that are still to come in this iteration."""
+    """A hook that waits for several parameters. waiting: names of those that are not ready in this iteration."""
 
     def __init__(self, names: Sequence[str], hook: PostBackwardHook) -> None:
         self.names, self.hook = frozenset(names), hook
@@ -152,8 +152,8 @@ class _PostBackward:
         self.waiting = set(self.names)
         self.ready.clear()
 
-    def came(self, bucket: ReadyBucket) -> bool:
-        """Notes a bucket; whether it was the last one that this waited for."""
+    def mark_ready(self, bucket: ReadyBucket) -> bool:
+        """Records a bucket as ready and returns whether it was the last one that the hook waited for."""
         here = self.waiting.intersection(one.name for one in bucket.slices)
         if not here:
             return False
@@ -173,7 +173,7 @@ class GradHooks:
     1. for each parameter of a reduced bucket the wrapper calls `fire_param`, which runs its post-accumulate hooks;
     2. it calls `fire_bucket`, which runs bucket hooks, then post-backward hooks that have all they wait for, both in
        the order of registration;
-    3. that returns the buckets for which no hook is waiting any more, in the order in which they came.
+    3. that returns the buckets for which no hook is waiting any more, in the order in which they became ready.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -261,7 +261,7 @@ class GradHooks:
             hook(bucket)
         self._held.append(bucket)
         for waiting in list(self._post_backward.values()):
-            if waiting.came(bucket):
+            if waiting.mark_ready(bucket):
                 waiting.fire()
         needed = {id(one) for waiting in self._post_backward.values() for one in waiting.ready}
         free = [one for one in self._held if id(one) not in needed]

@@ -30,8 +30,9 @@ class LaunchSequence:
         self._ready: set[int] = set()
         self._absent: set[int] = set()
         self._is_armed = is_armed
-        self._num_came = 0
-        self._last_came: dict[int, int] = {}
+        self._num_gradients = 0
+        # Of each group, the number of its last gradient among all.
+        self._last_gradient: dict[int, int] = {}
         self._seen: list[int] | None = None
         # What is to be launched and was not yet.
         self._due: deque[int] = deque()
@@ -44,7 +45,7 @@ class LaunchSequence:
     @property
     def may_have_begun(self) -> bool:
         """Whether some rank may have launched something of this iteration, as far as this one's gradients tell."""
-        return self._cursor > 0 or (self._is_armed and self._num_came > 0)
+        return self._cursor > 0 or (self._is_armed and self._num_gradients > 0)
 
     def add(self, is_present: Sequence[bool]) -> range:
         """Numbers of new groups, which come before all others: the model's later parts are added later.
@@ -56,14 +57,14 @@ class LaunchSequence:
         self.order = [*new, *self.order]
         return new
 
-    def came(self, group: int, *, part: frozenset[int] | None = None) -> None:
-        """Notes a gradient of a group in the last microbatch; part: which groups go with it."""
+    def count_gradient(self, group: int, *, part: frozenset[int] | None = None) -> None:
+        """Counts a gradient of a group in the last microbatch. part: see the class, from now on."""
         self.part = part
-        self._num_came += 1
-        self._last_came[group] = self._num_came
+        self._num_gradients += 1
+        self._last_gradient[group] = self._num_gradients
 
-    def ready(self, group: int) -> list[int]:
-        """Marks a group and gives those that are to be launched now, in order."""
+    def mark_ready(self, group: int) -> list[int]:
+        """Marks a group as ready and returns the groups to be launched now, in order."""
         self._ready.add(group)
         end = self._cursor
         while self._is_armed and end < len(self.order) and self._need_not_wait_for(self.order[end]):
@@ -87,17 +88,17 @@ class LaunchSequence:
     def start(self) -> None:
         """Begins an iteration."""
         self._due.clear()
-        self._cursor = self._num_came = 0
+        self._cursor = self._num_gradients = 0
         self.part = None
         self._ready.clear()
-        self._last_came.clear()
+        self._last_gradient.clear()
 
     def seen(self, incomplete: Collection[int]) -> list[int]:
         """The order in which groups became complete. incomplete: groups without some gradient, which go last, since
         what waits for them is late.
         """
-        last = [group for group in self.order if group in incomplete or group not in self._last_came]
-        return [*sorted(set(self.order) - set(last), key=self._last_came.__getitem__), *last]
+        last = [group for group in self.order if group in incomplete or group not in self._last_gradient]
+        return [*sorted(set(self.order) - set(last), key=self._last_gradient.__getitem__), *last]
 
     def wants(self, seen: list[int]) -> bool:
         """Whether to adopt the order seen: after the first iteration at once, then only if seen twice running."""

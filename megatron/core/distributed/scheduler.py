@@ -4,7 +4,7 @@
 parameters are needed, in an order that may differ between ranks and steps. So all gathers and reductions of a stage
 have one total order, and each rank launches a prefix of it, then more of it: gathers first, then reductions. What is
 decided from this rank's data alone is how long the prefix is. Whatever all ranks must know at the end of an iteration
-(who broke it off, which gradients came too late, whether to change the order) takes one small all-reduce.
+(who aborted it, which gradients were late, whether to change the order) takes one small all-reduce.
 
 Ranks with other experts may have other groups, as experts of some may be frozen. Every rank numbers the groups of all.
 
@@ -117,7 +117,7 @@ class CollectiveScheduler:
         # After an error: how many backwards others have run, and what launches those of an optimizer.
         self.num_backwards = 1
         self.make_up: Callable[[int], None] | None = None
-        # The backward in which the last gradient came, by autograd's number of it, and whether it came to its end.
+        # The backward in which the last gradient became ready, by autograd's number of it, and whether it ended.
         self._last_task: int | None = None
         self._has_ended = False
         add_sender(self, sends_over)
@@ -245,7 +245,7 @@ class CollectiveScheduler:
     # Gradients.
 
     def begin_iteration(self, caller: Hashable) -> None:
-        """Forgets what came since the last iteration ended; caller: who says so, each once an iteration.
+        """Drops the gradients since the last iteration ended. caller: each calls once an iteration.
 
         Collective if an iteration with overlap was under way: some ranks may have reduced a part of it, also where
         this one has not had a gradient yet.
@@ -275,7 +275,7 @@ class CollectiveScheduler:
         self._check_collecting(group, param)
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
             return
-        self._sequence.came(group.number, part=self._passes.groups_with(group.number))
+        self._sequence.count_gradient(group.number, part=self._passes.groups_with(group.number))
         if not self._overlap:
             return
         task = torch._C._current_graph_task_id()
@@ -287,7 +287,7 @@ class CollectiveScheduler:
         if self._defers:
             return
         if is_complete:
-            self._launch(self._sequence.ready(group.number))
+            self._launch(self._sequence.mark_ready(group.number))
         self._advance_early()
 
     def start_grad_sync(self, groups: Sequence[BucketGroupBase]) -> None:
@@ -383,7 +383,7 @@ class CollectiveScheduler:
         on all ranks that have not.
         """
         if self.iteration.is_collecting:
-            self._check_nothing_came()
+            self._check_no_gradients()
         else:
             self.iteration.step()
 
@@ -543,16 +543,19 @@ class CollectiveScheduler:
         if not self.iteration.is_collecting:
             self.iteration.refuse_gradient(f"the gradient of {group.name_of(param)}")
 
-    def _check_nothing_came(self) -> None:
-        """Before a step in which nobody has reduced gradients, which is right where they are made by hand."""
+    def _check_no_gradients(self) -> None:
+        """Raises RuntimeError on all ranks before a step, if gradients of this iteration were not reduced.
+
+        Without gradients a step is right, as they may be set by hand.
+        """
         problem = "optimizer.step() was called before finish_grad_sync(), which reduces the gradients: call that first"
         if self._has_chunk_passes or (self._overlap and self._sequence.is_armed):
             # Ranks may have launched different parts.
             self._break_off(problem)
             raise RuntimeError(problem)
         self._launch_gathers()
-        came_here = any(len(group.unfilled()) < len(group.entries) for group in self._groups)
-        if self.iteration.highest_sync(int(came_here)):
+        has_gradients = any(len(group.unfilled()) < len(group.entries) for group in self._groups)
+        if self.iteration.highest_sync(int(has_gradients)):
             raise RuntimeError(problem)
 
     def _start(self) -> None:

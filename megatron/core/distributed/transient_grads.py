@@ -74,7 +74,7 @@ class TransientGroup(BucketGroupBase):
         self._writers = Writers(self.device)
         self._flat: torch.Tensor | None = None
         self._filled: set[nn.Parameter] = set()
-        self._came: set[nn.Parameter] = set()
+        self._counted: set[nn.Parameter] = set()
         self._in_flight: deque[_Reduction] = deque()
         self._has_sum = False
         self._stage: torch.Tensor | None = None
@@ -95,7 +95,7 @@ class TransientGroup(BucketGroupBase):
     @property
     def is_moving(self) -> bool:
         """Whether some gradients were added in this iteration and are not all reduced yet."""
-        return bool(self._came) and self.grad_state is not GradState.REDUCED
+        return bool(self._counted) and self.grad_state is not GradState.REDUCED
 
     def take(self, param: nn.Parameter) -> None:
         """Moves `param.grad` into the bucket. The attribute stays set, since other buckets may hold parts of it."""
@@ -112,7 +112,7 @@ class TransientGroup(BucketGroupBase):
         self._note(param)
 
     def unfilled(self) -> list[str]:
-        return [entry.name for entry in self.entries if entry.param not in self._came]
+        return [entry.name for entry in self.entries if entry.param not in self._counted]
 
     @record_function("TransientGroup.launch_reductions")
     def launch_reductions(self) -> None:
@@ -340,7 +340,7 @@ class TransientGroup(BucketGroupBase):
     def _note(self, param: nn.Parameter) -> None:
         self._writers.note()
         self._filled.add(param)
-        self._came.add(param)
+        self._counted.add(param)
 
     def _place(self, flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
         start = fragment.span.start - self.bucket.layout.span.start
@@ -367,7 +367,7 @@ class TransientGroup(BucketGroupBase):
         self._flat, self._has_sum, self._sum = None, False, None
         self._is_held = self._is_last_sent = False
         self._filled.clear()
-        self._came.clear()
+        self._counted.clear()
 
 
 def _gaps(whole: Span, spans: Iterable[Span]) -> list[tuple[int, int]]:

@@ -35,9 +35,9 @@ class Rank:
         self.ready = set(rng.sample(self.groups, rng.randint(0, len(self.groups))))
         now = set()
         for group in rng.sample(sorted(self.ready), len(self.ready)):
-            self.sequence.came(group)
+            self.sequence.count_gradient(group)
             now.add(group)
-            launched = self.sequence.ready(group)
+            launched = self.sequence.mark_ready(group)
             assert set(launched) & set(self.groups) <= now, "launched before it was ready"
             self.launched[-1] += launched
             yield
@@ -71,12 +71,12 @@ def test_all_ranks_launch_the_same_sequence_with_each_group_once(seed):
     assert ranks[0].launched == ranks[1].launched == ranks[2].launched
 
 
-def run(sequence, came, incomplete=()):
+def run(sequence, groups, incomplete=()):
     sequence.start()
     launched = []
-    for group in came:
-        sequence.came(group)
-        launched.append(sequence.ready(group))
+    for group in groups:
+        sequence.count_gradient(group)
+        launched.append(sequence.mark_ready(group))
     launched.append(sequence.rest())
     wanted = learned(sequence, incomplete)
     if wanted is not None:
@@ -129,8 +129,8 @@ def begin_pass(passes: _BackwardPasses, sequence: LaunchSequence, *numbers: int)
     """Gradients of these groups come; what may be launched."""
     launched = []
     for number in numbers:
-        sequence.came(number, part=passes.groups_with(number))
-        launched += sequence.ready(number)
+        sequence.count_gradient(number, part=passes.groups_with(number))
+        launched += sequence.mark_ready(number)
     return launched
 
 
