@@ -1,12 +1,15 @@
 """Batch sizes of a run, constant and growing."""
 
 import random
+from dataclasses import fields
 from fractions import Fraction
 
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.batch_schedule import build_batch_schedule, parse_step_schedule, ramp_up
+from megatron.training.run import TrainingRun
+from megatron.training.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,18 @@ def test_a_ramp_gives_each_step_the_naive_size_and_counts_steps_as_a_loop_does(s
             assert schedule.iterations_within(limit, consumed=schedule.samples_after(passed)) == step - passed
         consumed += size
     calculator.destroy_num_microbatches_calculator()
+
+
+def test_a_run_moves_to_the_batch_size_of_its_next_step():
+    batches = calculator.init_num_microbatches_calculator(0, [2, 2, 6], 6, 1, 2)
+    parts = {field.name: None for field in fields(TrainingRun)}
+    run = TrainingRun(**{**parts, "batches": batches, "state": TrainState()})
+    sizes = []
+    for _ in range(4):
+        run.count_step(updated=True, nan=False)
+        sizes.append(calculator.get_current_global_batch_size())
+        assert sizes[-1] == run.global_batch_size and calculator.get_num_microbatches() == run.num_microbatches
+    assert sizes == [2, 4, 6, 6]
 
 
 def test_steps_change_at_their_thresholds_in_samples_or_tokens():

@@ -16,7 +16,7 @@ from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_rou
 from megatron.training.stash_plan.outlook import outlook
 from megatron.training.stash_plan.routing import traced_spans
 from megatron.training.stash_plan.stages import planned_run
-from megatron.training.stash_plan.walk import Rung
+from megatron.training.stash_plan.walk import Rung, walk
 from tests.browser import PICTURE_PROBLEMS, needs_browser, opened_browser
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tools.plan_stash import main, read_flags, stash_plan
@@ -88,6 +88,41 @@ def test_a_trace_of_any_layout_gives_every_rank_its_tokens(
             joined = counts.reshape(8, -1, EXPERTS).sum(axis=1).reshape(4, 2, 2, 2)
             assert (rows == joined.sum(axis=(1, 3))).all()
             assert span.most_of_pair[number] >= joined.sum(axis=3).max()
+
+
+def test_what_a_step_spills_is_counted_in_bytes() -> None:
+    run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
+    spans, _ = traced_spans(recorded(2, header(), shape=(4, 2)), run, num_groups=1, seed=1)
+    large, none = (3.0, 0.0), (0.0, 3.0)
+    on_device, on_host = (
+        outlook(
+            run,
+            replace(
+                run.flags, moe_paged_stash_buffer_size_factor_cuda=device, moe_paged_stash_buffer_size_factor_cpu=host
+            ),
+            spans=spans,
+        )
+        for device, host in (large, none)
+    )
+    assert (on_device.spilled_bytes, on_device.largest_spill) == (0, 0)
+    # Each tensor of a step goes to the host once, and many of them are there at one time.
+    at_one_time = max(int(stage.pages_wanted.max()) * stage.page_bytes for stage in on_host.walk.stages)
+    assert 0 < at_one_time <= on_host.largest_spill
+    assert on_host.largest_spill / 2 < on_host.spilled_bytes <= on_host.largest_spill
+
+
+def test_a_void_step_is_counted_where_it_is_in_the_run() -> None:
+    run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
+    calm = recorded(4, header(), shape=(4, 2))
+    tokens = {layer: np.full_like(counts, TOKENS * 2 // EXPERTS) for layer, counts in calm[0].tokens.items()}
+    # All rows of the last step go to the first of the two ranks that share experts.
+    of_first_rank = np.array([TOKENS, TOKENS, 0, 0])
+    full = {layer: np.broadcast_to(of_first_rank, counts.shape).copy() for layer, counts in tokens.items()}
+    steps = [replace(step, tokens=full if number == 3 else tokens) for number, step in enumerate(calm)]
+    (span,), _ = traced_spans(steps, run, num_groups=1, seed=1)
+    flags = replace(run.flags, moe_expert_rank_capacity_factor=1.5, moe_paged_stash_buffer_size_factor_cuda=4.0)
+    found = walk(run, flags, spans=[span.part(0, 2), span.part(2, 4)], grows=True)
+    assert found.voids.tolist() == [0, 0, 0, 1]
 
 
 @pytest.mark.slow
