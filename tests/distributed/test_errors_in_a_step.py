@@ -11,12 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.core.distributed import CollectiveMismatchError, finalize_model_grads
+from megatron.core.distributed import (
+    CollectiveMismatchError,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.adam import FusedRule
 from megatron.core.optimizer.clip_grads import GradStats
 from tests.counts import long_count
@@ -112,7 +119,7 @@ def _break_off(run: Run, where: str, *, step: int, here: bool) -> str | None:
 @pytest.mark.slow
 def test_b32_a_step_broken_off_anywhere_on_any_ranks_leaves_no_trace() -> None:
     for told in run_on_ranks(_survive, 3, MODES, 1)[::2]:
-        assert "rank 1 of the stage broke the iteration off: reset_iteration() was called after an error" in told
+        assert "rank 1 aborted the iteration: reset_iteration() was called after an error" in told
 
 
 @pytest.mark.slow
@@ -191,6 +198,27 @@ def test_b32_a_step_broken_off_around_the_optimizer_leaves_no_trace() -> None:
     kinds = [{"zero1": zero1, "overlap": overlap, "bucket_size": 1} for zero1, overlap in overlaps]
     first, second, _ = run_on_ranks(broken_steps, 3, kinds)
     for told in (first[:4], first[4:8], first[8:]):
-        assert "RemoteRankError: rank 1 broke the iteration off: reset_iteration() was called" in told[1]
+        assert "RemoteRankError: rank 1 aborted the iteration: reset_iteration() was called" in told[1]
         assert "optimizer.step() was called before finish_grad_sync()" in told[3]
     assert second[1] == second[2] == "KeyError: "
+
+
+def _told_of_an_abort_in_the_second_stage() -> str | None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    chunk = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(), nn.Linear(2, 2))
+    chunk.zero_grad_buffer()
+    chunk(torch.ones(1, 2)).sum().backward()
+    if dist.get_rank() == 3:
+        chunk.reset_iteration()
+        return None
+    try:
+        chunk.finish_grad_sync()
+    except RemoteRankError as error:
+        return str(error)
+    return None
+
+
+def test_an_abort_is_told_with_the_rank_of_the_job_not_of_the_stage() -> None:
+    first, second, third, fourth = run_on_ranks(_told_of_an_abort_in_the_second_stage, 4)
+    assert first is second is fourth is None
+    assert third is not None and third.startswith("rank 3 aborted the iteration: reset_iteration() was called")

@@ -68,7 +68,7 @@ def break_off(run, failure, *, call, step):
     run.backward(step)
     with pytest.raises(RemoteRankError, match=rf"rank {size - 1} .* reset_iteration\(\) was called after an error"):
         call(run.optimizer)
-    with pytest.raises(RuntimeError, match=r"broken off: call reset_iteration\(\) or zero_grad\(\) first"):
+    with pytest.raises(RuntimeError, match=r"was aborted: call reset_iteration\(\) or zero_grad\(\) first"):
         run.optimizer.step()
     run.optimizer.reset_iteration()
 

@@ -277,7 +277,7 @@ def _break_off() -> None:
         if dist.get_rank() == 1:
             run.model.reset_iteration()
         else:
-            with pytest.raises(RemoteRankError, match="rank 1 of the stage broke the iteration off"):
+            with pytest.raises(RemoteRankError, match="rank 1 aborted the iteration"):
                 finalize_model_grads([run.model])
             run.model.reset_iteration()
         assert run.step(1) == expected.step(1)

@@ -38,8 +38,8 @@ class GradState(Enum):
 class ParamState(Enum):
     """Whether a rank's copy of the parameters is what their owners hold.
 
-    ARRIVED: it is, but other ranks may still wait for theirs; CURRENT: it is on all ranks. A group leaves CURRENT, and
-    comes back to it, at the same place of the program on all ranks; in between each is at its own state.
+    ARRIVED: gathered on this rank, perhaps not on others. CURRENT: gathered on all ranks. A group enters and leaves
+    CURRENT at the same place of the program on all ranks; in between each rank has its own state.
     """
 
     CURRENT = "current"
@@ -321,7 +321,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
     # Gradients.
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Lets a gradient be added where it is computed; aside if its place is being reduced."""
+        """Accumulates a weight's gradient in the bucket, or keeps it for the second round if that is being reduced."""
         buffer = self._bucket_of[param].buffer
         if self.grad_state is GradState.COLLECTING:
             self._writers.note()
@@ -330,7 +330,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
             self._put_aside(buffer.entry_of[param], new.compute())
 
     def take(self, param: nn.Parameter) -> None:
-        """Moves the gradient that autograd left in `param.grad` to its place, or aside if that is being reduced."""
+        """Moves `param.grad` to its place in the bucket, or keeps it for the second round if that is being reduced."""
         buffer = self._bucket_of[param].buffer
         if self.grad_state is GradState.COLLECTING:
             self._writers.note()

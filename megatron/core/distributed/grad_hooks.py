@@ -6,9 +6,9 @@ An optimizer in backward receives each bucket after the hooks. When a bucket is 
 gradients that are not reduced yet. So they are kept here, under the parameter's name. What is in `torch`'s own list of
 a parameter at wrapping is taken over as it is, list and all: the handles that users hold still remove their hooks.
 
-[Note: stale values] A parameter may be changed in the backward that it has had its gradient in, while an operation that
-took it detached still needs what it was. Autograd refuses that by the parameter's version, which a write to the flat
-tensor under it does not move. So who writes there says so.
+[Note: stale values] A hook may update a parameter during backward, while an operation that took it detached still needs
+the old value. Autograd refuses that by the parameter's version, which a write to the flat tensor under it does not
+change. So every writer marks the parameters as written.
 """
 
 from collections import OrderedDict
@@ -69,8 +69,8 @@ class ReadyBucket:
     modules read (where other ranks have other parts: once they are gathered). grad: [n], the gradients' dtype, the same
     elements; it may be changed in place. Padding between parameters is zero in both. n may be 0.
 
-    With DistributedDataParallelConfig.release_gradients the memory of `grad` is the wrapper's again when all hooks have
-    returned: who wants it longer calls `keep`.
+    With DistributedDataParallelConfig.release_gradients the wrapper reuses the memory of `grad` after all hooks have
+    returned; call `keep` to retain it.
     """
 
     name: str

@@ -44,8 +44,9 @@ def stage_group_of(groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class OrderWords:
-    """Names of the methods that errors tell a user to call. zero: begins an iteration; finish: ends the reductions of
-    one. Every owner of an order has reset_iteration.
+    """Names of the methods that errors tell a user to call. zero: begins an iteration; finish: ends its reductions.
+
+    Every wrapper and optimizer with an iteration has reset_iteration.
     """
 
     zero: str = "zero_grad_buffer"
@@ -154,10 +155,10 @@ class CollectiveTrace:
 
 
 class _Phase(Enum):
-    """Where an iteration is; it begins with zero_grad_buffer and ends with finish_grad_sync.
+    """The phase of an iteration, from zero_grad_buffer to the optimizer's step.
 
-    REPLAYED: a CUDA graph has run it, sums included, and ranks have told each other nothing of it yet. STEPPED: all
-    ranks know that no rank has broken it off, and update. CLOSED: the wrappers were taken off.
+    REPLAYED: a CUDA graph has run it, sums included, and the ranks have not agreed on anything yet. STEPPED: all ranks
+    know that no rank has aborted it, and update. CLOSED: the wrappers were taken off.
     """
 
     COLLECTING = "collecting"
@@ -232,7 +233,7 @@ class Iteration:
         if self._phase is _Phase.CLOSED:
             raise RuntimeError("the wrapper was taken off by release(): wrap the module and build its optimizer again")
         if self._phase is _Phase.ABORTED:
-            raise RuntimeError(f"the iteration was broken off: call reset_iteration() or {self.words.zero}() first")
+            raise RuntimeError(f"the iteration was aborted: call reset_iteration() or {self.words.zero}() first")
 
     def refuse_gradient(self, subject: str) -> NoReturn:
         """Raises RuntimeError for a gradient that became ready outside an iteration; subject: its name for messages."""
@@ -277,14 +278,14 @@ class Iteration:
         if rank is not None:
             self._phase = _Phase.ABORTED
             raise RemoteRankError(
-                f"rank {rank} broke the iteration off: {RESET}, after finish_grad_sync. No rank has updated: call "
+                f"rank {rank} aborted the iteration: {RESET}, after finish_grad_sync. No rank has updated: call "
                 "reset_iteration() and go on"
             )
 
     def end_finished_sync(self, *, is_reset: bool) -> int | None:
-        """Returns the highest rank that did not reach the optimizer's step after `finish`, known to all. Collective.
+        """Returns the highest rank that reset the iteration after `finish`, or None; the same on all ranks. Collective.
 
-        is_reset: this one did not. Sends nothing without an optimizer, or before `finish`.
+        is_reset: whether this rank did. Sends nothing without an optimizer, or before `finish`.
         """
         if self._phase is not _Phase.FINISHED or not self.has_optimizer:
             return None
@@ -322,7 +323,7 @@ class Iteration:
         return IterationOutcome(bool(aborted), bool(non_finite), bool(reordered), [bool(flag) for flag in late])
 
     def abort_sync(self, reason: str) -> None:
-        """Aborts after an agreement that this rank began as aborted. Collective: the others tell a reason or raise."""
+        """Aborts after an agreement in which this rank reported an abort. Collective: all ranks gather the reasons."""
         self._phase = _Phase.ABORTED
         gather_objects(reason, self._stage_group)
 
@@ -344,9 +345,10 @@ class Iteration:
             raise problem
         if problem is not None:
             raise ValueError(problem)
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        ranks = range(1) if self._stage_group is None else dist.get_process_group_ranks(self._stage_group)
+        rank, reason = next((rank, reason) for rank, reason in zip(ranks, reasons) if reason is not None)
         raise RemoteRankError(
-            f"rank {rank} of the stage broke the iteration off: {reason}. Its gradients are dropped on all ranks: "
+            f"rank {rank} aborted the iteration: {reason}. Its gradients are dropped on all ranks: "
             "call reset_iteration() and go on"
         )
 

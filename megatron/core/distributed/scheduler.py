@@ -48,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ChunkSync:
-    """A model chunk's bucket groups and what its scheduler calls for it.
+    """The scheduler's state of a model chunk: its bucket groups, and callbacks.
 
-    module: the chunk itself. find_problem: what has changed in it so that its buffers are wrong, in words, or None.
-    zero_grads: forgets its gradients. checks: look at them before they are reduced. hook_runner: releases them to hooks
-    afterwards. None: there is none.
+    module: the chunk itself. find_problem: describes a change of the chunk that makes its buffers wrong, or returns
+    None. zero_grads: drops its gradients. checks: examines them before they are reduced. hook_runner: releases them to
+    hooks afterwards. checks and hook_runner may be None.
     """
 
     groups: Sequence[BucketGroupBase]
@@ -114,7 +114,8 @@ class CollectiveScheduler:
         # See [Note: several schedulers]: from the beginning of an iteration to `finish`, and whether this one defers.
         self.is_open = self._defers = False
         self._has_warned = False
-        # After an error: how many backwards others have run, and what launches those of an optimizer.
+        # After an error: backward passes that the other ranks have completed, and the callback that launches what
+        # this rank's optimizer has not launched in them.
         self.num_backwards = 1
         self.make_up: Callable[[int], None] | None = None
         # The backward in which the last gradient became ready, by autograd's number of it, and whether it ended.
@@ -125,7 +126,9 @@ class CollectiveScheduler:
     def attach(self, chunk: ChunkSync) -> None:
         """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
         if not self.iteration.is_collecting or self._sequence.may_have_begun:
-            raise ValueError("launch_order is given after its first iteration: wrap all chunks of a model before it")
+            raise ValueError(
+                "launch_order is given after its first iteration: wrap all chunks of a model before the first backward"
+            )
         names, same_everywhere = _groups_of_stage(chunk.groups, self.stage_group)
         own = {group.name: group for group in chunk.groups}
         numbers = self._sequence.add([name in own for name in names])
@@ -213,7 +216,8 @@ class CollectiveScheduler:
             if not self._has_ended:
                 # An error has broken its backward off: it is reset, or nobody uses it any more.
                 return False
-            # All of it, before anything of the other's: ranks may have launched unlike parts. What comes now is late.
+            # Everything that is left, before the other scheduler launches: ranks may have launched different prefixes.
+            # Gradients that become ready after this are late.
             self._launch(self._sequence.rest())
         self._defers = True
         if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
@@ -324,8 +328,8 @@ class CollectiveScheduler:
     def finish(self) -> None:
         """Launches what is left and waits for all of it; once an iteration, for all chunks. Collective.
 
-        Raises on all ranks: NonFiniteGradientError if a gradient is not finite and that is checked; where a rank broke
-        the iteration off, that rank's error, or RemoteRankError.
+        Raises on all ranks: NonFiniteGradientError if a gradient is not finite and that is checked. If a rank aborted
+        the iteration, it raises its own error, and the others raise RemoteRankError.
         """
         if self.iteration.is_finished:
             return
@@ -377,10 +381,10 @@ class CollectiveScheduler:
             chunk.zero_grads()
 
     def step(self) -> None:
-        """Says that the optimizer is about to update; once an iteration, between `finish` and the update. Collective.
+        """Agrees that the optimizer may update; once an iteration, between `finish` and the update. Collective.
 
-        Raises RemoteRankError if another rank has called `reset` since `finish`, RuntimeError without `finish`; each
-        on all ranks that have not.
+        Raises RemoteRankError on the ranks that did not call `reset` since `finish` if another rank did, and
+        RuntimeError if `finish` was not called.
         """
         if self.iteration.is_collecting:
             self._check_no_gradients()
@@ -403,7 +407,10 @@ class CollectiveScheduler:
 
     @property
     def gather_order(self) -> list[BucketGroupBase]:
-        """All groups, about in the order in which forward needs their parameters; the same on all ranks."""
+        """All groups, about in the order in which forward needs their parameters; the same on all ranks.
+
+        The reverse of the reductions' order, which LaunchSequence learns. Gathers launch a prefix of it.
+        """
         return self._in_order()[::-1]
 
     def mark_stale(self, groups: Sequence[BucketGroupBase]) -> None:
@@ -466,11 +473,11 @@ class CollectiveScheduler:
 
     @contextmanager
     def captured_iteration(self, gathered: Sequence[BucketGroupBase]) -> Iterator[None]:
-        """Around passes that a graph captures: their gathers and reductions start and end in it, in a frozen order.
+        """Context of the passes that a CUDA graph captures: their gathers and reductions start and end inside.
 
-        gathered: groups whose gathers belong to it. What ranks tell each other at the end of an iteration does not:
-        `finish` follows each replay. Observers see nothing. Raises RuntimeError for a gradient that comes too late.
-        Until forget_captured gradients are as behind `finish`, for what else the graph does with them.
+        The launch order is frozen. gathered: groups whose gathers are captured. The agreement at the end of an
+        iteration is not captured: `finish` follows each replay. Observers are not called. Raises RuntimeError for a
+        gradient that becomes ready after its bucket was sent. Gradients stay as after `finish` until forget_captured.
         """
         self.freeze()
         observers, self.observers = self.observers, _Observers()

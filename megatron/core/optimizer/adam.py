@@ -110,7 +110,7 @@ class FlatAdam:
 
     @classmethod
     def of_masters(cls, main: StoredFloats, *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype) -> "FlatAdam":
-        """Builds the state of masters, with moments in the dtypes that zeros_beside takes."""
+        """Builds the state of masters, with moments in fp32, bf16 or scaled fp16, see zeros_beside."""
         step = main.read(0, 0).new_zeros((), dtype=torch.float32)
         return cls(main, zeros_beside(main, exp_avg_dtype), zeros_beside(main, exp_avg_sq_dtype), step)
 
@@ -162,14 +162,14 @@ class GradUse(Enum):
 
     # They stay as they are.
     READ = auto()
-    # They may be divided in their memory where a step is not skipped: nothing is copied. Torch's kernel does it with
-    # gradients of the dtype that it computes in, and so with all of a run that it serves whole.
+    # The kernel may overwrite them with the divided values where a step is not skipped, so that nothing is copied.
+    # Torch's kernel does so with gradients of the dtype that it computes in.
     DIVIDE = auto()
 
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """One run to be stepped. grad: [N], any float dtype, what becomes of it is GradUse's.
+    """One run to be stepped. grad: [N], any float dtype; GradUse says whether it may be overwritten.
 
     out: [N], any float dtype, where the new parameters are written, None if `state` steps them in place. A step that is
     skipped leaves it alone: it must hold the parameters before. ranges: see [Note: ends of parameters]; None for all.
@@ -387,7 +387,7 @@ def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int
 
 
 def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scaled: _Scaled) -> None:
-    """Takes back what was read, [n], fp32 or fp64, and where nothing is to change to the same bytes."""
+    """Stores what was read, [n], fp32 or fp64; a skipped step restores the stored bytes unchanged."""
     end = start + values.numel()
     memory = []
     # A block whose largest number was rounded up gets another scale when it is written again, and NaNs another sign.

@@ -92,8 +92,8 @@ def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
         # To leave it out would be to clip nothing, silently.
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is in a DistributedDataParallel with shard_gradients or "
-            "release_gradients, whose gradients do not stand: let the optimizer clip and count, by "
-            "OptimizerConfig.clip_grad, optimizer_in_backward_clip and log_num_zeros_in_grad, or a hook on each bucket"
+            "release_gradients, whose gradients are freed with their bucket: clip by OptimizerConfig.clip_grad or "
+            "optimizer_in_backward_clip, count zeros by log_num_zeros_in_grad, or use a hook on each bucket"
         )
     return grad
 
@@ -124,7 +124,7 @@ class _CountedPart:
 class GradStats:
     """Norm and exact zeros of the gradients of a step, over all ranks that hold parts of the model.
 
-    Of copies on several tensor-parallel ranks the first rank's counts, of tied weights the owner's. Dense and expert
+    Replicated parameters count on the first tensor-parallel rank only, tied weights on their owner. Dense and expert
     parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
     alike, so all ranks obtain the same result. Where each of these has a shard, the sum over shards is first.
 

@@ -1,7 +1,7 @@
 """MegatronOptimizer: one step over flat parameters, with loss scale, clipping and skipped steps.
 
 The host decides whether a step updates, or the device, so that a graph can hold the step. Which parameters lie together
-is flat_params.py; the update rules are torch.optim's, through adam.py.
+is in flat_params.py; the update rules are in adam.py and muon.py.
 """
 
 import math
@@ -137,7 +137,7 @@ class MegatronOptimizer:
             chunk.set_state_provider(self._run_states.states)
         # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
         self._num_steps = 0
-        # Standing, so that graphs multiply losses and divide gradients by the scale of their replay.
+        # Persistent, so that graphs multiply losses and divide gradients by the scale of their replay.
         self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device or default_device())
         # What a graph has taken as plain numbers; None before the first step on the device.
         self._decays_on_device: list[float] | None = None
@@ -160,7 +160,7 @@ class MegatronOptimizer:
     def zero_grad(self) -> None:
         """Forgets all gradients; call before the first microbatch."""
         for chunk in self._model_chunks:
-            # Not by `param.grad = None`: gradients stand in buffers and their memory is kept.
+            # Not by `param.grad = None`: gradients live in flat buffers, whose memory is kept.
             chunk.zero_grad_buffer(caller=self)
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -227,8 +227,8 @@ class MegatronOptimizer:
         """A step of which the device alone knows whether it updates; for graphs, as it never waits for the device.
 
         void: any shape and dtype, on the device, alike on all ranks: where any of it is above 0, nothing changes. Call
-        it after finish_grad_sync, when no gather is under way; the launch order's `step` is the caller's. Collective as
-        `step`. Raises ValueError for settings that need the host.
+        it after finish_grad_sync and CollectiveScheduler.step, when no gather is under way. Collective as `step`.
+        Raises ValueError for settings that need the host.
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
@@ -319,7 +319,7 @@ class MegatronOptimizer:
         for state, flat in zip(states, values):
             state.stored.write(0, flat)
         for run in self._runs:
-            # What only stands elsewhere is in no checkpoint of its own.
+            # A copy without a master has no entry of its own in the checkpoint.
             if run.is_copy and not run.has_master:
                 run.take_model()
         self._make_whole()

@@ -202,7 +202,10 @@ def remainder_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
-    """Returns zeros of the same number and device, kept in `dtype`: bf16, scaled fp16, or as wide as `main` is read."""
+    """Returns zeros for a moment of `main`, kept in `dtype`: bf16, scaled fp16, or as wide as `main` is read.
+
+    MegatronOptimizer's moments; DistributedFusedAdam builds its own by StateForm. The Triton kernel writes both too.
+    """
     like = main.read(0, 0)
     if dtype == torch.bfloat16:
         return Rounded(like.new_zeros(main.numel, dtype=dtype))

@@ -61,5 +61,5 @@ def test_an_aborted_iteration_raises_this_ranks_problem(problem: str | Exception
     assert failed.has_failed and not outcome(is_reordered=True).has_failed
     with pytest.raises(error, match="moved|hook"):
         iteration.raise_aborted_sync(failed, problem=problem, non_finite=[], in_backward=False)
-    with pytest.raises(RuntimeError, match="broken off"):
+    with pytest.raises(RuntimeError, match="was aborted"):
         iteration.check_usable()
