@@ -207,9 +207,10 @@ def test_what_one_has_begun_or_owes_goes_out_before_the_other_begins(mode: str) 
 def _after_an_error(mode: str, *, is_early: bool) -> None:
     """Rank 1 alone has an error, in the backward or before it; both reset, and go on as if it had not been."""
     nets = _nets()
-    if mode == "fused adam":
-        # One bucket each: several would all be of one size.
-        optimizers = [DistributedFusedAdam(net.parameters(), **RATES) for net in nets]
+    if mode.startswith("fused adam"):
+        # Only with one bucket each do messages differ in size, so that wrong pairs are errors.
+        buckets = SMALL if mode == "fused adam, several buckets" else {}
+        optimizers = [DistributedFusedAdam(net.parameters(), **RATES, **buckets) for net in nets]
         modules, finish, reset = list(nets), [o.grad_sync for o in optimizers], [o.reset_iteration for o in optimizers]
     else:
         settings, optimizing = MODES[mode]
@@ -241,7 +242,7 @@ def _after_an_error(mode: str, *, is_early: bool) -> None:
         for optimizer in optimizers:
             optimizer.step()
     for net, module in zip(nets, modules):
-        if mode != "fused adam":
+        if not mode.startswith("fused adam"):
             module.wait_params(net.parameters())
     torch.testing.assert_close([param for net in nets for param in net.parameters()], _expected())
 
@@ -251,6 +252,6 @@ def _fail(grad: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-@pytest.mark.parametrize("mode", ["zero1", "zero2", "fused adam"])
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "fused adam", "fused adam, several buckets"])
 def test_an_error_on_one_rank_is_reset_in_both(mode: str, is_early: bool) -> None:
     run_on_ranks(partial(_after_an_error, is_early=is_early), 2, mode, timeout=60)

@@ -162,6 +162,7 @@ def test_own_script_loses_as_much_under_every_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, words, percent, shows",
     [
+        # The last case has a pool that is large enough, too.
         soak_only("pytorch", "", 75, r"\| 0 act, 0 gate_up"),
         ("pytorch", "--device-pages 0.12", 40, r"\| [1-9] act, [1-9] gate_up"),
         ("pytorch", "--device-pages 0.1 --host-pages 0.5", 40, r"\| +[1-9]\S* \| 0 act, 0 gate_up"),

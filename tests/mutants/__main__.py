@@ -85,7 +85,8 @@ def _run(named: list[Mutant], results: Results, options: argparse.Namespace, *, 
         path = sound / fault.file
         fault.changed(path.read_text(encoding="utf-8") if path.exists() else "")
     limit = options.limit or LIMIT
-    due = [fault for fault in named if fault.name in options.again or not results.is_known(fault, version, limit=limit)]
+    known = {fault.name for fault in named if results.is_known(fault, version, limit=limit, tree=sound)}
+    due = [fault for fault in named if fault.name in options.again or fault.name not in known]
     if not due:
         return
     record_commit = options.record_commit or _commit_of(options.record)

@@ -125,16 +125,28 @@ class Results:
         written.write_text(json.dumps({**parts, "slow": self.slow}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         written.replace(self.path)
 
-    def is_known(self, fault: Mutant, version: Version, *, limit: float, base: bool = False) -> bool:
+    def is_known(
+        self, fault: Mutant, version: Version, *, limit: float, tree: Path | None = None, base: bool = False
+    ) -> bool:
         """Whether the fault need not run: same text, same product.
 
-        If nothing noticed it, also the same tests, all of which ran or which had at least `limit` seconds.
+        If a test noticed it, `tree` still has that test. If nothing did, also the same tests, all of which ran or which
+        had at least `limit` seconds.
         """
         result = (self.base if base else self.faults).get(fault.name)
         if result is None or (result.text, result.product) != (fault.text_hash, version.product):
             return False
         all_tried = not result.out_of_time or result.limit >= limit
-        return result.noticed_by is not None or (result.tests == version.tests and all_tried)
+        if result.noticed_by is not None:
+            return tree is None or _has_test(tree, result.noticed_by)
+        return result.tests == version.tests and all_tried
+
+
+def _has_test(tree: Path, test: str) -> bool:
+    file, _, name = test.partition("::")
+    path = tree / file
+    function = name.partition("[")[0].rpartition("::")[2]
+    return path.exists() and (not function or f"def {function}(" in path.read_text(encoding="utf-8"))
 
 
 # Tables.
@@ -239,7 +251,8 @@ def _unneeded(faults: Sequence[Mutant], results: Results) -> Iterator[str]:
     seconds, all_seconds = sum(results.slow[test] for test in unneeded), sum(results.slow.values())
     yield (
         f"{len(unneeded)} of {len(results.slow)} slow tests, {seconds:.0f} of {all_seconds:.0f} CPU seconds, were never"
-        " the only ones to notice a fault (CPU seconds, faults noticed first or second):"
+        " the only ones to notice a fault; most did not run, since a fast test noticed the faults that they cover"
+        " (CPU seconds, faults noticed first or second):"
     )
     for test in unneeded[:NUM_DEAREST]:
         yield f"{results.slow[test]:8.1f} {noticing[test]:3} {test}"

@@ -2,7 +2,8 @@
 
 [Note: Noticed]
 A fault is noticed by the first test that fails, hangs or crashes with it, and that passes alone in the sound tree. A
-test that fails there too is broken: it is dropped, and the others go on.
+test that fails there too is broken: it is dropped, and the others go on. So is a test that passes with the fault when
+it is repeated alone, unless it hung or its file could not be collected: the first failure had another cause.
 """
 
 import shutil
@@ -93,7 +94,7 @@ class Trials:
             result.num_tests += len(run.ended)
             result.seconds = round(result.seconds + run.seconds, 1)
             for failure in run.failures:
-                if self._passes_when_sound(failure, phase):
+                if self._passes_when_sound(failure, phase) and self._fails_alone(failure, tree):
                     noticing.append(failure)
                 else:
                     result.broken.append(failure.test)
@@ -116,6 +117,14 @@ class Trials:
             run = self._run(self.sound, files, seconds, phase if test == NO_TEST else None, collect_only=collect_only)
             self._is_sound[test] = not run.failures and not run.out_of_time and (collect_only or run.ended == [test])
         return self._is_sound[test]
+
+    def _fails_alone(self, failure: Failure, tree: Path) -> bool:
+        """Whether the test fails with the fault once more."""
+        if failure.how not in ("failed", "crashed") or "::" not in failure.test:
+            return True
+        files = {failure.test.partition("::")[0]: [failure.test]}
+        run = self._run(tree, files, 3 * self.limits.seconds(failure.test) + 60)
+        return bool(run.failures) or run.out_of_time
 
     def _run(
         self,

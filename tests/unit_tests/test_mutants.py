@@ -265,6 +265,11 @@ def test_results_outlive_changes_of_tests_if_the_fault_was_noticed(tmp_path: Pat
     assert results.is_known(fault, Version("later", "product", "other tests"), limit=300.0)
     assert not results.is_known(fault, Version("later", "other product", "tests"), limit=300.0)
     assert not results.is_known(mutant(new="c"), version, limit=300.0)
+    results.faults["a"].noticed_by = "tests/test_a.py::test_a[1]"
+    assert not results.is_known(fault, version, limit=300.0, tree=tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_a.py").write_text("def test_a(number):\n    pass\n")
+    assert results.is_known(fault, version, limit=300.0, tree=tmp_path)
     results.faults["a"].noticed_by = None
     assert results.is_known(fault, version, limit=300.0)
     assert not results.is_known(fault, Version("later", "product", "other tests"), limit=300.0)

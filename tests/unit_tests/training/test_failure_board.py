@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
@@ -17,13 +18,14 @@ OPERATIONS = ("all_reduce", "all_gather")
 
 def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
     """Returns the error of a rank that loses its connection in a collective, after others have lost theirs."""
-    # The thread that watches ends this process: it finds no store.
+    # The watching thread would end this process, so it gets a store that always fails.
     unwatched = Mock(check=Mock(side_effect=RuntimeError))
     with pytest.raises(RemoteRankError) as caught, FailureBoard(describe=str, leave=lambda: None) as board:
         board.connect(store, rank=rank, world_size=2, watched=unwatched, hosts_store=False)
         board._waited_in = PendingCollective(OPERATIONS[rank], "world", (0, 1), 3, 60.0, 60.0, False)
-        while delay and not store.check(["num lost"]):
-            time.sleep(0.01)
+        if delay:
+            # Until rank 0 has told that it lost the connection.
+            store.wait(["num lost"], timedelta(seconds=30))
         time.sleep(delay)
         raise RuntimeError("Connection closed by peer")
     return str(caught.value)
@@ -32,7 +34,7 @@ def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
 def test_no_rank_is_accused_where_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_board, "_GRACE_SECONDS", 30.0)
     store, messages = dist.HashStore(), dict[int, str]()
-    first = threading.Thread(target=lambda: messages.update({0: _message_of_rank(0, store, delay=0.0)}))
+    first = threading.Thread(target=lambda: messages.update({0: _message_of_rank(0, store, delay=0.0)}), daemon=True)
     first.start()
     messages[1] = _message_of_rank(1, store, delay=0.2)
     first.join(60)

@@ -143,6 +143,19 @@ def test_reduction_is_deferred_until_the_last_backward() -> None:
         run(model, batches())
 
 
+def test_reductions_are_no_longer_deferred_after_an_error_in_a_pass() -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    events: list[str] = []
+    model = Linear()
+    model.config.no_sync_func = partial(deferring, events)
+    model.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        run(model, batches())
+    assert events == ["defer", "allow"]
+
+
 def test_one_callable_defers_the_reductions_of_several_chunks() -> None:
     events: list[str] = []
     chunks = [Linear(), Linear()]
