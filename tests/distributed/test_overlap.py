@@ -58,7 +58,7 @@ def test_a_bucket_is_under_way_before_the_next_is_complete(sharded):
 
 
 def overlaps_of_late_launches():
-    with patch.object(LaunchSequence, "ready", lambda self, group: []):
+    with patch.object(LaunchSequence, "mark_ready", lambda self, group: []):
         return overlaps(3, {"overlap_grad_reduce": True})
 
 
