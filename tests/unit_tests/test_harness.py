@@ -39,12 +39,16 @@ def _fail_in_agreement_on_rank_1() -> None:
 
 def _leave_a_child(outlives: bool) -> int:
     """Forks a process out of reach of what ends the rank's group; returns its number."""
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
+        os.write(tell, b"1")
         if outlives:
             signal.pause()
         os._exit(0)
+    # Else the rank's group may be ended before the child has left it.
+    os.read(told, 1)
     return child
 
 
