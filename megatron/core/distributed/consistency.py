@@ -368,7 +368,7 @@ def weight_hash(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Replicas:
-    """What this rank and all others of `group` have, in the same order."""
+    """Tensors that every rank of `group` holds, with their names, in the same order."""
 
     group: dist.ProcessGroup | None
     names: list[str]

@@ -37,7 +37,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class FlatBuffer(Protocol):
-    """What an optimizer sees of a wrapper's buffer: parameters and gradients of one dtype each, at the same places.
+    """An optimizer's view of a wrapper's buffer: parameters and gradients of one dtype each, at the same places.
 
     param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
     this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
@@ -161,9 +161,10 @@ class _BaseDataParallel(ModelWrapper):
         return self._hook_runner.hooks
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """What this rank owns and steps of a parameter, any shape and dtype: always the same object, whose `.grad` is
-        set for the time of a post-accumulate hook. Of replicas it is the parameter itself; of ZeRO-1 and ZeRO-2 [n], a
-        view; of FSDP2 the sharded parameter, a DTensor.
+        """Returns this rank's part of a parameter, any shape and dtype; always the same object.
+
+        Its `.grad` is set during post-accumulate hooks. It is the parameter itself without shards, a view, [n], under
+        ZeRO-1 and ZeRO-2, and the sharded parameter, a DTensor, under FSDP2.
         """
         return self._hook_runner.owned_shard(param)
 

@@ -59,7 +59,7 @@ def finalize_model_grads(
 def complete_model_grads(
     chunks: Sequence[_BaseDataParallel], num_tokens: torch.Tensor | None, *, groups: ProcessGroupCollection
 ) -> None:
-    """What is left to do to gradients after finish_grad_sync, without waiting for the device. Collective.
+    """Completes gradients after finish_grad_sync without waiting for the device. Collective.
 
     num_tokens: as for finalize_model_grads, [], integer or floating point.
     """

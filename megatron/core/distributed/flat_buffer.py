@@ -50,7 +50,7 @@ class BufferKind:
 
 @dataclass(frozen=True, eq=False)
 class BufferSettings:
-    """How a buffer is cut and reduced.
+    """Settings by which a buffer is cut and reduced.
 
     group: the ranks that shards are spread over, and gradients summed over; None is this rank alone. is_sharded: each
     of them owns its shard of every bucket, else everything. scale: factor of every gradient before reduction.

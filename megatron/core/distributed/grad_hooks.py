@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """What an optimizer keeps of neighbouring elements of a bucket that share a parameter group.
+    """An optimizer's state of neighbouring elements of a bucket that share a parameter group.
 
     span: theirs in the bucket's flat tensors. settings: of their parameter group, `lr` and so on, by name. master:
     [span.numel], fp32 or wider, the numbers that are stepped. moments: [span.numel] each, by name. Both are views of
@@ -388,7 +388,7 @@ class _Place:
 
     @property
     def version(self) -> int:
-        """Which writes to the flat parameters move, by whatever view."""
+        """Changes with every write to the flat parameters, through any view."""
         return self.bucket.buffer.param_data._version
 
 

@@ -171,7 +171,7 @@ class _Phase(Enum):
 
 @dataclass(frozen=True)
 class IterationOutcome:
-    """How an iteration ends, on one rank or on all. late: for each bucket group by its number, whether it is late."""
+    """End of an iteration, on one rank or on all. late: for each bucket group by its number, whether it is late."""
 
     is_aborted: bool
     is_non_finite: bool
@@ -302,9 +302,10 @@ class Iteration:
 
     @record_function("Iteration.agree_sync")
     def agree_sync(self, local: IterationOutcome, *, of_all_stages: bool) -> IterationOutcome:
-        """What holds on any rank of the stage. Collective; raises CollectiveMismatchError on all ranks of the stage.
+        """Returns what holds on any rank of the stage. Collective.
 
         of_all_stages: that a gradient is not finite holds if it does on any stage; must be the same on all stages.
+        Raises CollectiveMismatchError on all ranks of the stage if their launches differ.
         """
         if group_size(self._stage_messages) == group_size(self._pp_messages) == 1:
             # Nothing to send, and so nothing that a graph could not hold.

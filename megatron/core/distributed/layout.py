@@ -50,7 +50,7 @@ class Span:
 
 
 def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
-    """Which of `spans`, sorted, `part` lies in, and its elements counted from the start of that one."""
+    """Returns the index of the one of sorted `spans` that holds `part`, and `part` counted from its start."""
     # The last that begins there or before: an empty one may begin at the same place.
     index = bisect_right(spans, part.start, key=lambda span: span.start) - 1
     start = part.start - spans[index].start
@@ -111,7 +111,7 @@ class BufferLayout:
         return self.buckets[-1].span.end if self.buckets else 0
 
     def shard(self, bucket_index: int, rank: int) -> Span:
-        """What a rank, 0 to num_shards - 1, owns of a bucket: perhaps padding alone, never less than ALIGNMENT."""
+        """Returns the shard of a rank, 0 to num_shards - 1: perhaps padding alone, never less than ALIGNMENT."""
         span = self.buckets[bucket_index].span
         size = span.numel // self.num_shards
         return Span(span.start + rank * size, size)

@@ -43,7 +43,7 @@ class SumMemory(Enum):
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """Which memory of a buffer persists. comm_dtype: all-gather dtype; None means the parameters' dtype."""
+    """Memory of a buffer that persists. comm_dtype: all-gather dtype; None means the parameters' dtype."""
 
     grads: GradMemory = GradMemory.TRANSIENT
     params: ParamMemory = ParamMemory.FLAT

@@ -158,7 +158,7 @@ class GradScale:
 
 
 class GradUse(Enum):
-    """How a step treats the gradients that it divides."""
+    """Treatment of gradients that a step divides."""
 
     # They stay as they are.
     READ = auto()
@@ -262,7 +262,7 @@ class _Operands:
     ranges: Sequence[tuple[int, int]] | None = None
 
     def parts(self) -> "list[_Operands]":
-        """Those that the kernel takes as tensors, see [Note: ends of parameters]."""
+        """Ranges that the kernel steps as tensors, see [Note: ends of parameters]."""
         if self.ranges is None:
             return [self]
         return [

@@ -161,7 +161,7 @@ def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[Megat
 
 
 def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
-    """How the settings keep what is stepped of parameters [N]."""
+    """Returns the function that builds masters of parameters, [N], as the settings keep them."""
     if not config.use_precision_aware_optimizer:
         return full_masters
     if config.main_params_dtype == "fp16":

@@ -322,7 +322,7 @@ def total_norm(
     groups: Sequence[dist.ProcessGroup | None],
     accumulate_in: torch.dtype,
 ) -> torch.Tensor:
-    """As get_grad_norm_fp32, of tensors of any shape and dtype, but left on the device: [], fp64.
+    """Returns get_grad_norm_fp32 of tensors of any shape and dtype, left on the device: [], fp64.
 
     groups: over the ranks of the first, then over those of the next: each spreads elements apart from the others.
     """

@@ -32,7 +32,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True, eq=False)
 class FlatParamRange:
-    """What this rank owns of parameters that lie side by side and share dtype and parameter group.
+    """This rank's part of parameters that lie side by side and share dtype and parameter group.
 
     model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
     what has the digits that 16-bit parameters lack. span: its place in `buffer`; N is a multiple of 64. Padding between

@@ -45,7 +45,7 @@ _OF_MEMORY = {
 
 
 class GradMode(Enum):
-    """How new gradients are treated. COPY: they go to their buckets, but nothing is sent; KEEP: they stay as
+    """Treatment of new gradients. COPY: they go to their buckets, but nothing is sent; KEEP: they stay as
     they are.
     """
 
@@ -473,7 +473,7 @@ class ShardScaling:
         return found
 
     def scale(self, amp_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> GradScale:
-        """What an update divides by, and whether it is skipped; gradients count as divided by it from now on.
+        """Returns the divisor of an update, and whether it is skipped; gradients count as divided by it from now on.
 
         amp_scale: [], a loss scale that is still in the gradients. found_inf: [], above 0 to skip. Any float dtypes and
         devices; None: nothing of the kind.

@@ -232,7 +232,7 @@ class ShardedParams:
 
     @property
     def grad_use(self) -> GradUse:
-        """How an update treats the gradients that it divides; the same for all buckets and on all ranks."""
+        """Treatment of gradients that an update divides; the same for all buckets and on all ranks."""
         is_plain = all(segment.is_plain for segment in self._segments)
         return GradUse.DIVIDE if is_plain else GradUse.READ
 

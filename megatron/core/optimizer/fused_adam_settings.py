@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class AdamMemory:
-    """How parameters, gradients and states of some parameters are kept and sent; names as DistributedFusedAdam's.
+    """Dtypes in which some parameters, their gradients and states are kept and sent; names as DistributedFusedAdam's.
 
     None of grad_sync_dtype: as `dtype`; of param_sync_dtype: as the parameters.
     """
@@ -115,7 +115,7 @@ class AdamMemory:
         )
 
     def form(self, param: nn.Parameter) -> StateForm:
-        """How states of the parameters of its buffer are kept."""
+        """Form in which the states of a buffer's parameters are kept."""
         return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
 
     def is_plain(self, param: nn.Parameter) -> bool:

@@ -89,7 +89,7 @@ class _FlatState:
 
 
 class MegatronOptimizer:
-    """What FP32Optimizer and Float16OptimizerWithFloat16Params share. In a step:
+    """Common base of FP32Optimizer and Float16OptimizerWithFloat16Params. In a step:
 
     1. the norm of all gradients, which also tells whether any of them overflowed;
     2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
@@ -210,7 +210,7 @@ class MegatronOptimizer:
         return True, grad_norm, num_zeros
 
     def prepare_device_step(self) -> None:
-        """What the host does before step_on_device, and before each replay of it: fills in the learning rates.
+        """Fills in the learning rates; call before step_on_device and before each replay of it.
 
         Raises RuntimeError and ValueError where `step` would, ValueError where the graph has another weight decay.
         """
@@ -388,7 +388,7 @@ class MegatronOptimizer:
         self._note_update()
 
     def _after_device_update(self) -> None:
-        """What `_update` does besides updating."""
+        """Does on the host the rest of an update that the device has made."""
         self._note_update()
 
     def _prepare_step(self) -> None:

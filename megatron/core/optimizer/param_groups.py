@@ -43,7 +43,7 @@ class ParamKey:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroupOverride:
-    """What its parameters have instead of the run's values; None: the run's.
+    """Values of its parameters in place of the run's; None: the run's.
 
     max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay over the run. lr_mult,
     wd_mult: factors of both; wd_mult 0 keeps parameters from decaying, 1 lets biases and norms decay too.
