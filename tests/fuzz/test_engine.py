@@ -45,32 +45,12 @@ def die():
     os._exit(3)
 
 
-def end_a_run_with_two_errors():
-    print("error: the first disk is full\nerror: the second disk is full", file=sys.stderr)
-    sys.exit(1)
+def end(status, *lines):
+    print(*lines, sep="\n", file=sys.stderr)
+    sys.exit(status)
 
 
-def tell_a_mistake_twice():
-    print("error: --lr is 0: must be more\nerror: --lr is 0: must be more", file=sys.stderr)
-    sys.exit(2)
-
-
-def tell_no_mistake():
-    print("usage: pretrain_gpt.py", file=sys.stderr)
-    sys.exit(2)
-
-
-def tell_two_mistakes():
-    print("error: --lr is 0: must be more\nerror: --seed is -1: must not be negative", file=sys.stderr)
-    sys.exit(2)
-
-
-def exit_silently():
-    sys.exit(1)
-
-
-def exit_with_unknown_status():
-    sys.exit(3)
+RATE, SEED = "error: --lr is 0: must be more", "error: --seed is -1: must not be negative"
 
 
 def verdict_under_limits(fault, limits, folder):
@@ -94,12 +74,13 @@ def take_memory():
     "fault, error",
     [
         (divide_by_zero, "ZeroDivisionError"),
-        (exit_silently, "exit code 1"),
-        (end_a_run_with_two_errors, "exit code 1"),
-        (tell_a_mistake_twice, "AssertionError: error: --lr is 0"),
-        (tell_no_mistake, "exit code 2"),
-        (exit_with_unknown_status, "exit code 3"),
+        (partial(end, 1), "exit code 1"),
+        (partial(end, 1, RATE, SEED), "exit code 1"),
+        (partial(end, 2, RATE, RATE), "AssertionError: error: --lr is 0"),
+        (partial(end, 2, "usage: pretrain_gpt.py"), "exit code 2"),
+        (partial(end, 3), "exit code 3"),
     ],
+    ids=["crash", "no error", "two errors of a run", "a mistake told twice", "no mistake told", "unknown status"],
 )
 def test_a_failure_is_shrunk_and_its_blob_reproduces_it(fault, error):
     factory = partial(NumberFuzzer, fault=fault)
@@ -116,7 +97,7 @@ def test_a_process_that_dies_is_a_failure_of_the_example_it_was_at():
     assert number is not None and int(number[1]) >= 10, report
 
 
-@pytest.mark.parametrize("refusal", [refuse, tell_two_mistakes])
+@pytest.mark.parametrize("refusal", [refuse, partial(end, 2, RATE, SEED)], ids=["one mistake", "two mistakes"])
 def test_a_refusal_is_no_failure_and_every_example_has_a_verdict(refusal):
     tally = fuzz(partial(NumberFuzzer, fault=refusal), count=100)
     assert not tally.failures and tally.verdicts.total() == 100
