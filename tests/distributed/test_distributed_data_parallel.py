@@ -275,10 +275,10 @@ def odd_sizes():
         mean = sum(r * r for r in range(ranks)) / ranks
         for buffer in ddp.buffers:
             assert sum(span.numel for span in buffer.owned_spans()) * ranks == buffer.numel
-            for entry, param in zip(buffer.entries, reference.params):
+            for slot, param in zip(buffer.slots, reference.params):
                 for span in buffer.owned_spans():
-                    part = entry.span.intersection(span)
-                    own = param.detach()[part.start - entry.span.start :][: part.numel] * 2 * mean
+                    part = slot.span.intersection(span)
+                    own = param.detach()[part.start - slot.span.start :][: part.numel] * 2 * mean
                     torch.testing.assert_close(buffer.grad_data[part.start : part.end], own)
 
 
@@ -299,7 +299,7 @@ def chunks_with_one_order():
     ]
     launched = []
     record = order.trace.record
-    order.trace.record = lambda **entry: (launched.append(entry["bucket"]), record(**entry))
+    order.trace.record = lambda **slot: (launched.append(slot["bucket"]), record(**slot))
     for _ in range(3):
         launched.clear()
         for chunk in chunks:

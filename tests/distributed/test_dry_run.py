@@ -315,14 +315,14 @@ def _buckets(run: TrainingRun) -> Iterator[Bucket]:
         if isinstance(chunk, DistributedDataParallel):
             for kind, groups in (("dense", chunk.bucket_groups), ("expert", chunk.expert_parallel_bucket_groups)):
                 for bucket in (bucket for group in groups for bucket in group.buckets):
-                    names = [entry.name for entry in sorted(bucket.entries, key=lambda entry: entry.span.start)]
+                    names = [slot.name for slot in sorted(bucket.slots, key=lambda slot: slot.span.start)]
                     yield number, kind, bucket.grad_data.nbytes, names[0], names[-1]
 
 
 def _paddings(run: TrainingRun) -> Iterator[int]:
     for chunk in run.model:
         for buffer in chunk.all_buffers if isinstance(chunk, DistributedDataParallel) else ():
-            params = {id(entry.param): entry.param for entry in buffer.entries}.values()
+            params = {id(slot.param): slot.param for slot in buffer.slots}.values()
             of_params = sum(param.numel() for param in params)
             sizes = buffer.param_data.element_size() + buffer.grad_data.element_size()
             yield (buffer.param_data.numel() - of_params) * sizes

@@ -36,7 +36,7 @@ class Released:
         found = [group for chunk in run.model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
         self.groups = [group for group in found if isinstance(group, TransientGroup)]
         assert found and self.groups == found
-        self._group_of = {entry.param: group for group in self.groups for entry in group.entries}
+        self._group_of = {slot.param: group for group in self.groups for slot in group.slots}
         for chunk in run.model:
             chunk.register_bucket_ready_hook(self._look)
             for buffer in chunk.all_buffers:

@@ -236,7 +236,7 @@ def _norm(grads: Any) -> float:
 def _compare_with_reference(policy: str) -> None:
     for mode, count in (("ddp", 2), ("zero1, overlapped", 1), ("zero1, overlapped", 2), ("zero2", 2)):
         run = Run(mode, clip_grad=0.05, optimizer_in_backward_clip=policy)
-        buckets = [[entry.name for entry in one.entries] for buffer in run.model.all_buffers for one in buffer.buckets]
+        buckets = [[slot.name for slot in one.slots] for buffer in run.model.all_buffers for one in buffer.buckets]
         assert len(buckets) > 2
         reference = Reference(policy, 0.05, buckets)
         for step in range(STEPS):

@@ -185,10 +185,10 @@ def _by_name(model: DistributedDataParallel, kept: Kept) -> dict[str, torch.Tens
     found = {name: torch.zeros(param.numel()) for name, param in trained(model).items()}
     for (number, index), grad in kept.grads.items():
         owned = model.all_buffers[number].owned_spans()[index]
-        for entry in model.all_buffers[number].buckets[index].entries:
-            part = entry.span.intersection(owned)
-            start, here = part.start - entry.span.start, part.start - owned.start
-            found[entry.name][start : start + part.numel] += grad[here : here + part.numel]
+        for slot in model.all_buffers[number].buckets[index].slots:
+            part = slot.span.intersection(owned)
+            start, here = part.start - slot.span.start, part.start - owned.start
+            found[slot.name][start : start + part.numel] += grad[here : here + part.numel]
     if model.ddp_config.use_distributed_optimizer:
         for whole in found.values():
             dist.all_reduce(whole)

@@ -18,8 +18,9 @@ from torch.profiler import record_function
 from megatron.core.device import Arrival, Writers, keep_for_current_stream
 from megatron.core.distributed.collectives import Handle, gather_shards_, reduce_bucket_
 from megatron.core.distributed.consistency import GradChecks
-from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, plain_grad
+from megatron.core.distributed.flat_buffer import _ParamAndGradBucket, plain_grad
 from megatron.core.distributed.iteration import CollectiveTrace
+from megatron.core.distributed.layout import ParamSlot
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -73,14 +74,14 @@ class BucketGroupBase(ABC):
 
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str) -> None:
         self.buckets, self.name = list(buckets), name
-        self.entries = [entry for bucket in self.buckets for entry in bucket.entries]
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         # Records what is launched, where all ranks of the stage have this group.
         self.trace: CollectiveTrace | None = None
         self.is_last_microbatch = self.is_last_backward = True
         self.grad_state, self.param_state = GradState.COLLECTING, ParamState.CURRENT
-        self._expected_grads = _ExpectedGrads(len(self.entries))
+        self._expected_grads = _ExpectedGrads(len(self.slots))
         self.arrival = Arrival(self.device)
-        self._index_of = {entry.param: index for index, entry in enumerate(self.entries)}
+        self._index_of = {slot.param: index for index, slot in enumerate(self.slots)}
         self._gathers: list[Handle] = []
         # Called when the parameters are gathered; set by their owner on this rank.
         self.on_arrival: Callable[[], None] | None = None
@@ -234,7 +235,7 @@ class BucketGroupBase(ABC):
 
     def name_of(self, param: nn.Parameter) -> str:
         """The name of one of its parameters, any shape and dtype."""
-        return self.entries[self._index_of[param]].name
+        return self.slots[self._index_of[param]].name
 
     # Parameters.
 
@@ -271,7 +272,7 @@ class BucketGroupBase(ABC):
     @property
     def device(self) -> torch.device:
         """The parameters' device."""
-        return self.entries[0].param.device
+        return self.slots[0].param.device
 
     @property
     def is_sharded(self) -> bool:
@@ -290,10 +291,10 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
     def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str, checks: GradChecks | None) -> None:
         super().__init__(buckets, name=name)
         self._checks = checks
-        self._bucket_of = {entry.param: bucket for bucket in self.buckets for entry in bucket.entries}
+        self._bucket_of = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
         self._writers = Writers(self.device)
         # Gradients that became ready while their bucket was in flight, in that order.
-        self._late: list[tuple[Entry, torch.Tensor]] = []
+        self._late: list[tuple[ParamSlot, torch.Tensor]] = []
         self._late_sums: list[torch.Tensor] = []
         self._reductions: list[Handle] = []
         self._late_reductions: list[Handle] = []
@@ -327,7 +328,7 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
             self._writers.note()
             buffer.add(param, new)
         else:
-            self._put_aside(buffer.entry_of[param], new.compute())
+            self._put_aside(buffer.slot_of[param], new.compute())
 
     def take(self, param: nn.Parameter) -> None:
         """Moves `param.grad` to its place in the bucket, or keeps it for the second round if that is being reduced."""
@@ -336,39 +337,39 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
             self._writers.note()
             buffer.take(param)
             if self._checks is not None and self._checks.looks_at(param):
-                self._checks.measure_sum(buffer.entry_of[param].name, buffer.entry_of[param].main_grad)
+                self._checks.measure_sum(buffer.slot_of[param].name, buffer.slot_of[param].main_grad)
             return
-        entry = buffer.entry_of[param]
+        slot = buffer.slot_of[param]
         if added_to_main_grad(param):
             raise RuntimeError(
-                f"a kernel added to main_grad of {entry.name} while that was being reduced: wrap all microbatches but "
+                f"a kernel added to main_grad of {slot.name} while that was being reduced: wrap all microbatches but "
                 "the last in no_sync, or leave out overlap_grad_reduce"
             )
         grad, param.grad = plain_grad(param), None
         if grad is not None:
             # A copy: a CUDA graph may be about to write to it again.
-            self._put_aside(entry, grad.clone())
+            self._put_aside(slot, grad.clone())
 
     def note_added(self, param: nn.Parameter) -> None:
         """Records that a caller added a gradient to main_grad, without the scale."""
         if self.grad_state is not GradState.COLLECTING:
-            name = self._bucket_of[param].buffer.entry_of[param].name
+            name = self._bucket_of[param].buffer.slot_of[param].name
             raise RuntimeError(f"register_grad_ready: the gradient of {name} was added while that was being reduced")
         self._writers.note()
         self._bucket_of[param].buffer.note_added(param)
 
     def unfilled(self) -> list[str]:
         """Names of the parameters without a gradient in this iteration."""
-        return [name for bucket in self.buckets for name in bucket.buffer.unfilled(bucket.entries)]
+        return [name for bucket in self.buckets for name in bucket.buffer.unfilled(bucket.slots)]
 
     @record_function("_ParamAndGradBucketGroup.launch_reductions")
     def launch_reductions(self) -> None:
         """Starts to reduce the gradients. Collective."""
         self._writers.join()
         for bucket in self.buckets:
-            bucket.buffer.complete(bucket.entries)
+            bucket.buffer.complete(bucket.slots)
             if self._checks is not None:
-                self._checks.measure([(entry.name, entry.main_grad) for entry in bucket.entries])
+                self._checks.measure([(slot.name, slot.main_grad) for slot in bucket.slots])
         self._reductions = [self._reduce(bucket, bucket.grad_data) for bucket in self.buckets]
         self.grad_state = GradState.IN_FLIGHT
 
@@ -379,18 +380,18 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
         if self.can_repeat:
             self._discard()
             # One by one, as they would have been added had nothing been on its way: the sum has the same bits.
-            for entry, grad in self._late:
-                entry.main_grad.add_(grad, alpha=self._bucket_of[entry.param].buffer.settings.scale)
-                if entry.comm_view is not entry.main_grad:
-                    entry.comm_view.copy_(entry.main_grad)
+            for slot, grad in self._late:
+                slot.main_grad.add_(grad, alpha=self._bucket_of[slot.param].buffer.settings.scale)
+                if slot.comm_view is not slot.main_grad:
+                    slot.comm_view.copy_(slot.main_grad)
             self._reductions = [self._reduce(bucket, bucket.grad_data) for bucket in self.buckets]
             return
         for bucket in self.buckets:
             late = torch.zeros_like(bucket.grad_data)
-            for entry, grad in self._late:
-                if self._bucket_of[entry.param] is bucket:
-                    start = entry.span.start - bucket.layout.span.start
-                    late[start : start + entry.span.numel].add_(grad.reshape(-1), alpha=bucket.buffer.settings.scale)
+            for slot, grad in self._late:
+                if self._bucket_of[slot.param] is bucket:
+                    start = slot.span.start - bucket.layout.span.start
+                    late[start : start + slot.span.numel].add_(grad.reshape(-1), alpha=bucket.buffer.settings.scale)
             self._late_sums.append(late)
             self._late_reductions.append(self._reduce(bucket, late))
 
@@ -422,8 +423,8 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
     def take_sums(self) -> None:
         """Copies the reduced values into every main_grad, if the group is reduced."""
         if self.grad_state is GradState.REDUCED:
-            for entry in self.entries:
-                entry.copy_from_comm()
+            for slot in self.slots:
+                slot.copy_from_comm()
 
     def abandon(self) -> None:
         """Ends reductions in flight and discards their results. Collective."""
@@ -463,10 +464,10 @@ class _ParamAndGradBucketGroup(BucketGroupBase):
             flat, buffer.data_parallel_group, sharded=buffer.is_sharded, policy=buffer.settings.policy
         )
 
-    def _put_aside(self, entry: Entry, grad: torch.Tensor) -> None:
-        self._late.append((entry, grad))
+    def _put_aside(self, slot: ParamSlot, grad: torch.Tensor) -> None:
+        self._late.append((slot, grad))
         if self._checks is not None:
-            self._checks.measure([(entry.name, grad)])
+            self._checks.measure([(slot.name, grad)])
 
     def _discard(self) -> None:
         for handle in self._reductions:

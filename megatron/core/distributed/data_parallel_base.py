@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from megatron.core.dense_memory import check_apart
 from megatron.core.device import default_device
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.grad_hooks import (
     BucketHook,
     GradConsumer,
@@ -25,7 +24,7 @@ from megatron.core.distributed.grad_hooks import (
     StateProvider,
 )
 from megatron.core.distributed.iteration import Iteration
-from megatron.core.distributed.layout import BufferLayout, Span
+from megatron.core.distributed.layout import BufferLayout, ParamSlot, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -48,7 +47,7 @@ class FlatBuffer(Protocol):
     grad_data: torch.Tensor
 
     @property
-    def entries(self) -> Sequence[Entry]: ...
+    def slots(self) -> Sequence[ParamSlot]: ...
     @property
     def layout(self) -> BufferLayout: ...
     @property
@@ -73,7 +72,7 @@ class FlatBuffer(Protocol):
         """Returns the spans that this rank's optimizer steps, bucket by bucket, in order."""
         ...
 
-    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
+    def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
         """Returns the parts of a parameter's gradient whose sum this rank gets: [N] each, grad_data's dtype, views."""
         ...
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.bucket_group import BucketGroupBase, Traffic
 from megatron.core.distributed.collectives import shard_of
-from megatron.core.distributed.flat_buffer import Entry, _ParamAndGradBucket, _ParamAndGradBuffer
-from megatron.core.distributed.layout import ALIGNMENT, Span
+from megatron.core.distributed.flat_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
+from megatron.core.distributed.layout import ALIGNMENT, ParamSlot, Span
 from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
@@ -93,7 +93,7 @@ class DdpDebug:
         if traffic is Traffic.GATHER:
             self._under_way.add(group.name)
         elif group.can_repeat:
-            self._sent_grads[group.name] = [_checksum_sync(entry.comm_view) for entry in group.entries]
+            self._sent_grads[group.name] = [_checksum_sync(slot.comm_view) for slot in group.slots]
 
     def before_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is not Traffic.GATHER:
@@ -104,7 +104,7 @@ class DdpDebug:
     def after_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
         if traffic is Traffic.GATHER:
             self._under_way.discard(group.name)
-            self._reads.allow(group.entries)
+            self._reads.allow(group.slots)
 
     def before_agreement(self) -> None:
         """Checks nothing."""
@@ -135,33 +135,33 @@ class DdpDebug:
         for bucket in group.buckets:
             _poison(bucket.param_data, bucket)
             own = shard_of(bucket.param_data, bucket.buffer.data_parallel_group)
-            self._reads.forbid(bucket.entries, own=own)
+            self._reads.forbid(bucket.slots, own=own)
 
     # Inside.
 
     def _check_zero_sync(self, group: BucketGroupBase, when: str) -> None:
-        for entry in group.entries:
-            if not added_to_main_grad(entry.param) and int(entry.main_grad.count_nonzero()):
-                self._stop(f"gradient of {entry.name} was not exactly zero {when}")
+        for slot in group.slots:
+            if not added_to_main_grad(slot.param) and int(slot.main_grad.count_nonzero()):
+                self._stop(f"gradient of {slot.name} was not exactly zero {when}")
 
     def _check_grads_unchanged(self, group: BucketGroupBase, when: str) -> None:
         before = self._sent_grads.get(group.name, [])
-        for entry, checksum in zip(group.entries, before):
-            if _checksum_sync(entry.comm_view) != checksum:
-                self._stop(f"gradient of {entry.name} was written after its reduction had started; seen when {when}")
+        for slot, checksum in zip(group.slots, before):
+            if _checksum_sync(slot.comm_view) != checksum:
+                self._stop(f"gradient of {slot.name} was written after its reduction had started; seen when {when}")
 
     def _check_views(self, group: BucketGroupBase) -> None:
         """Stops where a parameter or its gradient is not what lies in the buffers, in their types."""
         for bucket in group.buckets:
             kind = bucket.buffer.kind
-            for entry in bucket.entries:
-                if not _is_at(entry.param, _slice_of(bucket.param_data, entry, bucket=bucket)):
-                    self._stop(f"parameter {entry.name} is no view of its buffer any more: its data was replaced")
-                if not _is_at(entry.comm_view, _slice_of(bucket.grad_data, entry, bucket=bucket)):
-                    self._stop(f"gradient of {entry.name} is no view of its buffer any more")
-                if entry.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
+            for slot in bucket.slots:
+                if not _is_at(slot.param, _slice_of(bucket.param_data, slot, bucket=bucket)):
+                    self._stop(f"parameter {slot.name} is no view of its buffer any more: its data was replaced")
+                if not _is_at(slot.comm_view, _slice_of(bucket.grad_data, slot, bucket=bucket)):
+                    self._stop(f"gradient of {slot.name} is no view of its buffer any more")
+                if slot.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
                     self._stop(
-                        f"parameter {entry.name} is {entry.param.dtype} and its gradient is sent as "
+                        f"parameter {slot.name} is {slot.param.dtype} and its gradient is sent as "
                         f"{bucket.grad_data.dtype}: {kind.param_dtype} and {kind.grad_dtype} were wrapped"
                     )
 
@@ -172,9 +172,9 @@ class DdpDebug:
                 intact = torch.ones_like(bucket.param_data, dtype=torch.bool)
                 for part, value in zip(_shards_of_others(intact, bucket), _shards_of_others(bucket.param_data, bucket)):
                     part.copy_(value.isnan())
-                for entry in bucket.entries:
-                    if not bool(_slice_of(intact, entry, bucket=bucket).all()):
-                        self._stop(f"parameter {entry.name} was written before its gather: wait_params first")
+                for slot in bucket.slots:
+                    if not bool(_slice_of(intact, slot, bucket=bucket).all()):
+                        self._stop(f"parameter {slot.name} was written before its gather: wait_params first")
 
     def _stop(self, message: str) -> NoReturn:
         self._tell_others(message)
@@ -185,9 +185,9 @@ def _is_at(view: torch.Tensor, place: torch.Tensor) -> bool:
     return view.numel() == 0 or view.data_ptr() == place.data_ptr()
 
 
-def _slice_of(flat: torch.Tensor, entry: Entry, *, bucket: _ParamAndGradBucket) -> torch.Tensor:
-    start = entry.span.start - bucket.layout.span.start
-    return flat[start : start + entry.span.numel]
+def _slice_of(flat: torch.Tensor, slot: ParamSlot, *, bucket: _ParamAndGradBucket) -> torch.Tensor:
+    start = slot.span.start - bucket.layout.span.start
+    return flat[start : start + slot.span.numel]
 
 
 def _shards_of_others(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ def _checksum_sync(tensor: torch.Tensor) -> int:
 
 
 def _names(group: BucketGroupBase) -> str:
-    return ", ".join(entry.name for entry in group.entries)
+    return ", ".join(slot.name for slot in group.slots)
 
 
 # Uses of a parameter before its all-gather. Inside a module's forward any use is found, alike on all ranks. Outside the
@@ -271,18 +271,18 @@ class _StaleReads:
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
 
-    def forbid(self, entries: Sequence[Entry], *, own: torch.Tensor) -> None:
+    def forbid(self, slots: Sequence[ParamSlot], *, own: torch.Tensor) -> None:
         """The parameters are stale from now on; own: [n], any dtype, what this rank may still update."""
-        for entry in entries:
-            whole = _Range.of(entry.param)
-            self._forbidden[entry.param] = _Stale(entry.name, [whole], whole.without(_Range.of(own)))
+        for slot in slots:
+            whole = _Range.of(slot.param)
+            self._forbidden[slot.param] = _Stale(slot.name, [whole], whole.without(_Range.of(own)))
         if any(stale.of_others for stale in self._forbidden.values()):
             self._enter_outside()
 
-    def allow(self, entries: Sequence[Entry]) -> None:
+    def allow(self, slots: Sequence[ParamSlot]) -> None:
         """They are current."""
-        for entry in entries:
-            self._forbidden.pop(entry.param, None)
+        for slot in slots:
+            self._forbidden.pop(slot.param, None)
         self._leave_outside()
 
     @contextmanager
@@ -358,7 +358,7 @@ def _check_coverage(buffer: _ParamAndGradBuffer) -> None:
     problem = find_coverage_problem(of_ranks, numel=buffer.numel)
     if problem is not None:
         element, what = problem
-        names = [entry.name for entry in buffer.entries if entry.span.start <= element < entry.span.padded_end]
+        names = [slot.name for slot in buffer.slots if slot.span.start <= element < slot.span.padded_end]
         raise ValueError(f"element {element} of the buffer, of parameter {', '.join(names) or '(padding)'}, {what}")
 
 

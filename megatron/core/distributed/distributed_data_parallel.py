@@ -151,7 +151,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.bucket_groups = build(dense, name=f"{chunk} dense")
         self.expert_parallel_bucket_groups = build(self.expert_parallel_buffers, name=f"{chunk} experts")
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
-        self.param_to_bucket_group = {entry.param: group for group in self._groups for entry in group.entries}
+        self.param_to_bucket_group = {slot.param: group for group in self._groups for slot in group.slots}
         find_change = module_change_finder(module, self.param_to_bucket_group)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
         self._hook_runner = GradHookRunner(self._groups, is_later=is_later)
@@ -272,7 +272,7 @@ class DistributedDataParallel(_BaseDataParallel):
         moving = next((group for group in self._groups if group.is_moving), None)
         if moving is not None:
             raise RuntimeError(
-                f"scale_gradients while gradients of {moving.entries[0].name} are being reduced: call it before the "
+                f"scale_gradients while gradients of {moving.slots[0].name} are being reduced: call it before the "
                 "last microbatch or after finish_grad_sync"
             )
         for buffer in self.all_buffers:
@@ -459,7 +459,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def _in_order_of_backward(self) -> list[BucketGroupBase]:
         # A bucket is complete when backward has come to the first of its modules.
         places = {param: place for place, param in enumerate(self.module.parameters())}
-        return sorted(self._groups, key=lambda group: -min(places[entry.param] for entry in group.entries))
+        return sorted(self._groups, key=lambda group: -min(places[slot.param] for slot in group.slots))
 
 
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -105,17 +105,17 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
     if group_size(group) == 1:
         return
     for buffer in chunk.all_buffers:
-        entries = [entry for entry in buffer.entries if param_facts(entry.param).sequence_parallel]
+        slots = [slot for slot in buffer.slots if param_facts(slot.param).sequence_parallel]
         # The ranks of the group have the same layout, and own the same shards.
-        parts = [part for entry in entries for part in buffer.owned_grads(entry)]
+        parts = [part for slot in slots for part in buffer.owned_grads(slot)]
         if parts:
             # One message: they are many and small.
             flat = torch.cat(parts)
             (rank_ordered_all_reduce_ if chunk.config.deterministic_mode else all_reduce_)(flat, group)
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
                 part.copy_(total)
-        for entry in entries:
-            entry.copy_from_comm()
+        for slot in slots:
+            slot.copy_from_comm()
 
 
 def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
@@ -126,11 +126,11 @@ def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | No
     if group_size(group) == 1:
         return
     for buffer in chunk.all_buffers:
-        for entry in buffer.entries:
-            if param_facts(entry.param).shared_embedding:
-                for part in buffer.owned_grads(entry):
+        for slot in buffer.slots:
+            if param_facts(slot.param).shared_embedding:
+                for part in buffer.owned_grads(slot):
                     dist.all_reduce(part, group=group)
-                entry.copy_from_comm()
+                slot.copy_from_comm()
 
 
 def _divide_by_tokens(

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.dense_memory import shaped_view
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.collectives import ReductionPolicy, shard_of
-from megatron.core.distributed.layout import BucketLayout, Span, lay_out
+from megatron.core.distributed.layout import BucketLayout, ParamSlot, Span, lay_out
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
     added_to_main_grad,
@@ -70,34 +70,12 @@ class BufferSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
-    """A parameter and its place. main_grad: [*parameter shape], where its gradients add up, `param.main_grad`.
-
-    comm_view: the same shape, the view of grad_data that is reduced; main_grad itself unless that is wider. start:
-    which element of the flattened parameter the span begins with; main_grad and comm_view of a shard hold its elements
-    alone, flat.
-    """
-
-    name: str
-    param: nn.Parameter
-    span: Span
-    main_grad: torch.Tensor
-    comm_view: torch.Tensor
-    start: int = 0
-
-    def copy_from_comm(self) -> None:
-        """Copies comm_view into main_grad, if they are different tensors."""
-        if self.comm_view is not self.main_grad:
-            self.main_grad.copy_(self.comm_view)
-
-
-@dataclass(frozen=True, eq=False)
 class _ParamAndGradBucket:
     """Neighbours in a buffer that are reduced and gathered together; grad_data: [N], a view."""
 
     buffer: "_ParamAndGradBuffer"
     layout: BucketLayout
-    entries: list[Entry]
+    slots: list[ParamSlot]
     grad_data: torch.Tensor
 
     @property
@@ -110,7 +88,7 @@ class _ParamAndGradBuffer:
     """Parameters of one kind and their gradients, each flat; `param.data` and `param.main_grad` become views.
 
     param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients'. Padding is zero in both, and no
-    step or norm sees it. entries: in the order of named_params. `take` moves autograd's gradients in.
+    step or norm sees it. slots: in the order of named_params. `take` moves autograd's gradients in.
     """
 
     def __init__(
@@ -128,13 +106,13 @@ class _ParamAndGradBuffer:
             split=settings.split,
         )
         self.param_data, self.grad_data = self._new_flats(named_params[0][1].device)
-        self.entries = [
+        self.slots = [
             self._move_in(name, param, span=span)
             for (name, param), span in zip(named_params, self.layout.spans, strict=True)
         ]
         self.buckets = [self._bucket(layout) for layout in self.layout.buckets]
         # For the hook, which autograd hands the parameter alone.
-        self.entry_of = {entry.param: entry for entry in self.entries}
+        self.slot_of = {slot.param: slot for slot in self.slots}
         # Both since `zero_grads`: what has a gradient, and of that what kernels added to main_grad, without our scale.
         self._filled: set[nn.Parameter] = set()
         self._unscaled: set[nn.Parameter] = set()
@@ -180,9 +158,9 @@ class _ParamAndGradBuffer:
             return self.layout.owned(group_rank(self.settings.group))
         return [bucket.span for bucket in self.layout.buckets]
 
-    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
+    def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
         """The parts of a parameter's gradient that hold its sum after reduction: each [N], views of grad_data."""
-        parts = [entry.span.intersection(owned) for owned in self.owned_spans()]
+        parts = [slot.span.intersection(owned) for owned in self.owned_spans()]
         return [self.grad_data[part.start : part.end] for part in parts if part.numel]
 
     def grad_of(self, span: Span) -> torch.Tensor:
@@ -197,7 +175,7 @@ class _ParamAndGradBuffer:
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
         """Lets a gradient be added to main_grad, scaled, where it is computed; `take` follows."""
         is_zero = param not in self._filled and not added_to_main_grad(param)
-        new.add_to(self.entry_of[param].main_grad, scale=self._scale_of(param), is_zero=is_zero)
+        new.add_to(self.slot_of[param].main_grad, scale=self._scale_of(param), is_zero=is_zero)
         self._filled.add(param)
 
     def take(self, param: nn.Parameter) -> None:
@@ -206,41 +184,41 @@ class _ParamAndGradBuffer:
         The first since `zero_grads` overwrites, later ones add. Of a parameter whose kernel has added its gradient to
         main_grad already, only what else there is.
         """
-        entry = self.entry_of[param]
+        slot = self.slot_of[param]
         grad = plain_grad(param)
         if added_to_main_grad(param):
-            self._take_beside(entry, grad)
+            self._take_beside(slot, grad)
         elif grad is not None:
-            self._move(entry, grad)
+            self._move(slot, grad)
         self._filled.add(param)
         # While it is still in the cache, for the next one to take its place.
         param.grad = None
 
     def note_added(self, param: nn.Parameter) -> None:
         """Records that a caller added a gradient to main_grad, without the scale."""
-        self._check_unscaled(self.entry_of[param])
+        self._check_unscaled(self.slot_of[param])
         self._filled.add(param)
 
-    def unfilled(self, entries: Sequence[Entry]) -> list[str]:
+    def unfilled(self, slots: Sequence[ParamSlot]) -> list[str]:
         """Names of parameters without a gradient since `zero_grads`."""
-        return [entry.name for entry in entries if entry.param not in self._filled]
+        return [slot.name for slot in slots if slot.param not in self._filled]
 
-    def complete(self, entries: Sequence[Entry]) -> None:
+    def complete(self, slots: Sequence[ParamSlot]) -> None:
         """Makes what is reduced right for good: scales what kernels added, and rounds what adds up beside."""
-        for entry in entries:
-            if entry.param in self._unscaled and self.settings.scale != 1.0:
-                entry.main_grad.mul_(self.settings.scale)
-            if entry.comm_view is not entry.main_grad:
-                entry.comm_view.copy_(entry.main_grad)
+        for slot in slots:
+            if slot.param in self._unscaled and self.settings.scale != 1.0:
+                slot.main_grad.mul_(self.settings.scale)
+            if slot.comm_view is not slot.main_grad:
+                slot.comm_view.copy_(slot.main_grad)
 
     def zero_grads(self) -> None:
         """Forgets all gradients: they are exact zeros."""
         self.grad_data.zero_()
-        for entry in self.entries:
-            if entry.comm_view is not entry.main_grad:
-                entry.main_grad.zero_()
+        for slot in self.slots:
+            if slot.comm_view is not slot.main_grad:
+                slot.main_grad.zero_()
             # Left behind where an error kept the hook from running.
-            entry.param.grad = None
+            slot.param.grad = None
         for param in self._unscaled:
             clear_added_to_main_grad(param)
         self._filled.clear()
@@ -249,19 +227,19 @@ class _ParamAndGradBuffer:
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
         self.grad_data.mul_(factor)
-        for entry in self.entries:
-            if entry.comm_view is not entry.main_grad:
-                entry.main_grad.mul_(factor)
+        for slot in self.slots:
+            if slot.comm_view is not slot.main_grad:
+                slot.main_grad.mul_(factor)
 
     def named_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter's name and main_grad."""
-        return ((entry.name, entry.main_grad) for entry in self.entries)
+        return ((slot.name, slot.main_grad) for slot in self.slots)
 
     def _new_flats(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         zeros = partial(torch.zeros, self.layout.numel, device=device)
         return zeros(dtype=self.kind.param_dtype), zeros(dtype=self.kind.grad_dtype)
 
-    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
+    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> ParamSlot:
         assert param.dtype == self.kind.param_dtype, f"parameter {name} is {param.dtype}: the buffer is {self.kind}"
         # In the order of its own memory: a layout such as channels_last stays.
         place = shaped_view(self.param_data[span.start : span.end], param)
@@ -274,15 +252,15 @@ class _ParamAndGradBuffer:
         is_wider = beside and comm_view.dtype.itemsize < 4
         main_grad = torch.zeros_like(comm_view, dtype=torch.float32) if is_wider else comm_view
         set_main_grad(param, main_grad)
-        return Entry(canonical_name(name), param, span, main_grad, comm_view)
+        return ParamSlot(canonical_name(name), param, span, main_grad, comm_view)
 
     def _bucket(self, layout: BucketLayout) -> _ParamAndGradBucket:
-        entries = [self.entries[index] for index in layout.params]
-        return _ParamAndGradBucket(self, layout, entries, self.grad_data[layout.span.start : layout.span.end])
+        slots = [self.slots[index] for index in layout.params]
+        return _ParamAndGradBucket(self, layout, slots, self.grad_data[layout.span.start : layout.span.end])
 
-    def _move(self, entry: Entry, new: torch.Tensor) -> None:
-        grad, scale = entry.main_grad, self._scale_of(entry.param)
-        if entry.param in self._filled:
+    def _move(self, slot: ParamSlot, new: torch.Tensor) -> None:
+        grad, scale = slot.main_grad, self._scale_of(slot.param)
+        if slot.param in self._filled:
             grad.add_(new, alpha=scale)
         elif new.dtype == grad.dtype:
             torch.mul(new, scale, out=grad)
@@ -293,19 +271,19 @@ class _ParamAndGradBuffer:
     def _scale_of(self, param: nn.Parameter) -> float:
         return 1.0 if param in self._unscaled else self.settings.scale
 
-    def _take_beside(self, entry: Entry, grad: torch.Tensor | None) -> None:
-        self._check_unscaled(entry)
-        if grad is not None and has_grad_beside_main_grad(entry.param):
-            entry.main_grad.add_(grad)
+    def _take_beside(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
+        self._check_unscaled(slot)
+        if grad is not None and has_grad_beside_main_grad(slot.param):
+            slot.main_grad.add_(grad)
 
-    def _check_unscaled(self, entry: Entry) -> None:
+    def _check_unscaled(self, slot: ParamSlot) -> None:
         # What autograd gave has the scale in it already, and the two cannot be told apart in the sum.
-        if entry.param in self._filled and entry.param not in self._unscaled and self.settings.scale != 1.0:
+        if slot.param in self._filled and slot.param not in self._unscaled and self.settings.scale != 1.0:
             raise RuntimeError(
-                f"parameter {entry.name} has gradients of autograd and others that were added to main_grad in one "
+                f"parameter {slot.name} has gradients of autograd and others that were added to main_grad in one "
                 "iteration: must be of one kind"
             )
-        self._unscaled.add(entry.param)
+        self._unscaled.add(slot.param)
 
 
 def plain_grad(param: nn.Parameter) -> torch.Tensor | None:

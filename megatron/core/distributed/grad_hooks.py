@@ -24,8 +24,7 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.layout import BucketLayout, RunParam, Span
+from megatron.core.distributed.layout import BucketLayout, ParamRange, ParamSlot, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -74,7 +73,7 @@ class ReadyBucket:
     """
 
     name: str
-    slices: Sequence[RunParam]
+    slices: Sequence[ParamRange]
     shard: torch.Tensor
     grad: torch.Tensor
     find_states: Callable[[], Sequence[RunState]] = _no_states
@@ -312,7 +311,7 @@ class ReleasedBucket(Protocol):
     @property
     def layout(self) -> BucketLayout: ...
     @property
-    def entries(self) -> list[Entry]: ...
+    def slots(self) -> list[ParamSlot]: ...
 
 
 class ReleasedGroup(Protocol):
@@ -321,7 +320,7 @@ class ReleasedGroup(Protocol):
     name: str
 
     @property
-    def entries(self) -> Sequence[Entry]: ...
+    def slots(self) -> Sequence[ParamSlot]: ...
     @property
     def buckets(self) -> Sequence[ReleasedBucket]: ...
     def reduced_grad(self, bucket: Any) -> torch.Tensor:
@@ -375,12 +374,12 @@ class _Place:
     bucket: ReleasedBucket
     name: str
     span: Span
-    slices: list[RunParam]
+    slices: list[ParamRange]
 
     @classmethod
     def of(cls, bucket: ReleasedBucket, name: str) -> "_Place":
         owned = bucket.buffer.owned_spans()[bucket.layout.index]
-        return cls(bucket, name, owned, [_slice(entry, owned) for entry in bucket.entries])
+        return cls(bucket, name, owned, [_slice(slot, owned) for slot in bucket.slots])
 
     @property
     def shard(self) -> torch.Tensor:
@@ -392,13 +391,13 @@ class _Place:
         return self.bucket.buffer.param_data._version
 
 
-def _slice(entry: Entry, owned: Span) -> RunParam:
-    part = entry.span.intersection(owned)
+def _slice(slot: ParamSlot, owned: Span) -> ParamRange:
+    part = slot.span.intersection(owned)
     if part.numel == 0:
         # In the order of places all the same.
-        return RunParam(entry.name, entry.param, Span(min(part.start - owned.start, owned.numel), 0), 0)
-    start = entry.start + part.start - entry.span.start
-    return RunParam(entry.name, entry.param, Span(part.start - owned.start, part.numel), start)
+        return ParamRange(slot.name, slot.param, Span(min(part.start - owned.start, owned.numel), 0), 0)
+    start = slot.start + part.start - slot.span.start
+    return ParamRange(slot.name, slot.param, Span(part.start - owned.start, part.numel), start)
 
 
 class GradHookRunner:
@@ -413,14 +412,14 @@ class GradHookRunner:
     """
 
     def __init__(self, groups: Sequence[ReleasedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
-        self.hooks = GradHooks({entry.param: entry.name for group in groups for entry in group.entries})
+        self.hooks = GradHooks({slot.param: slot.name for group in groups for slot in group.slots})
         self.consumer: GradConsumer | None = None
         self._provider: WeakMethod[StateProvider] | None = None
         self._places = {
             group: [_Place.of(bucket, f"{group.name}.{number}") for number, bucket in enumerate(group.buckets)]
             for group in groups
         }
-        self._later = {group for group in groups if any(is_later(entry.param) for entry in group.entries)}
+        self._later = {group for group in groups if any(is_later(slot.param) for slot in group.slots)}
         self._queued: list[ReleasedGroup] = []
         self._released: set[ReleasedGroup] = set()
         # Of buckets that a hook waits with.
@@ -531,7 +530,7 @@ class GradHookRunner:
         provider = None if self._provider is None else self._provider()
         return () if provider is None else provider(place.bucket)
 
-    def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
+    def _fire_param(self, one: ParamRange, flat: torch.Tensor) -> None:
         owned = self.owned_shard(one.param)
         with _lent(owned, one.view_of(flat).view(owned.shape)):
             self.hooks.fire_param(one.name, owned)

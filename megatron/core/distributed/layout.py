@@ -1,7 +1,8 @@
-"""Where parameters lie in flat buffers, and how these are cut into buckets and shards; a pure function of sizes.
+"""Places of parameters in flat buffers, and the cuts of these buffers into buckets and shards.
 
-RunParam names a part of a parameter in any flat tensor. Buffers themselves are flat_buffer.py's. All modes share this
-layout: starts of parameters, and starts and ends of shards, are multiples of ALIGNMENT elements.
+`lay_out` is a pure function of sizes. All modes share its layout: parameters start, and shards start and end, at
+multiples of ALIGNMENT elements. ParamSlot is a parameter's place in a buffer; ParamRange is the part of a parameter in
+any flat tensor.
 """
 
 import math
@@ -57,10 +58,35 @@ def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
     return index, slice(start, start + part.numel)
 
 
+@dataclass(frozen=True, eq=False)
+class ParamSlot:
+    """The place of a parameter in a flat buffer.
+
+    name: the parameter's name in the model. span: its elements in the buffer. main_grad: [*parameter shape], the tensor
+    in which its gradients accumulate, `param.main_grad`. comm_view: [*parameter shape], the view of grad_data that is
+    reduced; it is main_grad itself unless main_grad has a wider dtype. start: the element of the flattened parameter
+    with which the span begins. In a slot of a sharded parameter, main_grad and comm_view are flat and hold the shard's
+    elements only.
+    """
+
+    name: str
+    param: nn.Parameter
+    span: Span
+    main_grad: torch.Tensor
+    comm_view: torch.Tensor
+    start: int = 0
+
+    def copy_from_comm(self) -> None:
+        """Copies comm_view into main_grad, if they are different tensors."""
+        if self.comm_view is not self.main_grad:
+            self.main_grad.copy_(self.comm_view)
+
+
 @dataclass(frozen=True)
-class RunParam:
-    """A parameter of a run, or a range of it. span: its elements in the run's flat tensors; start: the first of them in
-    the flattened parameter.
+class ParamRange:
+    """A parameter, or a range of it, in some flat tensor.
+
+    span: its elements in the flat tensor. start: the element of the flattened parameter with which the span begins.
     """
 
     name: str
@@ -69,7 +95,7 @@ class RunParam:
     start: int
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of a flat tensor of the run: [N], any dtype -> [span.numel], the same dtype, a view."""
+        """Its elements of the flat tensor: [N], any dtype -> [span.numel], the same dtype, a view."""
         return flat[self.span.start : self.span.end]
 
 

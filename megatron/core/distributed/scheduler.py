@@ -144,7 +144,7 @@ class CollectiveScheduler:
             self._by_number[number] = group
             if group.name in same_everywhere:
                 group.trace = self.trace
-                self.trace.name_bucket(group.name, [entry.name for entry in group.entries])
+                self.trace.name_bucket(group.name, [slot.name for slot in group.slots])
         self._groups += chunk.groups
         self._chunks.append(chunk)
         if chunk.hook_runner is not None:
@@ -169,7 +169,7 @@ class CollectiveScheduler:
 
     def first_name(self) -> str:
         """The name of one of the parameters, for messages."""
-        return next((entry.name for group in self._groups for entry in group.entries), "no parameter")
+        return next((slot.name for group in self._groups for slot in group.slots), "no parameter")
 
     # Several schedulers over the same process groups, see [Note: several schedulers].
 
@@ -561,7 +561,7 @@ class CollectiveScheduler:
             self._break_off(problem)
             raise RuntimeError(problem)
         self._launch_gathers()
-        has_gradients = any(len(group.unfilled()) < len(group.entries) for group in self._groups)
+        has_gradients = any(len(group.unfilled()) < len(group.slots) for group in self._groups)
         if self.iteration.highest_sync(int(has_gradients)):
             raise RuntimeError(problem)
 
@@ -790,7 +790,7 @@ def _groups_of_stage(
 
 def _fingerprint(group: BucketGroupBase) -> int:
     buckets = [
-        (bucket.layout.span.numel, str(bucket.grad_data.dtype), [entry.name for entry in bucket.entries])
+        (bucket.layout.span.numel, str(bucket.grad_data.dtype), [slot.name for slot in bucket.slots])
         for bucket in group.buckets
     ]
     return zlib.crc32(repr(buckets).encode())

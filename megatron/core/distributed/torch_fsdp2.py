@@ -167,11 +167,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def weight_ranges(self) -> list[WeightRange]:
         """Returns this rank's part of each parameter, including frozen ones."""
         trained = [
-            WeightRange(
-                entry.name, buffer.param_data[entry.span.start : entry.span.end], entry.start, buffer.model_dtype
-            )
+            WeightRange(slot.name, buffer.param_data[slot.span.start : slot.span.end], slot.start, buffer.model_dtype)
             for buffer in self._flat_buffers
-            for entry in buffer.entries
+            for slot in buffer.slots
         ]
         frozen = [
             WeightRange(name, shard.local.detach().view(-1), shard.start, shard.local.dtype, is_frozen=True)
@@ -253,7 +251,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
         Build the optimizer after it.
         """
-        params = [entry.param for buffer in self._flat_buffers for entry in buffer.entries]
+        params = [slot.param for buffer in self._flat_buffers for slot in buffer.slots]
         hooks = {param: param._post_accumulate_grad_hooks for param in params}
         frozen = [shard for _, shard in self._frozen]
         marks = {param: vars(param).copy() for param in [*params, *(shard.param for shard in frozen)]}

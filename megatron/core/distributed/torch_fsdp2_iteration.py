@@ -211,7 +211,7 @@ class EndOfBackwardRelease:
         for buffer in self._buffers:
             buffer.attach_grads()
             if self._checks is not None:
-                self._checks.measure([(entry.name, entry.main_grad) for entry in buffer.entries])
+                self._checks.measure([(slot.name, slot.main_grad) for slot in buffer.slots])
 
     def release(self) -> None:
         for group in self._hook_runner.groups:
@@ -274,7 +274,7 @@ class StreamingRelease:
         """Raises RuntimeError for a gradient of a unit that was released already."""
         self._is_counting = True
         raise RuntimeError(
-            f"a gradient of {unit.groups[0].name}, such as that of {unit.groups[0].entries[0].name}, became ready "
+            f"a gradient of {unit.groups[0].name}, such as that of {unit.groups[0].slots[0].name}, became ready "
             "after the unit was released to hooks and optimizer (DistributedDataParallelConfig.release_gradients): put "
             "all backwards of a step except the last in accumulate(). If one backward reduces the unit several times, "
             "call reset_iteration(), and the next iteration counts them. Parameters may have been updated already, so "

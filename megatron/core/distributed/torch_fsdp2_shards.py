@@ -18,9 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.flat_buffer import Entry
 from megatron.core.distributed.grad_hooks import GradHookRunner, not_wrapped
-from megatron.core.distributed.layout import ALIGNMENT, BucketLayout, BufferLayout, RunParam, Span, locate, round_up
+from megatron.core.distributed.layout import (
+    ALIGNMENT,
+    BucketLayout,
+    BufferLayout,
+    ParamRange,
+    ParamSlot,
+    Span,
+    locate,
+    round_up,
+)
 from megatron.core.distributed.torch_fsdp2_state import ParamShard
 from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass, param_facts
 
@@ -192,7 +200,7 @@ class ShardedFlatBuffer:
     """Shards of parameters of one kind; a shard and its gradient are views of the same span of two flat tensors.
 
     param_data, grad_data: [numel], fp32 or fp64, zero in the padding. model_dtype: the compute dtype of modules. Each
-    unit lies in one bucket, and this rank owns all buckets. entries: `main_grad` is the shard of the gradient, into
+    unit lies in one bucket, and this rank owns all buckets. slots: `main_grad` is the shard of the gradient, into
     which torch reduces.
     """
 
@@ -210,7 +218,7 @@ class ShardedFlatBuffer:
         self._pin_memory = pin_memory
         self._shards = {shard.param: shard for _, shard in placed}
         self._names = [name for name, _ in placed]
-        self.entries: list[Entry] = []
+        self.slots: list[ParamSlot] = []
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -222,13 +230,13 @@ class ShardedFlatBuffer:
         self.model_dtype = like.dtype if self.model_dtype.itemsize >= 4 else self.model_dtype
         self.param_data = self._zeros(self.layout.numel, like)
         self.grad_data = self._new_grads(like)
-        self.entries.clear()
+        self.slots.clear()
         for name, shard, sent in zip(self._names, shards, self.layout.spans, strict=True):
             own = Span(sent.start, shard.numel)
             grad = self.grad_data[own.start : own.end]
             shard.param.grad = None
-            self.entries.append(Entry(name, shard.param, own, grad, grad, start=shard.start))
-        self._entry_of = {entry.param: entry for entry in self.entries}
+            self.slots.append(ParamSlot(name, shard.param, own, grad, grad, start=shard.start))
+        self._slot_of = {slot.param: slot for slot in self.slots}
         self.attach()
 
     @property
@@ -245,9 +253,9 @@ class ShardedFlatBuffer:
         """Returns the spans that this rank's optimizer steps: the whole buffer, unit by unit."""
         return [bucket.span for bucket in self.layout.buckets]
 
-    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
+    def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
         """Returns this rank's shard of a parameter's gradient, a view, if it has any: [N], grad_data's dtype."""
-        return [self._place_of(entry)] if entry.span.numel else []
+        return [self._place_of(slot)] if slot.span.numel else []
 
     def grad_of(self, span: Span) -> torch.Tensor:
         """Returns the gradients of one owned span, a view: [span.numel], grad_data's dtype."""
@@ -266,17 +274,17 @@ class ShardedFlatBuffer:
 
     def attach_grads(self) -> None:
         """Makes torch reduce into grad_data; copies gradients that it reduced elsewhere, after a `.grad = None`."""
-        for entry in self.entries:
-            self._attach_grad(entry)
+        for slot in self.slots:
+            self._attach_grad(slot)
 
     def attach_grad_of(self, param: nn.Parameter) -> None:
         """Makes torch reduce one parameter's gradient, any shape and dtype, into grad_data."""
-        self._attach_grad(self._entry_of[param])
+        self._attach_grad(self._slot_of[param])
 
     def open_grads(self, bucket: int) -> None:
         """Makes torch reduce the gradients of a bucket into their places."""
-        for entry in self._entries_of(bucket):
-            self._attach_grad(entry)
+        for slot in self._slots_of(bucket):
+            self._attach_grad(slot)
 
     def close_grads(self, bucket: int) -> None:
         """Ends the use of a bucket's gradients by hooks; copies gradients that these replaced to their places."""
@@ -284,7 +292,7 @@ class ShardedFlatBuffer:
 
     def named_grads(self, bucket: int) -> list[tuple[str, torch.Tensor]]:
         """Returns a bucket's parameter names with the shards of their gradients, views: [n] each, grad_data's dtype."""
-        return [(entry.name, self._place_of(entry)) for entry in self._entries_of(bucket)]
+        return [(slot.name, self._place_of(slot)) for slot in self._slots_of(bucket)]
 
     def may_hold_grads(self) -> bool:
         """Returns whether there are gradients, as far as that is known without waiting for a device."""
@@ -304,8 +312,8 @@ class ShardedFlatBuffer:
 
     def unreduced(self) -> list[str]:
         """Returns the names of parameters with gradients that were not reduced."""
-        pairs = zip(self.entries, self._shards.values(), strict=True)
-        return [entry.name for entry, shard in pairs if shard.has_unreduced_grad]
+        pairs = zip(self.slots, self._shards.values(), strict=True)
+        return [slot.name for slot, shard in pairs if shard.has_unreduced_grad]
 
     # Inside.
 
@@ -315,26 +323,26 @@ class ShardedFlatBuffer:
     def _new_grads(self, like: torch.Tensor) -> torch.Tensor:
         return self._zeros(self.layout.numel, like)
 
-    def _entries_of(self, bucket: int) -> list[Entry]:
-        return [self.entries[index] for index in self.layout.buckets[bucket].params]
+    def _slots_of(self, bucket: int) -> list[ParamSlot]:
+        return [self.slots[index] for index in self.layout.buckets[bucket].params]
 
-    def _place_of(self, entry: Entry) -> torch.Tensor:
-        return entry.main_grad
+    def _place_of(self, slot: ParamSlot) -> torch.Tensor:
+        return slot.main_grad
 
-    def _attach_grad(self, entry: Entry) -> None:
-        grad, place = entry.param.grad, self._place_of(entry)
+    def _attach_grad(self, slot: ParamSlot) -> None:
+        grad, place = slot.param.grad, self._place_of(slot)
         if isinstance(grad, DTensor):
             local = grad._local_tensor
             if not local.numel() or local.data_ptr() == place.data_ptr():
                 return
             place.copy_(local.reshape(-1))
-        entry.param.grad = self._shards[entry.param].grad_in(place)
+        slot.param.grad = self._shards[slot.param].grad_in(place)
 
 
 class ReleasedShardBuffer(ShardedFlatBuffer):
     """A buffer whose gradients have memory only from `open_grads` to `close_grads`, for one bucket at a time.
 
-    grad_data, and `main_grad` of entries, are only sizes and dtypes, on the meta device.
+    grad_data, and `main_grad` of slots, are only sizes and dtypes, on the meta device.
     """
 
     def __init__(
@@ -344,8 +352,8 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         self._grads: dict[int, torch.Tensor] = {}
         self._closed: set[int] = set()
         super().__init__(kind, units, group=group, pin_memory=pin_memory)
-        for entry in self.entries:
-            mark_gradients_pass(entry.param)
+        for slot in self.slots:
+            mark_gradients_pass(slot.param)
 
     @property
     def persistent_grads(self) -> list[torch.Tensor]:
@@ -363,8 +371,8 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         """Drops a bucket's gradients. Tensors that `grad_of` has returned stay valid."""
         self._grads.pop(bucket, None)
         self._closed.add(bucket)
-        for entry in self._entries_of(bucket):
-            entry.param.grad = None
+        for slot in self._slots_of(bucket):
+            slot.param.grad = None
 
     def attach_grads(self) -> None:
         """Makes torch reduce into the gradients of open buckets."""
@@ -393,7 +401,7 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         if missing is not None:
             raise RuntimeError(
                 "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have "
-                f"received the gradient of {self._entries_of(missing)[0].name} already; scale the loss instead"
+                f"received the gradient of {self._slots_of(missing)[0].name} already; scale the loss instead"
             )
         for grad in self._grads.values():
             grad.mul_(factor)
@@ -406,9 +414,9 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         self._grads.clear()
         return torch.zeros(self.layout.numel, dtype=like.dtype, device="meta")
 
-    def _place_of(self, entry: Entry) -> torch.Tensor:
+    def _place_of(self, slot: ParamSlot) -> torch.Tensor:
         # A parameter without elements may lie after the last bucket.
-        return self.grad_of(entry.span) if entry.span.numel else self.param_data.new_zeros(0)
+        return self.grad_of(slot.span) if slot.span.numel else self.param_data.new_zeros(0)
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:
@@ -435,14 +443,14 @@ class UnitBucket:
 
     buffer: ShardedFlatBuffer
     layout: BucketLayout
-    entries: list[Entry]
+    slots: list[ParamSlot]
 
 
 class UnitGroup:
     """A unit, or a part of it that is released separately, as a group of one bucket. name: the same on all ranks."""
 
     def __init__(self, bucket: UnitBucket, *, name: str) -> None:
-        self.name, self.buckets, self.entries = name, [bucket], bucket.entries
+        self.name, self.buckets, self.slots = name, [bucket], bucket.slots
         self._buffer, self._index = bucket.buffer, bucket.layout.index
 
     def open(self) -> None:
@@ -474,7 +482,7 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
     found: dict[str, list[UnitGroup]] = {}
     for buffer in buffers:
         for layout, name in zip(buffer.layout.buckets, buffer.unit_names, strict=True):
-            bucket = UnitBucket(buffer, layout, [buffer.entries[index] for index in layout.params])
+            bucket = UnitBucket(buffer, layout, [buffer.slots[index] for index in layout.params])
             of_unit = found.setdefault(name, [])
             rest = ", completed later" if of_unit else ""
             of_unit.append(UnitGroup(bucket, name=f"unit {name or 'root'}{rest}"))
@@ -495,7 +503,7 @@ class ShardHookRunner(GradHookRunner):
         sharded: Callable[[nn.Parameter], nn.Parameter],
     ) -> None:
         super().__init__(groups, is_later=is_later)
-        self._buffers = {entry.param: group.buckets[0].buffer for group in groups for entry in group.entries}
+        self._buffers = {slot.param: group.buckets[0].buffer for group in groups for slot in group.slots}
         self._sharded = sharded
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
@@ -505,7 +513,7 @@ class ShardHookRunner(GradHookRunner):
             raise not_wrapped(param)
         return owned
 
-    def _fire_param(self, one: RunParam, flat: torch.Tensor) -> None:
+    def _fire_param(self, one: ParamRange, flat: torch.Tensor) -> None:
         self.hooks.fire_param(one.name, one.param)
         # A tensor that a hook has put in the gradient's place is the gradient for all that follow.
         self._buffers[one.param].attach_grad_of(one.param)

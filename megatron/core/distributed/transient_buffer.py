@@ -13,8 +13,8 @@ from torch import nn
 
 from megatron.core.dense_memory import shaped_view
 from megatron.core.dist_checkpointing.logical import canonical_name
-from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, Entry, _ParamAndGradBuffer
-from megatron.core.distributed.layout import Span, locate
+from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
+from megatron.core.distributed.layout import ParamSlot, Span, locate
 
 # As many as are under way at a time, with one that fills; more are there where nothing is reduced during backward.
 _MOST_SPARE = 3
@@ -115,22 +115,22 @@ class TransientBuffer(_ParamAndGradBuffer):
         bucket, part = locate(span, self._owned)
         return self.shard_grad(bucket)[part]
 
-    def owned_grads(self, entry: Entry) -> list[torch.Tensor]:
+    def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
         """Returns this rank's parts of a parameter's gradient, summed over backward passes: [N] each, their dtype."""
-        parts = [entry.span.intersection(owned) for owned in self._owned]
+        parts = [slot.span.intersection(owned) for owned in self._owned]
         return [self.grad_of(part) for part in parts if part.numel]
 
     def zero_grads(self) -> None:
         """Forgets gradients that nobody has taken; the groups' `reset` forgets the others."""
-        for entry in self.entries:
-            entry.param.grad = None
+        for slot in self.slots:
+            slot.param.grad = None
 
     def scale_grads(self, factor: float | torch.Tensor) -> None:
         """Multiplies the sums; factor: a number or a tensor [], any float dtype."""
         if self.memory.sums is SumMemory.RELEASED:
             raise RuntimeError(
                 "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
-                f"the gradient of {self.entries[0].name} by then; scale the loss"
+                f"the gradient of {self.slots[0].name} by then; scale the loss"
             )
         self.shard_grads.mul_(factor)
 
@@ -142,13 +142,13 @@ class TransientBuffer(_ParamAndGradBuffer):
             torch.zeros(self.layout.numel, dtype=self.kind.grad_dtype, device=of_grads),
         )
 
-    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> Entry:
+    def _move_in(self, name: str, param: nn.Parameter, *, span: Span) -> ParamSlot:
         if self.memory.params is ParamMemory.FLAT:
             place = shaped_view(self.param_data[span.start : span.end], param)
             place.copy_(param.detach())
             param.data = place
         grad = shaped_view(self.grad_data[span.start : span.end], param)
-        return Entry(canonical_name(name), param, span, grad, grad)
+        return ParamSlot(canonical_name(name), param, span, grad, grad)
 
 
 class MessageMemory:

@@ -68,7 +68,7 @@ class TransientGroup(BucketGroupBase):
         self._sum: torch.Tensor | None = None
         self._is_held = self._is_last_sent = False
         fragments = self._buffer.layout.fragments(bucket.layout.index)
-        self._fragment_of = {self._buffer.entries[one.param].param: one for one in fragments}
+        self._fragment_of = {self._buffer.slots[one.param].param: one for one in fragments}
         self._gaps = _gaps(bucket.layout.span, [one.span for one in fragments])
         self._is_standing = self._buffer.memory.grads is GradMemory.STANDING
         self._writers = Writers(self.device)
@@ -112,7 +112,7 @@ class TransientGroup(BucketGroupBase):
         self._note(param)
 
     def unfilled(self) -> list[str]:
-        return [entry.name for entry in self.entries if entry.param not in self._counted]
+        return [slot.name for slot in self.slots if slot.param not in self._counted]
 
     @record_function("TransientGroup.launch_reductions")
     def launch_reductions(self) -> None:
@@ -126,7 +126,7 @@ class TransientGroup(BucketGroupBase):
         if self._is_standing and self._buffer.settings.scale != 1.0:
             flat.mul_(self._buffer.settings.scale)
         if self._checks is not None:
-            names = {entry.param: entry.name for entry in self.entries}
+            names = {slot.param: slot.name for slot in self.slots}
             self._checks.measure([(names[p], self._place(flat, part)) for p, part in self._fragment_of.items()])
         if self.trace is not None:
             group = self._buffer.data_parallel_group

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.distributed.data_parallel_base import FlatBuffer, require_wrapped
-from megatron.core.distributed.flat_buffer import Entry
+from megatron.core.distributed.layout import ParamSlot
 from megatron.core.group_collectives import gather_objects, is_fake, union_over_model
 from megatron.core.optimizer.adam import FusedRule, UpdateRule
 from megatron.core.optimizer.clip_grads import GradStats
@@ -72,10 +72,10 @@ def get_megatron_optimizer(
     check_sharded_gradients(chunks, optimizer=config.optimizer)
     check_in_backward(config, [(chunk.ddp_config, chunk.config) for chunk in chunks], groups=groups)
     grouping = ParamGrouping(config, config_overrides)
-    entries = [entry for buffer in buffers for entry in buffer.entries]
-    keys = _agree_on_groups(entries, grouping, groups=groups)
+    slots = [slot for buffer in buffers for slot in buffer.slots]
+    keys = _agree_on_groups(slots, grouping, groups=groups)
     patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
-    _check_patterns_match(patterns, [entry.name for entry in entries], groups=groups)
+    _check_patterns_match(patterns, [slot.name for slot in slots], groups=groups)
     # Where runs find gradients that wrappers hand out; None where gradients are persistent in their buffers.
     handed = {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
     runs = build_ranges(
@@ -203,7 +203,7 @@ def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
 
 
 def _agree_on_groups(
-    entries: Sequence[Entry], grouping: ParamGrouping, *, groups: ProcessGroupCollection
+    slots: Sequence[ParamSlot], grouping: ParamGrouping, *, groups: ProcessGroupCollection
 ) -> dict[nn.Parameter, GroupKey]:
     """The group of each parameter of this rank. Collective over all ranks that hold parts of the model.
 
@@ -212,11 +212,11 @@ def _agree_on_groups(
     where this rank is wrong and RemoteRankError where another one is.
     """
     with _all_parts_agree(groups):
-        copies = [entry.name for entry in entries if param_facts(entry.param).shared]
+        copies = [slot.name for slot in slots if param_facts(slot.param).shared]
         if copies and group_size(groups.embd) == 1:
             raise ValueError(f"pg_collection.embd is {groups.embd}: {copies[0]} is the copy of another stage's weight")
-        keys = {e.param: grouping.key_of(e.name, e.param) for e in entries if not param_facts(e.param).shared}
-    keys |= _owners_keys(entries, keys, grouping=grouping, groups=groups)
+        keys = {e.param: grouping.key_of(e.name, e.param) for e in slots if not param_facts(e.param).shared}
+    keys |= _owners_keys(slots, keys, grouping=grouping, groups=groups)
     grouping.check_all_used(union_over_model(grouping.used, groups))
     return keys
 
@@ -239,7 +239,7 @@ def _check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, grou
 
 
 def _owners_keys(
-    entries: Sequence[Entry],
+    slots: Sequence[ParamSlot],
     keys: dict[nn.Parameter, GroupKey],
     *,
     grouping: ParamGrouping,
@@ -248,10 +248,10 @@ def _owners_keys(
     """The groups of the tied weights that this rank has a copy of, as their owner sees them; in a plan, where no owner
     answers, as the copies' own names say.
     """
-    copies = [entry.param for entry in entries if param_facts(entry.param).shared]
+    copies = [slot.param for slot in slots if param_facts(slot.param).shared]
     if is_fake(groups.embd):
-        return {e.param: grouping.key_of(e.name, e.param) for e in entries if param_facts(e.param).shared}
-    owned = [keys[e.param] for e in entries if param_facts(e.param).shared_embedding and e.param in keys]
+        return {e.param: grouping.key_of(e.name, e.param) for e in slots if param_facts(e.param).shared}
+    owned = [keys[e.param] for e in slots if param_facts(e.param).shared_embedding and e.param in keys]
     # Asked of the owner and not found by its name: attributes and predicates see a parameter that only it has.
     of_first_stage = gather_objects(owned, groups.embd)[0]
     return dict(zip(copies, of_first_stage, strict=True)) if copies else {}

@@ -18,7 +18,7 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.data_parallel_base import FlatBuffer
-from megatron.core.distributed.layout import RunParam
+from megatron.core.distributed.layout import ParamRange
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.stored_floats import Plain, pieces
@@ -261,7 +261,7 @@ class GradStats:
                 parts.append(_CountedPart(spans[0].start, spans[-1].padded_end, with_experts))
         return parts
 
-    def _without_padding(self, member: RunParam, flat: Tensor) -> list[Tensor]:
+    def _without_padding(self, member: ParamRange, flat: Tensor) -> list[Tensor]:
         pieces_of_member = self._logical_pieces.get(member.name)
         return [flat] if pieces_of_member is None else range_views(pieces_of_member, flat, start=member.start)
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.data_parallel_base import FlatBuffer
-from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.layout import ALIGNMENT, RunParam, Span
+from megatron.core.distributed.layout import ALIGNMENT, ParamRange, ParamSlot, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     Plain,
@@ -42,7 +41,7 @@ class FlatParamRange:
     CPU is the memory of all.
     """
 
-    params: list[RunParam]
+    params: list[ParamRange]
     group: GroupKey
     model: torch.Tensor
     main: StoredFloats
@@ -139,7 +138,7 @@ class _Neighbours(Generic[_Key]):
     span: theirs in the buffer, with padding. place: of the span asked for, among all of these.
     """
 
-    members: list[RunParam]
+    members: list[ParamRange]
     key: _Key
     span: Span
     place: int
@@ -151,10 +150,10 @@ def ranges_in(
     """Yields the parameter ranges in some spans of a buffer; groups: a key for every parameter of it."""
     # By their places, so that those of a span are found without looking at all.
     # An empty parameter starts where the next one does.
-    entries = sorted(buffer.entries, key=lambda entry: (entry.span.start, entry.span.end))
-    ends = [entry.span.end for entry in entries]
+    slots = sorted(buffer.slots, key=lambda slot: (slot.span.start, slot.span.end))
+    ends = [slot.span.end for slot in slots]
     for place, span in enumerate(spans):
-        here = entries[bisect_right(ends, span.start) :]
+        here = slots[bisect_right(ends, span.start) :]
         for members, start, end in _neighbours_in(span, here, groups=groups):
             yield _Neighbours(members, groups[members[0].param], Span(start, end - start), place)
 
@@ -177,19 +176,19 @@ def _by_memory(
 
 
 def _neighbours_in(
-    owned: Span, entries: Sequence[Entry], *, groups: Mapping[nn.Parameter, _Key]
-) -> Iterator[tuple[list[RunParam], int, int]]:
-    """Members and range of each run inside one owned span; entries: in the order of their places."""
-    inside = takewhile(lambda entry: entry.span.start < owned.end, entries)
-    parts = [(entry, part) for entry in inside if (part := entry.span.intersection(owned)).numel > 0]
+    owned: Span, slots: Sequence[ParamSlot], *, groups: Mapping[nn.Parameter, _Key]
+) -> Iterator[tuple[list[ParamRange], int, int]]:
+    """Members and range of each run inside one owned span; slots: in the order of their places."""
+    inside = takewhile(lambda slot: slot.span.start < owned.end, slots)
+    parts = [(slot, part) for slot in inside if (part := slot.span.intersection(owned)).numel > 0]
     # Neighbours only: the order of the buffer is that of the reduction and must not depend on groups.
     for _, members in groupby(parts, key=lambda pair: groups[pair[0].param]):
         run = list(members)
         # Both ends are on the grid: of a parameter with the padding behind it, or of the owned span.
         start, end = run[0][1].start, min(run[-1][1].padded_end, owned.end)
-        yield [_member(entry, part, run_start=start) for entry, part in run], start, end
+        yield [_member(slot, part, run_start=start) for slot, part in run], start, end
 
 
-def _member(entry: Entry, part: Span, *, run_start: int) -> RunParam:
-    start = entry.start + part.start - entry.span.start
-    return RunParam(entry.name, entry.param, Span(part.start - run_start, part.numel), start)
+def _member(slot: ParamSlot, part: Span, *, run_start: int) -> ParamRange:
+    start = slot.start + part.start - slot.span.start
+    return ParamRange(slot.name, slot.param, Span(part.start - run_start, part.numel), start)

@@ -21,7 +21,7 @@ from megatron.core.distributed.bucket_group import ParamState
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import bits_sync
 from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
-from megatron.core.distributed.layout import RunParam, Span
+from megatron.core.distributed.layout import ParamRange, Span
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler
 from megatron.core.distributed.transient_buffer import ParamMemory
 from megatron.core.distributed.transient_grads import TransientGroup
@@ -140,7 +140,7 @@ class FusedRange:
     """
 
     key: int
-    members: list[RunParam]
+    members: list[ParamRange]
     state: FlatAdam
     form: StateForm
     grad: torch.Tensor
@@ -279,7 +279,7 @@ class ShardedParams:
                 f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so that gradients have no "
                 "standing memory; must be True"
             )
-        return next(buffer.entry_of[param].main_grad for buffer in segment.buffers if param in buffer.entry_of)
+        return next(buffer.slot_of[param].main_grad for buffer in segment.buffers if param in buffer.slot_of)
 
     def check_own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters, any shapes and dtypes, as a list; raises ValueError for one that it does not have."""
@@ -366,7 +366,7 @@ class ShardedParams:
 
     def _mark_arrived(self, group: TransientGroup) -> None:
         states = (ParamState.ARRIVED, ParamState.CURRENT)
-        own = [entry.param for entry in group.entries]
+        own = [slot.param for slot in group.slots]
         _allow_reads(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
 
     def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -464,7 +464,7 @@ class _Segment:
     @property
     def is_plain(self) -> bool:
         """Whether torch's kernel serves all of it, which divides gradients in their memory."""
-        return all(self.memory.is_plain(buffer.entries[0].param) for buffer in self.buffers)
+        return all(self.memory.is_plain(buffer.slots[0].param) for buffer in self.buffers)
 
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
@@ -474,7 +474,7 @@ class _Segment:
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, TransientGroup]]:
         """Each parameter with each bucket that has a part of it."""
-        return ((entry.param, group) for group in self.groups for entry in group.entries)
+        return ((slot.param, group) for group in self.groups for slot in group.slots)
 
     def _note_addresses(self) -> None:
         # By address: a comparison of numbers, no read of a device.
@@ -507,7 +507,7 @@ def _runs(
     memory: AdamMemory,
     keys: Mapping[nn.Parameter, int],
 ) -> Iterator[FusedRange]:
-    form, owned = memory.form(buffer.entries[0].param), buffer.owned_spans()
+    form, owned = memory.form(buffer.slots[0].param), buffer.owned_spans()
     is_flat, device = buffer.memory.params is ParamMemory.FLAT, buffer.shard_grads.device
     for found in ranges_in(buffer, owned, groups=keys):
         span = found.span
@@ -540,7 +540,7 @@ def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _collect(members: Sequence[RunParam], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _collect(members: Sequence[ParamRange], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A run's parameters from their own memory: [numel], their dtype."""
     flat = torch.zeros(numel, dtype=dtype, device=device)
     for member in members:

@@ -38,10 +38,10 @@ class LateBuffer(TransientBuffer):
         if self._asked.params is self.memory.params:
             return
         self.memory = self._asked
-        device = self.entries[0].param.device
+        device = self.slots[0].param.device
         self.param_data = torch.zeros(self.layout.numel, dtype=self.kind.param_dtype, device=device)
-        for entry in self.entries:
-            place = shaped_view(self.param_data[entry.span.start : entry.span.end], entry.param)
-            place.copy_(entry.param.detach())
+        for slot in self.slots:
+            place = shaped_view(self.param_data[slot.span.start : slot.span.end], slot.param)
+            place.copy_(slot.param.detach())
             # The parameter object stays, and with it hooks, ties and whoever holds it.
-            entry.param.data = place
+            slot.param.data = place

@@ -19,8 +19,7 @@ from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.data_parallel_base import FlatBuffer
-from megatron.core.distributed.flat_buffer import Entry
-from megatron.core.distributed.layout import BufferLayout, RunParam, Span
+from megatron.core.distributed.layout import BufferLayout, ParamRange, ParamSlot, Span
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -114,8 +113,8 @@ class MuonRule:
         self.runs = list(runs)
         self._config = config
         self._momenta = {run: torch.zeros_like(run.stepped) for run in runs}
-        placed = [entry for buffer in buffers for entry in buffer.entries if keys[entry.param].is_matrix]
-        windows = {entry: matrices.get(entry.name, [_whole(entry.param)]) for entry in placed}
+        placed = [slot for buffer in buffers for slot in buffer.slots if keys[slot.param].is_matrix]
+        windows = {slot: matrices.get(slot.name, [_whole(slot.param)]) for slot in placed}
         self._batches = [batch for buffer in buffers for batch in _plan(buffer, windows, runs=self.runs)]
         # By parameter name and matrix.
         self._group_of: dict[tuple[str, MatrixWindow], dict[str, Any]] = {}
@@ -125,14 +124,14 @@ class MuonRule:
             self._groups_of.setdefault(name, []).append(group)
 
     def _torch_groups(
-        self, windows: Mapping[Entry, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
+        self, windows: Mapping[ParamSlot, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
     ) -> list[dict[str, Any]]:
         """One for the matrices of a shape and key, on all ranks, whatever they own: a schedule goes through them."""
         groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
-        for entry, window in ((entry, window) for entry, of_entry in windows.items() for window in of_entry):
-            key = keys[entry.param]
+        for slot, window in ((slot, window) for slot, of_slot in windows.items() for window in of_slot):
+            key = keys[slot.param]
             group = {**_values(key, window, config=self._config), "params": []}
-            self._group_of[entry.name, window] = groups.setdefault((key, window.matrix_shape), group)
+            self._group_of[slot.name, window] = groups.setdefault((key, window.matrix_shape), group)
         for part in (part for batch in self._batches for part in batch.parts):
             for window in part.unit.windows:
                 self._group_of[part.unit.name, window]["params"] += _views(part, window, flat=part.of(part.run.stepped))
@@ -237,11 +236,11 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
 
 
 def _plan(
-    buffer: FlatBuffer, windows: Mapping[Entry, list[MatrixWindow]], *, runs: Sequence[FlatParamRange]
+    buffer: FlatBuffer, windows: Mapping[ParamSlot, list[MatrixWindow]], *, runs: Sequence[FlatParamRange]
 ) -> Iterator[_Batch]:
     """Yields the batches that this rank sends and receives for the matrices of a buffer."""
-    of_entries = (_units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.entries)
-    units = sorted((unit for of_entry in of_entries for unit in of_entry), key=lambda unit: unit.place)
+    of_slots = (_units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.slots)
+    units = sorted((unit for of_slot in of_slots for unit in of_slot), key=lambda unit: unit.place)
     group = buffer.data_parallel_group if buffer.is_sharded else None
     ranks, own_rank = group_size(group), group_rank(group)
     members = [(run, member) for run in runs if run.buffer is buffer for member in run.params]
@@ -308,7 +307,9 @@ def _ranges_of(unit: _MatrixUnit, layout: BufferLayout, *, is_sharded: bool) -> 
     return [(rank, max(shard.start, first) - unit.place, min(shard.end, last) - unit.place) for rank, shard in shards]
 
 
-def _part_of(unit: _MatrixUnit, members: Sequence[tuple[FlatParamRange, RunParam]], *, first: int, last: int) -> _Part:
+def _part_of(
+    unit: _MatrixUnit, members: Sequence[tuple[FlatParamRange, ParamRange]], *, first: int, last: int
+) -> _Part:
     run, member = next(
         (run, m) for run, m in members if m.name == unit.name and m.start <= first < m.start + m.span.numel
     )

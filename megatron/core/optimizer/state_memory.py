@@ -91,9 +91,9 @@ def _bytes_of(
     shares_params: bool,
 ) -> StateBytes:
     num_shards = group_size(buffer.data_parallel_group) if buffer.is_sharded else 1
-    matrices = [entry.param.numel() for entry in buffer.entries if grouping.key_of(entry.name, entry.param).is_matrix]
+    matrices = [slot.param.numel() for slot in buffer.slots if grouping.key_of(slot.name, slot.param).is_matrix]
     return state_bytes(
-        sum(entry.param.numel() for entry in buffer.entries),
+        sum(slot.param.numel() for slot in buffer.slots),
         config,
         params_dtype=buffer.param_data.dtype,
         grads_dtype=buffer.grad_data.dtype,

@@ -49,7 +49,7 @@ def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
                 num_bytes=buffer.layout.numel * (param_size + grad_size),
                 padding_bytes=padding * (param_size + grad_size),
                 bucket_ends=tuple(
-                    (buffer.entries[bucket.params[0]].name, buffer.entries[bucket.params[-1]].name)
+                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
                     for bucket in buffer.layout.buckets
                 ),
             )

@@ -37,13 +37,13 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     values = [param.detach().clone() for param in model.parameters()]
     model[1].weight.shared_embedding = True
     buffer = buffer_of(model, bucket_size=1)
-    assert [len(bucket.entries) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0]] == [1] * 4
+    assert [len(bucket.slots) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0]] == [1] * 4
     last = _ParamAndGradBucketGroup(partition_buckets([buffer])[-1], name="last", checks=None)
-    assert [entry.name for entry in last.entries] == ["0.weight"]
-    for (name, param), value, entry in zip(model.named_parameters(), values, buffer.entries):
-        assert entry.name == name and torch.equal(param, value)
-        assert param.data_ptr() == buffer.param_data[entry.span.start].data_ptr()
-        assert param.main_grad.data_ptr() == buffer.grad_data[entry.span.start].data_ptr()
+    assert [slot.name for slot in last.slots] == ["0.weight"]
+    for (name, param), value, slot in zip(model.named_parameters(), values, buffer.slots):
+        assert slot.name == name and torch.equal(param, value)
+        assert param.data_ptr() == buffer.param_data[slot.span.start].data_ptr()
+        assert param.main_grad.data_ptr() == buffer.grad_data[slot.span.start].data_ptr()
     assert [span.numel for span in buffer.owned_spans()] == [128] * 4
 
 
@@ -77,7 +77,7 @@ def test_a_kernel_may_add_to_main_grad_itself():
         for _ in range(2):
             model.weight.main_grad.add_(4.0)
             model(torch.ones(1, 3)).sum().backward()
-        buffer.complete(buffer.entries)
+        buffer.complete(buffer.slots)
         assert torch.equal(model.weight.main_grad, torch.full((2, 3), 5.0 if zero_out else 4.0))
     buffer.zero_grads()
     assert not model.weight.grad_added_to_main_grad
@@ -91,9 +91,9 @@ def test_chosen_parameters_add_up_in_fp32_beside_a_16_bit_buffer():
     buffer = buffer_of(model, torch.bfloat16, fp32_patterns=("wei*",))
     for value in (256.0, 1.0, 1.0, 1.0):
         model(torch.full((1, 3), value, dtype=torch.bfloat16)).sum().backward()
-    buffer.complete(buffer.entries)
+    buffer.complete(buffer.slots)
     assert model.weight.main_grad[0, 0] == 259.0 and model.bias.main_grad.dtype == torch.bfloat16
-    assert buffer.entries[0].comm_view[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
+    assert buffer.slots[0].comm_view[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
 
 
 @pytest.mark.parametrize(

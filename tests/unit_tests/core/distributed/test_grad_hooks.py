@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.grad_hooks import GradHooks, ReadyBucket, RunState
-from megatron.core.distributed.layout import RunParam, Span
+from megatron.core.distributed.layout import ParamRange, Span
 
 
 def parameters(count: int = 4) -> dict[str, nn.Parameter]:
@@ -15,7 +15,7 @@ def parameters(count: int = 4) -> dict[str, nn.Parameter]:
 
 def bucket_of(params: dict[str, nn.Parameter], *names: str) -> ReadyBucket:
     """A bucket of these, with gradients that are ten times as large, and a run for each."""
-    slices = [RunParam(name, params[name], Span(64 * place, 64), 0) for place, name in enumerate(names)]
+    slices = [ParamRange(name, params[name], Span(64 * place, 64), 0) for place, name in enumerate(names)]
     shard = torch.cat([params[name].detach() for name in names])
 
     def states() -> list[RunState]:
@@ -76,7 +76,7 @@ def test_a_part_of_a_bucket_is_a_stretch_of_views_with_the_states_of_it() -> Non
     assert [state.span for state in first.states] == [Span(0, 64), Span(64, 64)]
     assert torch.equal(first.states[1].moments["m"], torch.full((64,), 4.0))
     # A rank may own nothing of a parameter, or of all.
-    empty = [RunParam(name, params[name], Span(0, 0), 0) for name in ("p1", "p0")]
+    empty = [ParamRange(name, params[name], Span(0, 0), 0) for name in ("p1", "p0")]
     nothing = ReadyBucket("nothing", empty, torch.empty(0), torch.empty(0))
     (part,) = nothing.restricted(["p0"])
     assert part.params == [params["p0"]] and part.grad.shape == (0,) and part.states == []

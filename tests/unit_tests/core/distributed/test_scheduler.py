@@ -52,7 +52,7 @@ def test_b26_each_bucket_is_launched_before_the_next_one_is_complete_once_the_or
         overlapped += [launched_before_next_was_ready(times) for times in log.take_sync()]
     # The step before these taught the order.
     assert overlapped == [[True] * 3] * 2
-    assert [group.entries[0].name for group in ddp.bucket_groups] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
+    assert [group.slots[0].name for group in ddp.bucket_groups] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
 
 
 def test_a_frozen_order_is_that_of_registration():

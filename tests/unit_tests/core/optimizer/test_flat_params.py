@@ -29,14 +29,14 @@ class Shard(_ParamAndGradBuffer):
         super().__init__(kind, named, settings=BufferSettings(group=None, bucket_size=None))
         self.owned = owned or super().owned_spans()
         generator = torch.Generator().manual_seed(5)
-        for entry in self.entries:
-            entry.main_grad.copy_(torch.randn(entry.main_grad.shape, generator=generator))
+        for slot in self.slots:
+            slot.main_grad.copy_(torch.randn(slot.main_grad.shape, generator=generator))
 
     def owned_spans(self) -> list[Span]:
         return self.owned
 
     def runs(self, config: OptimizerConfig) -> list[FlatParamRange]:
-        keys = {entry.param: ParamGrouping(config).key_of(entry.name, entry.param) for entry in self.entries}
+        keys = {slot.param: ParamGrouping(config).key_of(slot.name, slot.param) for slot in self.slots}
         return build_ranges([self], keys, host_fraction=config.host_fraction)
 
 
