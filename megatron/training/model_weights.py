@@ -43,11 +43,11 @@ class ModelWeights:
 
     def _add_ranges(self, chunk: TorchFullyShardedDataParallel, *, allow_cast: bool) -> None:
         pieces = model_logical_pieces(chunk)
-        for held in chunk.weight_ranges():
-            values = held.flat
-            if held.model_dtype != held.flat.dtype:
-                values = held.flat.to(held.model_dtype)
-                self._copies.append((values, held.flat))
+        for weights in chunk.shard_weights():
+            values, held = weights.values, weights.range
+            if weights.model_dtype != values.dtype:
+                values = values.to(weights.model_dtype)
+                self._copies.append((values, weights.values))
             self.tensors += range_tensors(pieces[held.name], values, start=held.start, allow_cast=allow_cast)
         self.tensors += buffer_sharded_tensors(chunk, allow_cast=allow_cast)
 
@@ -58,9 +58,10 @@ def frozen_tensors(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:
     for chunk in chunks:
         pieces = model_logical_pieces(chunk)
         if isinstance(chunk, TorchFullyShardedDataParallel):
-            for held in chunk.weight_ranges():
-                if held.is_frozen:
-                    tensors += range_tensors(pieces[held.name], held.flat, start=held.start)
+            for weights in chunk.shard_weights():
+                if weights.is_frozen:
+                    held = weights.range
+                    tensors += range_tensors(pieces[held.name], weights.values, start=held.start)
             continue
         for name, param in chunk.named_parameters():
             if not param.requires_grad:

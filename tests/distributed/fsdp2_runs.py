@@ -186,4 +186,4 @@ class Run:
         """Copies this rank's weight shards and optimizer states, by name."""
         boxes = self.optimizer.sharded_state(model_logical_pieces(self.model))
         states = {f"{box.key} {box.global_offset}": box.data.clone() for box in boxes}
-        return {one.name: one.flat.clone() for one in self.model.weight_ranges()} | states
+        return {one.range.name: one.values.clone() for one in self.model.shard_weights()} | states

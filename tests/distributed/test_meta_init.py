@@ -190,7 +190,7 @@ def _bytes(make: str) -> tuple[int, int, int, int]:
         of_meta = held.peak_of(lambda: kept.append(_built(make, is_meta=True)))
         wrapped = kept.pop()
         own = [memory for flat in wrapped.all_buffers for memory in (flat.param_data, flat.grad_data)]
-        own += [one.flat for one in wrapped.weight_ranges() if one.is_frozen] + list(wrapped.buffers())
+        own += [one.values for one in wrapped.shard_weights() if one.is_frozen] + list(wrapped.buffers())
         largest = max(param.numel() for param in wrapped.parameters())
         total = sum(memory.nbytes for memory in own)
         plain = held.peak_of(lambda: kept.append(_built(make, is_meta=False))) - total

@@ -386,8 +386,8 @@ def _exchange(settings: dict[str, Any]) -> None:
         if before is not None:
             saved = before.tensors()
             with torch.no_grad():
-                for one in run.model.weight_ranges():
-                    one.flat.copy_(saved[one.name])
+                for one in run.model.shard_weights():
+                    one.values.copy_(saved[one.range.name])
             with run.optimizer.loading(model_logical_pieces(run.model)) as boxes:
                 for box in boxes:
                     box.data.copy_(saved[f"{box.key} {box.global_offset}"])

@@ -137,11 +137,11 @@ def _assigned(of_part: bool) -> None:
     for target in (wrapped.module.layers[0], wrapped.module.out) if of_part else (wrapped,):
         target.load_state_dict({name: value.clone() + 1 for name, value in target.state_dict().items()}, assign=True)
     assert all(a is b for a, b in zip(params, wrapped.parameters(), strict=True))
-    held = {held.name: held for held in wrapped.weight_ranges()}
+    held = {one.range.name: one for one in wrapped.shard_weights()}
     plain = dict(Net().named_parameters())
     for name in ("out.weight", "layers.0.0.bias", "layers.0.0.weight"):
-        part = plain[name].detach().view(-1)[held[name].start :][: held[name].flat.numel()]
-        assert torch.equal(held[name].flat, part + 1)
+        part = plain[name].detach().view(-1)[held[name].range.start :][: held[name].values.numel()]
+        assert torch.equal(held[name].values, part + 1)
     optimizer = _adam(wrapped)
     optimizer.zero_grad()
     _backward(wrapped)

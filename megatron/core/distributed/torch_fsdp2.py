@@ -31,6 +31,7 @@ from megatron.core.distributed.data_parallel_base import (
 )
 from megatron.core.distributed.grad_hooks import is_completed_later
 from megatron.core.distributed.iteration import stage_group_of
+from megatron.core.distributed.layout import ParamRange, Span
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.distributed.torch_fsdp2_init import DeferredValues, InitFn
 from megatron.core.distributed.torch_fsdp2_iteration import (
@@ -70,17 +71,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 
 
 @dataclass(frozen=True)
-class WeightRange:
-    """This rank's part of a parameter. flat: [n], a view, fp32 where modules use 16 bits (model_dtype).
+class ShardWeights:
+    """This rank's shard of a parameter.
 
-    start: the place of its first element in the flattened parameter.
+    flat: [N], the flat tensor that holds the range; fp32 where modules use 16 bits (model_dtype).
     """
 
-    name: str
+    range: ParamRange
     flat: torch.Tensor
-    start: int
     model_dtype: torch.dtype
     is_frozen: bool = False
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The shard's elements: [n], flat's dtype, a view."""
+        return self.range.view_of(self.flat)
 
 
 class TorchFullyShardedDataParallel(_BaseDataParallel):
@@ -164,18 +169,20 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """This rank's shards of all trained parameters and of their gradients."""
         return self._flat_buffers
 
-    def weight_ranges(self) -> list[WeightRange]:
-        """Returns this rank's part of each parameter, including frozen ones."""
-        trained = [
-            WeightRange(slot.name, buffer.param_data[slot.span.start : slot.span.end], slot.start, buffer.model_dtype)
+    def shard_weights(self) -> list[ShardWeights]:
+        """Returns this rank's shard of each parameter, including frozen ones."""
+        weights = [
+            ShardWeights(
+                ParamRange(slot.name, slot.param, slot.span, slot.start), buffer.param_data, buffer.model_dtype
+            )
             for buffer in self._flat_buffers
             for slot in buffer.slots
         ]
-        frozen = [
-            WeightRange(name, shard.local.detach().view(-1), shard.start, shard.local.dtype, is_frozen=True)
-            for name, shard in self._frozen
-        ]
-        return trained + frozen
+        for name, shard in self._frozen:
+            flat = shard.local.detach().view(-1)
+            held = ParamRange(name, shard.param, Span(0, flat.numel()), shard.start)
+            weights.append(ShardWeights(held, flat, flat.dtype, is_frozen=True))
+        return weights
 
     # Gradients, in the order of a step.
 

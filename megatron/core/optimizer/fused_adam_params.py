@@ -30,7 +30,7 @@ from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradUse, Masters,
 from megatron.core.optimizer.flat_params import ranges_in
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.optimizer.late_buffer import LateBuffer
-from megatron.core.optimizer.state_dict import OwnedRange
+from megatron.core.optimizer.state_dict import StateRange
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 
@@ -259,14 +259,10 @@ class ShardedParams:
         """The numbers of parameters that nobody steps."""
         return frozenset(place for place, param in enumerate(self.names) if param not in self.groups_of)
 
-    def owned_ranges(self) -> list[OwnedRange]:
+    def owned_ranges(self) -> list[StateRange]:
         """Returns the parameter ranges whose state this rank keeps."""
         index = {param: place for place, param in enumerate(self.names)}
-        return [
-            OwnedRange(index[part.param], part.param, part.start, part.span.numel, run.state, part.span.start)
-            for run in self.runs
-            for part in run.members
-        ]
+        return [StateRange(index[part.param], part, run.state) for run in self.runs for part in run.members]
 
     def persistent_grad(self, param: nn.Parameter) -> torch.Tensor:
         """The memory of a parameter's gradients: [*its shape], the dtype that they are sent in.

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.flat_ranges import boxes_of_range, range_t
 from megatron.core.dist_checkpointing.logical import memory_piece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
-from megatron.core.distributed.layout import round_up
+from megatron.core.distributed.layout import ParamRange, round_up
 from megatron.core.group_collectives import gather_objects, message_device
 from megatron.core.optimizer.adam import FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
@@ -95,19 +95,16 @@ def _fresh(weight: torch.Tensor, dtype: torch.dtype, *, is_master: bool) -> torc
 
 
 @dataclass(frozen=True, eq=False)
-class OwnedRange:
-    """Elements [start, start + numel) of a parameter, in the order of its memory, that this rank keeps the state of.
+class StateRange:
+    """A range of a parameter, in the order of its memory, whose Adam state this rank holds.
 
-    index: the parameter's number, counted through the groups as torch's optimizers do. offset: of its first element in
-    the flat tensors of `adam`, a multiple of 64; what lies between its end and the next multiple is nobody's.
+    index: the parameter's number, counted through the groups as torch's optimizers do. range: its span is the place in
+    the flat tensors of `adam` and starts at a multiple of 64; padding up to the next multiple belongs to no parameter.
     """
 
     index: int
-    param: nn.Parameter
-    start: int
-    numel: int
+    range: ParamRange
     adam: FlatAdam
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class AdamShard:
     parameters that nobody steps, which are in no range, the same on all ranks.
     """
 
-    ranges: Sequence[OwnedRange]
+    ranges: Sequence[StateRange]
     param_groups: Sequence[dict[str, Any]]
     adam_w_mode: bool
     process_group: dist.ProcessGroup | None
@@ -140,7 +137,7 @@ def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
     states are computed so); each rank has some boxes of them, and reads these when they are saved. Nothing is copied
     and no other rank waited for. Hyper-parameters that are tensors become numbers, for which the device is waited for.
     """
-    by_index: dict[int, list[OwnedRange]] = defaultdict(list)
+    by_index: dict[int, list[StateRange]] = defaultdict(list)
     for part in shard.ranges:
         by_index[part.index].append(part)
     return {
@@ -197,14 +194,17 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
             raise ValueError(
                 f"{_BIAS_CORRECTION} of param group {number} is False: must be True for torch.optim's Adam"
             )
-    mine = [_Claim(part.index, part.start, part.numel, part.adam.step.item(), part.adam.wide) for part in shard.ranges]
+    mine = [
+        _Claim(part.index, part.range.start, part.range.span.numel, part.adam.step.item(), part.adam.wide)
+        for part in shard.ranges
+    ]
     claims = gather_objects(mine, shard.process_group)
     # Replicas claim the same range: the first rank sends it.
     senders: dict[int, dict[int, tuple[int, _Claim]]] = {}
     for rank, of_rank in enumerate(claims):
         for claim in of_rank:
             senders.setdefault(claim.index, {}).setdefault(claim.start, (rank, claim))
-    transfer = _Transfer({(part.index, part.start): part for part in shard.ranges}, shard.process_group)
+    transfer = _Transfer({(part.index, part.range.start): part for part in shard.ranges}, shard.process_group)
     state = {}
     for index, param in enumerate(shard.params):
         if index in shard.without_state:
@@ -219,16 +219,16 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
 # Saving.
 
 
-def range_values(part: OwnedRange, stored: StoredFloats) -> torch.Tensor:
+def range_values(part: StateRange, stored: StoredFloats) -> torch.Tensor:
     """The numbers of a range in the order of memory: [numel], fp32 or fp64, perhaps a view."""
-    return _read(stored, part.offset, shape=(part.numel,), stride=(1,))
+    return _read(stored, part.range.span.start, shape=(part.range.span.numel,), stride=(1,))
 
 
 def _stored(adam: FlatAdam) -> dict[str, StoredFloats]:
     return {MASTERS: adam.main, EXP_AVG: adam.exp_avg, EXP_AVG_SQ: adam.exp_avg_sq}
 
 
-def _spread_state(param: nn.Parameter, parts: Sequence[OwnedRange]) -> dict[str, torch.Tensor]:
+def _spread_state(param: nn.Parameter, parts: Sequence[StateRange]) -> dict[str, torch.Tensor]:
     """The state of one parameter, [*parameter's shape] each, and the step count, [], fp32."""
     dtype = parts[0].adam.wide if parts else torch.promote_types(param.dtype, torch.float32)
     if param.numel() == 0:
@@ -243,17 +243,18 @@ def _spread_state(param: nn.Parameter, parts: Sequence[OwnedRange]) -> dict[str,
     return state
 
 
-def _step_of(part: OwnedRange) -> torch.Tensor:
+def _step_of(part: StateRange) -> torch.Tensor:
     return part.adam.step
 
 
-def _held_boxes(part: OwnedRange, stored: StoredFloats) -> Iterator[HeldBox]:
-    piece = memory_piece("", part.param)
-    end = part.start + part.numel
-    for first in range(part.start, end, _SAVED_ELEMENTS):
+def _held_boxes(part: StateRange, stored: StoredFloats) -> Iterator[HeldBox]:
+    held = part.range
+    piece = memory_piece("", held.param)
+    end = held.start + held.span.numel
+    for first in range(held.start, end, _SAVED_ELEMENTS):
         for box in boxes_of_range(piece, start=first, end=min(first + _SAVED_ELEMENTS, end)):
-            # A box of a range is one piece of the memory of a parameter.
-            place = sum(o * s for o, s in zip(box.offset, piece.stride, strict=True)) - part.start + part.offset
+            # A box of a range is one contiguous piece of the parameter's memory.
+            place = sum(o * s for o, s in zip(box.offset, piece.stride, strict=True)) - held.start + held.span.start
             yield HeldBox(box, partial(_read, stored, place, shape=box.shape, stride=piece.stride))
 
 
@@ -306,9 +307,10 @@ class _Loaded:
         self.sources[STEP].fill(count, whole(()))
         return count
 
-    def check_has(self, part: OwnedRange) -> None:
+    def check_has(self, part: StateRange) -> None:
         """Raises ValueError if elements of a range are missing."""
-        boxes = boxes_of_range(memory_piece("", part.param), start=part.start, end=part.start + part.numel)
+        held = part.range
+        boxes = boxes_of_range(memory_piece("", held.param), start=held.start, end=held.start + held.span.numel)
         for kind, source in self.sources.items():
             missing = sum(source.num_missing(box) for box in ([whole(())] if kind == STEP else boxes))
             if missing:
@@ -318,7 +320,7 @@ class _Loaded:
                 )
 
 
-def _check_steps_sync(ranges: Sequence[OwnedRange], loaded: Mapping[int, _Loaded]) -> None:
+def _check_steps_sync(ranges: Sequence[StateRange], loaded: Mapping[int, _Loaded]) -> None:
     seen: dict[int, tuple[float, int]] = {}
     for part in ranges:
         step = loaded[part.index].step.item()
@@ -331,21 +333,23 @@ def _check_steps_sync(ranges: Sequence[OwnedRange], loaded: Mapping[int, _Loaded
             )
 
 
-def _write(part: OwnedRange, stored: StoredFloats, *, source: _Source | None) -> None:
+def _write(part: StateRange, stored: StoredFloats, *, source: _Source | None) -> None:
     """Fills one kind of a range's state; source: None for the parameter itself."""
-    assert part.offset % BLOCK == 0, f"offset is {part.offset}: ranges start on the grid of {BLOCK}"
-    piece, like = memory_piece("", part.param), stored.read(0, 0)
-    for first in range(0, part.numel, _LOADED_ELEMENTS):
-        count, start = min(_LOADED_ELEMENTS, part.numel - first), part.start + first
+    held = part.range
+    offset, numel = held.span.start, held.span.numel
+    assert offset % BLOCK == 0, f"span.start is {offset}: ranges must start at a multiple of {BLOCK}"
+    piece, like = memory_piece("", held.param), stored.read(0, 0)
+    for first in range(0, numel, _LOADED_ELEMENTS):
+        count, start = min(_LOADED_ELEMENTS, numel - first), held.start + first
         padded = like.new_zeros(round_up(count, BLOCK))
         values = padded[:count]
         if source is None:
-            memory = part.param.detach().as_strided((part.param.numel(),), (1,))
+            memory = held.param.detach().as_strided((held.param.numel(),), (1,))
             values.copy_(memory[start : start + count])
         else:
             for one in range_tensors([piece], values, start=start):
                 source.fill(one.data, one.box)
-        stored.write(part.offset + first, padded)
+        stored.write(offset + first, padded)
 
 
 # Parameter groups and entries under the names of torch.optim. Their values are looked at from outside alone.
@@ -501,7 +505,7 @@ class _Claim:
 class _Transfer:
     """Sends ranges to rank 0 of a group, one after the other in the same order on all ranks."""
 
-    def __init__(self, mine: dict[tuple[int, int], OwnedRange], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, mine: dict[tuple[int, int], StateRange], group: dist.ProcessGroup | None) -> None:
         self._mine, self._group = mine, group
         self._device = message_device([group])
         self.rank = 0 if group is None else dist.get_rank(group)

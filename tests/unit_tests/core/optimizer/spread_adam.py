@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from megatron.core.distributed.layout import lay_out
+from megatron.core.distributed.layout import ParamRange, Span, lay_out
 from megatron.core.optimizer.adam import FlatAdam, Masters, StateForm
 from megatron.core.optimizer.state_dict import (
     EXP_AVG,
@@ -16,7 +16,7 @@ from megatron.core.optimizer.state_dict import (
     MASTERS,
     STEP,
     AdamShard,
-    OwnedRange,
+    StateRange,
     adam_state_dict,
     load_adam_state_dict,
     range_values,
@@ -73,7 +73,7 @@ class SpreadAdam:
     def __post_init__(self) -> None:
         rates = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
         self.param_groups = [{**rates, "params": params} for params in self.groups]
-        self.ranges: list[OwnedRange] = []
+        self.ranges: list[StateRange] = []
         first = 0
         for params in self.groups:
             for dtype in dict.fromkeys(param.dtype for param in params if param.requires_grad):
@@ -101,8 +101,9 @@ class SpreadAdam:
             for (index, param), span in zip(params.items(), layout.spans, strict=True):
                 part = span.intersection(owned)
                 if part.numel:
-                    start, offset = part.start - span.start, part.start - owned.start
-                    self.ranges.append(OwnedRange(index, param, start, part.numel, adam, offset))
+                    here = Span(part.start - owned.start, part.numel)
+                    held = ParamRange(f"parameter {index}", param, here, part.start - span.start)
+                    self.ranges.append(StateRange(index, held, adam))
 
     @property
     def shard(self) -> AdamShard:
@@ -141,8 +142,9 @@ class SpreadAdam:
         for part in self.ranges:
             adam = part.adam
             for kind, stored in zip(KINDS, (adam.exp_avg, adam.exp_avg_sq, adam.main), strict=True):
-                memory = found[part.index][kind].as_strided((part.param.numel(),), (1,))
-                memory[part.start : part.start + part.numel] = range_values(part, stored)
+                held = part.range
+                memory = found[part.index][kind].as_strided((held.param.numel(),), (1,))
+                memory[held.start : held.start + held.span.numel] = range_values(part, stored)
             found[part.index][STEP] = adam.step.clone()
         return found
 
