@@ -128,7 +128,7 @@ def test_a_bad_step_is_skipped_or_gone_back_from_as_if_its_batch_were_not_there(
     bad = r"rank 1: microbatch 1 \(lm loss is nan\)" if poison == "loss" else r"not finite on .*rank 1: "
     if spread in ("zero1", "experts"):
         # Where gradients add up until the end, one small parameter's are looked at as they come.
-        bad += r"decoder\.layers\.0\.input_layernorm\.weight \(since microbatch 1, of 2 that gave it a gradient\)"
+        bad += r"decoder\.layers\.0\.input_layernorm\.weight \(since microbatch 1, counted from 0, of 2\)"
     assert re.search(rf"iteration {BAD_STEP} is skipped: .*{bad}", printed), printed
     words = rf"{bad}.*: going back from iteration {BAD_STEP - 1} to 2, the data of that step is left out \(rewind 1 of"
     assert re.search(words, printed), printed
@@ -216,7 +216,7 @@ def _change_a_tensor(cases: Sequence[tuple[str, int, Flags]], named: str) -> Non
         with started_run(command_line({**flags, **other})) as run:
             run.callbacks = CallbackList((_Flip(run, name, rank=changed),))
             with pytest.raises(
-                WeightMismatchError, match=rf"after iteration 4: {named or name} of rank 1 is not that of rank 0"
+                WeightMismatchError, match=rf"after iteration 4: {named or name} on rank 1 differs from rank 0"
             ):
                 train(run)
 

@@ -219,7 +219,7 @@ def nan_on_one_rank(settings):
 
 @pytest.mark.parametrize("settings", [{}, {**BOTH, "ddp_debug": True}], ids=["plain", "debug"])
 def test_b23_a_nan_is_reported_on_all_ranks_with_its_rank_and_parameter_and_training_goes_on(settings):
-    when = " (since microbatch 1, of 3 that gave it a gradient)" if settings else ""
+    when = " (since microbatch 1, counted from 0, of 3)" if settings else ""
     expected = f"gradient is not finite on rank 1: layers.1.weight{when}. The model was not updated"
     assert run_on_ranks(nan_on_one_rank, 3, settings) == [(expected, True)] * 3
 

@@ -1,10 +1,10 @@
-"""Comparisons that ranks make outside the agreement at the end of a step, and checks of one rank that feed them.
+"""Comparisons between ranks outside the agreement at the end of a step, and the local checks that feed them.
 
-In this order: what a stage agrees on before a module is wrapped; what was done to the module afterwards; a weight that
-two stages have; the weights of replicas at the start, and while training runs; gradients before they are reduced. Each
-raises the same error on every rank that takes part. A group of None is this rank alone.
+Sections, in order: settings and parameters before a module is wrapped; changes of the module after that; a weight tied
+between two stages; weights of replicas at the start, and during training; gradients before they are reduced. Each
+comparison raises the same error on every participating rank. A group of None means this rank alone.
 
-Only a tied weight is repaired, by its owner's values. Launches are compared in iteration.py.
+Only tied weights are repaired, with the values of their owner. Launches are compared in iteration.py.
 """
 
 import logging
@@ -30,11 +30,11 @@ from megatron.core.utils import unwrap_model
 
 logger = logging.getLogger(__name__)
 
-# Names of parameters in a message.
+# The most parameter names that a message lists.
 _NAMES_SHOWN = 3
 
-# Before a module is wrapped. This is compared before anything else is sent: where ranks differ, what follows pairs up
-# wrongly, or waits for ever.
+# Before a module is wrapped. Compared before anything else is sent: where ranks differ, later collectives would pair up
+# wrongly or hang.
 
 _COMPARED_SIZES = ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 _ABSENT = "no such parameter"
@@ -47,7 +47,7 @@ def settings_of_all_ranks(
     disable_bucketing: bool,
     chunk: int,
 ) -> dict[str, object]:
-    """Returns, by name, all settings that buffers, scales and collectives depend on. chunk: number of the chunk."""
+    """Returns all settings that determine buffers, scales and collectives, by name; chunk: the chunk's number."""
     of_config = ("calculate_per_token_loss", "deterministic_mode", "gradient_accumulation_fusion")
     return {
         **{f"DistributedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
@@ -65,10 +65,10 @@ def check_wraps_agree(
     stage_group: dist.ProcessGroup | None,
     check_alone: Callable[[], None],
 ) -> None:
-    """Raises the same ValueError on all ranks of the stage where settings, or replicas' parameters, differ. Collective.
+    """Raises the same ValueError on all ranks of the stage if settings, or parameters of replicas, differ. Collective.
 
-    settings: all that shapes buffers, scales and collectives, by name. check_alone: what each rank can check by itself;
-    where it raises ValueError, the others raise RemoteRankError.
+    settings: everything that determines buffers, scales and collectives, by name. check_alone: the checks that a rank
+    can make by itself. Where it raises ValueError, the other ranks raise RemoteRankError.
     """
     group = groups.dp_cp if group_size(stage_group) == 1 else stage_group
     own = _wrapping(module, groups, settings=settings)
@@ -94,10 +94,10 @@ def check_wraps_agree(
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """The module that a rank is about to wrap, in words.
+    """Description of the module that a rank is about to wrap.
 
-    replicas: the ranks that share its dense, and its expert parameters; params: names of both, with what shapes buffers
-    and sums.
+    replicas: the ranks that share its dense parameters, and those that share its expert parameters. params: for both
+    kinds, the names with a description of everything that determines buffers and sums.
     """
 
     rank: int
@@ -106,11 +106,11 @@ class _Wrapping:
     params: tuple[dict[str, str], dict[str, str]]
 
     def brief(self) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
-        """Equal for ranks without a difference, and small."""
+        """Returns a small summary, equal on ranks without a difference."""
         return _crc(self.settings), [(ranks, _crc(params)) for ranks, params in zip(self.replicas, self.params)]
 
     def describe(self, name: str) -> str:
-        """A parameter in words, whichever kind this rank takes it for."""
+        """Describes a parameter, whether it is dense or an expert's on this rank."""
         return self.params[0].get(name) or self.params[1].get(name, _ABSENT)
 
 
@@ -132,9 +132,9 @@ def _describe_param(param: nn.Parameter) -> str:
     facts = param_facts(param)
     words = [f"{list(param.shape)} {param.dtype}"]
     if not param.is_contiguous():
-        # Buffers have it in this order.
+        # Buffers hold the elements in the order of memory.
         words.append(f"strides {dense_strides(param)}")
-    # Whether the copy of a tied weight trains, its owner will say.
+    # The owner of a tied weight decides later whether its copy trains.
     if not facts.shared:
         words.append("requires grad" if param.requires_grad else "needs no grad")
     marks = {
@@ -149,7 +149,7 @@ def _describe_param(param: nn.Parameter) -> str:
 
 def _difference_of_wraps(per_rank: list[_Wrapping]) -> str:
     for name in _all_names(own.settings for own in per_rank):
-        values = {own.rank: own.settings.get(name, "not there") for own in per_rank}
+        values = {own.rank: own.settings.get(name, "missing") for own in per_rank}
         if len(set(values.values())) > 1:
             return f"{name} is {_by_rank(values)}: must be the same on all ranks of a pipeline stage"
     for kind in (0, 1):
@@ -158,7 +158,7 @@ def _difference_of_wraps(per_rank: list[_Wrapping]) -> str:
             if len({_crc(own.params[kind]) for own in replicas}) > 1:
                 found = _difference_of_params(replicas, kind)
                 return f"{found}: all replicas must wrap the same parameters in the same order"
-    raise AssertionError("ranks differ in what this function does not compare")
+    raise AssertionError("the summaries of ranks differ, but no setting and no parameter does")
 
 
 def _difference_of_params(replicas: list[_Wrapping], kind: int) -> str:
@@ -190,7 +190,7 @@ def _crc(lines: dict[str, str]) -> int:
 
 
 def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
-    # A group of this rank alone is None, or ALONE, or one of a grid.
+    # The group of a single rank may be None, ALONE or a group of a grid.
     return (rank,) if group_size(group) == 1 else tuple(dist.get_process_group_ranks(group))
 
 
@@ -198,9 +198,10 @@ def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
 
 
 def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
-    """Returns a function that describes the first change of `module` after which gradients or updates miss a parameter.
+    """Returns a function that describes the first change of `module` that makes gradients or updates miss a parameter.
 
-    The function returns None while there is none. wrapped: the parameters in buffers.
+    The function returns None if there is none. wrapped: the parameters in buffers. WrappedShards.find_problem does the
+    same for modules that fully_shard has cut.
     """
     in_buffers = frozenset(wrapped)
     at_start = dict(module.named_parameters())
@@ -226,7 +227,7 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
             return _changed(lost, "replaced")
         for name, param in now.items():
             if param.data_ptr() != addresses.get(param, param.data_ptr()):
-                # No longer a view: forward would read what nobody updates.
+                # No longer a view of its buffer: forward would read memory that is never updated.
                 return _changed(name, "moved, converted or given other data")
         return None
 
@@ -236,20 +237,20 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
 def _changed(name: str, what: str) -> str:
     return (
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
-        "wrap the module, and build its optimizer, after such changes, between steps after release()"
+        "make such changes before wrapping, or between steps after release(), and build the optimizer after them"
     )
 
 
-# A weight that the first and the last stage both have. Its gradients are summed in finalize_model_grads.py. Which
-# weights these are is the model's matter.
+# A weight that the first and the last stage both have. The model marks such weights; finalize_model_grads.py sums their
+# gradients.
 
 
 def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Gives a tied weight on the last stage the values and the requires_grad that it has on the first, its owner.
+    """Copies values and requires_grad of a tied weight from the first stage, its owner, to the last.
 
-    Collective over `group`, the first and last stage, for modules that have such a weight; others send nothing. To
-    freeze the word embeddings is thus to freeze the one weight, as in a model on one rank, where its copy has no name
-    of its own. Raises ValueError on both stages if the two have other shapes or dtypes.
+    Collective over `group`, the first and last stage, for modules with such a weight; others send nothing. Freezing the
+    word embeddings therefore freezes the copy too, as in a model on one rank, which has the weight once. Raises
+    ValueError on both stages if shapes or dtypes differ.
     """
     for name, param in module.named_parameters():
         if not param_facts(param).shared_embedding:
@@ -263,11 +264,11 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
                 f"shape {list(copy[1])} on the last: must be the same"
             )
         param.requires_grad_(owner[0])
-        # Also where both drew from one seed: a script may seed each stage by itself, or load weights into one alone.
+        # Needed even with a common seed: a script may seed stages differently, or load weights into one of them only.
         dist.broadcast(param.data, group=group, group_src=0)
 
 
-# Replicas at the start of a run, by name and with what requires grad.
+# Replicas at the start of a run, compared by name, including requires_grad.
 
 
 def check_weights_agree(
@@ -275,16 +276,14 @@ def check_weights_agree(
 ) -> None:
     """Raises ValueError on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
 
-    Identical in their values, and in which parameters require grad.
-
-    group, expert_group: the ranks that hold the same dense and the same expert parameters. Ranks of a group without a
-    difference raise RemoteRankError. Costs a checksum of all parameters and an exchange of a number each: for the
-    start of a run.
+    Compares values and requires_grad. group, expert_group: the ranks that hold the same dense and the same expert
+    parameters. Ranks of groups without a difference raise RemoteRankError. Costs a checksum and the exchange of one
+    number for each parameter, so call it at the start of a run only.
     """
     dense: dict[str, tuple[int, bool]] = {}
     experts: dict[str, tuple[int, bool]] = {}
     for name, param in model.named_parameters():
-        # On the meta device nothing has a value yet.
+        # Parameters on the meta device have no values yet.
         fingerprint = 0 if param.is_meta else bits_sync(param), param.requires_grad
         (experts if param_facts(param).is_expert else dense)[canonical_name(name)] = fingerprint
     differences = [_difference_of_weights(dense, group), _difference_of_weights(experts, expert_group)]
@@ -307,38 +306,38 @@ def _difference_of_weights(fingerprints: dict[str, tuple[int, bool]], group: dis
 
 
 def bits_sync(param: torch.Tensor) -> int:
-    """A checksum of the bytes of a tensor, any shape and dtype: replicas are bit-identical, and NaN equals itself.
+    """Returns a checksum of a tensor's bytes, any shape and dtype; equal bits of NaN are equal.
 
-    NOTE: waits for the device; for the start of a run.
+    NOTE: waits for the device; for the start of a run only.
     """
     # As bytes: numpy has no bfloat16.
     return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-# Replicas while training runs: a hash of each tensor on its device, and one small exchange per group.
+# Replicas during training: a hash of each tensor on its device, and one small exchange per group.
 
 _ROW = 1024
-_ODD, _EVEN = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1E  # any numbers of which the first is odd
+_ODD, _EVEN = 0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1E  # arbitrary, but odd and even
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightMismatchError(RuntimeError):
-    """Parameters or buffers that must be equal on several ranks are not; raised on every rank."""
+    """Error on every rank: parameters or buffers that must be equal on several ranks differ."""
 
 
 def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, iteration: int) -> None:
     """Raises WeightMismatchError on every rank, naming tensors and ranks, unless all replicas are bit-identical.
 
-    Data-parallel replicas, those of experts among their own ranks, what tensor-parallel ranks have whole, and what the
-    first and the last stage both have: parameters, and the buffers that checkpoints hold, as the biases of routers.
-    chunks: of this stage, with parameters gathered. Collective over all ranks. NOTE: reads the device once, where
-    there is no difference.
+    Compares data-parallel replicas (experts over their own ranks), unsplit parameters of tensor-parallel ranks, and
+    tied weights of first and last stage; and the buffers that checkpoints hold, such as biases of routers. chunks: all
+    of this stage, with gathered parameters. Collective over all ranks. NOTE: reads the device once if there is no
+    difference.
     """
     compared = [one for one in _replicas(chunks, groups) if one.tensors and group_size(one.group) > 1]
     hashes = [torch.stack([weight_hash(tensor) for tensor in one.tensors]) for one in compared]
     is_different = torch.zeros((), dtype=torch.int64, device=default_device())
     for one, own in zip(compared, hashes):
-        # The highest, and by its complement the lowest: equal where all are.
+        # MAX of the complement gives the lowest; highest and lowest are equal if all hashes are.
         extremes = torch.cat([own, ~own])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=one.group)
         highest, negated_lowest = extremes.chunk(2)
@@ -350,14 +349,15 @@ def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCo
 
 
 def weight_hash(param: Tensor) -> Tensor:
-    """[], int64, on the device of `param`, any shape and dtype. Two that differ in one element differ for certain.
+    """Hashes the bits of a tensor of any shape and dtype: [], int64, on its device.
 
-    Of its bits: NaN equals itself, and 0.0 is not -0.0.
+    Tensors that differ in exactly one element always have different hashes. Equal bits of NaN are equal; 0.0 and -0.0
+    differ.
     """
     words = param.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[param.element_size()])
     whole = words.numel() // _ROW * _ROW
-    # Sums of rows and of columns, so that nothing of the parameter's size is kept. An element counts the factor of its
-    # column, which is odd, plus that of its row, which is even: no difference times an odd number is 0 modulo 2**64.
+    # Only sums of rows and of columns, so that no temporary has the parameter's size. An element is weighted by the odd
+    # factor of its column plus the even one of its row: a difference times an odd number is never 0 modulo 2**64.
     table, rest = words[:whole].view(-1, _ROW), words[whole:]
     columns = torch.arange(1, _ROW + 1, device=words.device) * 2 + 1
     rows = torch.arange(1, table.shape[0] + 2, device=words.device) * _EVEN
@@ -386,7 +386,7 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
         for chunk in unwrap_model(list(chunks))
         for name, param in chunk.named_parameters()
     ]
-    # A checkpoint holds one of each for all ranks.
+    # The buffers that a checkpoint holds once for all ranks.
     buffers = [(held.key, held.data) for chunk in unwrap_model(list(chunks)) for held in buffer_sharded_tensors(chunk)]
     kinds = []
     for is_expert, data_group, tensor_group, also in (
@@ -402,54 +402,55 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
 
 
 def _raise_unequal_sync(compared: list[_Replicas], hashes: list[Tensor], *, iteration: int) -> None:
-    """Raises on all ranks what any of them found. NOTE: reads every hash, which only an error does."""
+    """Raises on all ranks the differences that any of them found. NOTE: reads every hash, in case of an error only."""
     lines: list[str] = []
     for one, own in zip(compared, hashes):
         assert one.group is not None
         ranks = dist.get_process_group_ranks(one.group)
-        told = gather_objects((one.names, own.tolist()), one.group)
-        # In the words of the first: a tied output layer has another name than the embedding that owns it.
-        lines += _unequal_hashes(told[0][0], dict(zip(ranks, (hashes_of_rank for _, hashes_of_rank in told))))
+        gathered = gather_objects((one.names, own.tolist()), one.group)
+        # Names of the group's first rank: a tied output layer has another name than the embedding that owns it.
+        lines += _unequal_hashes(gathered[0][0], dict(zip(ranks, (hashes_of_rank for _, hashes_of_rank in gathered))))
     found = dict.fromkeys(line for lines_of_rank in gather_objects(lines, dist.group.WORLD) for line in lines_of_rank)
     shown = list(found)[:_NAMES_SHOWN]
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
     raise WeightMismatchError(
         f"replicas differ after iteration {iteration}: {'; '.join(shown)}{more}. A device or its memory may be faulty; "
-        "go on from an earlier checkpoint"
+        "resume from an earlier checkpoint"
     )
 
 
 def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str]:
-    """A line for each name whose hashes differ: the ranks with other ones than most; by_rank: in the order of names."""
+    """Describes each name with unequal hashes and the ranks in the minority; by_rank: hashes in the order of names."""
     lines = []
     for index, name in enumerate(names):
         ranks_with: dict[int, list[int]] = {}
         for rank, hashes in by_rank.items():
             ranks_with.setdefault(hashes[index], []).append(rank)
         if len(ranks_with) > 1:
-            # Of equally many, the first ranks count as right.
+            # In a tie, the lowest ranks count as right.
             usual, *others = sorted(ranks_with.values(), key=len, reverse=True)
             odd = sorted(rank for ranks in others for rank in ranks)
-            lines.append(f"{name} of rank {', '.join(map(str, odd))} is not that of rank {', '.join(map(str, usual))}")
+            lines.append(f"{name} on rank {', '.join(map(str, odd))} differs from rank {', '.join(map(str, usual))}")
     return lines
 
 
-# Gradients, looked at before they are reduced, after which nobody can tell whose one was. They are measured on the
-# device without waiting for it. GradChecks raises nothing itself, since all ranks must.
+# Gradients, checked before they are reduced; a sum over ranks no longer shows the rank of a bad one. They are measured
+# on the device without waiting for it. GradChecks itself raises nothing: ranks must agree first, and raise together.
 
-# So many times the largest norm that a parameter's gradient ever had, and steps before a norm means anything.
+# A norm is large if it exceeds the parameter's largest so far by this factor, after this number of steps.
 _LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient was NaN or infinite before it was reduced; raised on every rank of the group."""
+    """Error on every rank of a group: a gradient was NaN or infinite before it was reduced."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one iteration's gradients, on the device. by_bucket: names, and [1 or 2, names], fp64.
+    """Measurements of one iteration's gradients, on the device.
 
-    finite_so_far: by name, after each gradient of a parameter, whether its sum is finite: [], bool.
+    by_bucket: names, and for each the largest absolute element and, if it is checked, the norm: [1 or 2, names], fp64.
+    finite_so_far: by name, whether a parameter's sum is finite after each of its gradients: [], bool.
     """
 
     by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
@@ -459,15 +460,15 @@ class Measured:
 class GradChecks:
     """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`).
 
-    each: looks at the sums after every gradient that comes, to tell with which of them it began. Else only at those of
-    `probe`, one small parameter near the model's input, which costs next to nothing: what goes wrong behind it comes
-    down to it.
+    each: also checks the sum after every gradient, to report the first microbatch that made it non-finite. Without it,
+    this is done for `probe` alone, one small parameter near the model's input. That costs next to nothing, and a
+    non-finite gradient of a later layer propagates to it.
     """
 
     def __init__(self, *, nan: bool, large: bool, each: bool = False, probe: nn.Parameter | None = None) -> None:
         self._nan, self._large, self._each, self._probe = nan, large, each, probe
         self._measured = Measured()
-        # The largest norm of each parameter so far, and in how many steps.
+        # The largest norm of each parameter so far, and the number of steps.
         self._largest: dict[str, tuple[float, int]] = {}
 
     @classmethod
@@ -483,16 +484,16 @@ class GradChecks:
         )
 
     def looks_at(self, param: nn.Parameter) -> bool:
-        """Whether the sum of this parameter's gradients, any shape, is to be measured after each of them."""
+        """Whether this parameter's sum, any shape, is measured after each of its gradients."""
         return self._nan and (self._each or param is self._probe)
 
     def measure(self, named_grads: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Notes a number or two of each gradient: any shapes, floating point, on one device."""
-        # An empty one has no largest element.
+        """Measures gradients of any shapes, floating point, on one device."""
+        # Empty gradients have no largest element.
         named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
         if not named_grads:
             return
-        # Extremes, NaN if an element is, and not sums: those of finite elements overflow.
+        # Extremes, which are NaN if any element is. Sums would not do: those of finite elements may overflow.
         lows, highs = zip(*(torch.aminmax(grad) for _, grad in named_grads))
         numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
         if self._large:
@@ -500,11 +501,11 @@ class GradChecks:
         self._measured.by_bucket.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
 
     def measure_sum(self, name: str, total: torch.Tensor) -> None:
-        """Notes whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
+        """Measures whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
         self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
 
     def take_measured(self) -> Measured:
-        """Returns and clears the measurements of passes that a CUDA graph captures."""
+        """Returns and clears the measurements, for passes that a CUDA graph captures."""
         measured = self._measured
         self.forget()
         return measured
@@ -514,32 +515,33 @@ class GradChecks:
         self._measured = measured
 
     def forget(self) -> None:
-        """Drops what was measured."""
+        """Drops all measurements."""
         self._measured = Measured()
 
     def non_finite_sync(self) -> list[str]:
-        """Names of the measured gradients that are not finite; forgets what was measured."""
+        """Returns the names of measured gradients that are not finite, and drops the measurements."""
         if not self._measured.by_bucket:
             return []
         # NOTE: reads the device, once a step.
         largest_elements, *norms = torch.cat([numbers for _, numbers in self._measured.by_bucket], dim=1).tolist()
         names = [name for names, _ in self._measured.by_bucket for name in names]
         bad = [name for name, element in zip(names, largest_elements) if not element < float("inf")]
-        # New lists: a graph may keep the old ones. What is kept tells of late gradients, which are measured apart.
+        # New lists, because a graph may hold the old ones. finite_so_far is still needed for late gradients, which are
+        # measured separately.
         self._measured = Measured(finite_so_far=self._measured.finite_so_far if bad or self._each else {})
         if norms and not bad:
             for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
-        # First what says when it began: a message has room for few names.
+        # Names with a known first microbatch come first, as a message lists few names.
         bad = sorted(dict.fromkeys(bad), key=lambda name: name not in self._measured.finite_so_far)
         return [self._since_when_sync(name) for name in bad] if self._nan else []
 
     def _since_when_sync(self, name: str) -> str:
-        # NOTE: reads the device, when there is an error to tell.
+        # NOTE: reads the device, in case of an error only.
         so_far = [bool(finite) for finite in self._measured.finite_so_far.get(name, [])]
         if all(so_far):
             return name
-        return f"{name} (since microbatch {so_far.index(False)}, of {len(so_far)} that gave it a gradient)"
+        return f"{name} (since microbatch {so_far.index(False)}, counted from 0, of {len(so_far)})"
 
     def _compare(self, name: str, norm: float) -> None:
         largest, steps = self._largest.get(name, (0.0, 0))
@@ -551,17 +553,17 @@ class GradChecks:
 
 
 def _wide(grad: torch.Tensor) -> torch.dtype:
-    # fp16 has no room for a sum of squares.
+    # A sum of squares overflows in fp16.
     return torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
 
 
 def raise_non_finite(
     names: list[str], groups: Sequence[dist.ProcessGroup | None], *, in_backward: bool = False
 ) -> NoReturn:
-    """Raises NonFiniteGradientError with what the ranks of all groups found. Collective: on all of them.
+    """Raises NonFiniteGradientError with the findings of all ranks. Collective over the groups.
 
-    names: this rank's parameters with a gradient that is not finite. groups: asked one after the other, so that
-    what the ranks of one found reaches the ranks of the next. in_backward: an optimizer may have updated by them.
+    names: this rank's parameters with a non-finite gradient. groups: gathered over in turn, so that findings of the
+    first group reach the ranks of the next. in_backward: an optimizer may have updated by these gradients.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}
@@ -570,7 +572,10 @@ def raise_non_finite(
     lines = [f"rank {rank}: {', '.join(n[:_NAMES_SHOWN])}{_and_more(n)}" for rank, n in sorted(found.items())]
     left = "The model was not updated"
     if in_backward:
-        left = "Parameters that are updated in backward may be spoilt: load a checkpoint, unless the policy is exact"
+        left = (
+            "Parameters that are updated in backward may be wrong: load a checkpoint, unless "
+            "optimizer_in_backward_clip is exact"
+        )
     raise NonFiniteGradientError(f"gradient is not finite on {'; '.join(lines)}. {left}")
 
 

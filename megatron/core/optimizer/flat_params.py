@@ -1,6 +1,6 @@
-"""Ranges of parameters, or of the parts of them that this rank owns, as one flat tensor that a kernel steps.
+"""FlatParamRange: neighbouring parameters, or the parts that this rank owns, as one flat tensor that a kernel steps.
 
-Where parameters and gradients lie is the data-parallel wrapper's layout; what a step does is optimizer.py.
+The data-parallel wrapper places parameters and gradients (layout.py); optimizer.py steps the ranges.
 """
 
 from bisect import bisect_right
@@ -25,20 +25,20 @@ from megatron.core.optimizer.stored_floats import (
     pieces,
 )
 
-# What parameters must share to be stepped together.
+# The key that parameters must share to be stepped together.
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
 class FlatParamRange:
-    """This rank's part of parameters that lie side by side and share dtype and parameter group.
+    """This rank's part of adjacent parameters that share dtype and parameter group.
 
-    model: [N], the parameters' dtype; they are views of it. main: the N numbers that are stepped: `model` itself, or
-    what has the digits that 16-bit parameters lack. span: its place in `buffer`; N is a multiple of 64. Padding between
-    parameters is zero in these and in `grad`, and stays zero: neither norm nor step sees it. bucket: which of the owned
-    spans of `buffer` it lies in. grad_of: returns the reduced gradients of one owned span, [span.numel], a view; the
-    buffer's own, unless gradients are not persistent in it. on_host: `main` is kept in the host's memory, which on a
-    CPU is the memory of all.
+    model: [N], the parameters' dtype; parameters are views of it. main: the N numbers that are stepped, either `model`
+    itself or masters with more digits than 16-bit parameters have. span: the range's place in `buffer`; N is a multiple
+    of 64. Padding between parameters is and stays zero in `model`, `main` and `grad`, so norms and steps need not skip
+    it. bucket: index into the owned spans of `buffer`. grad_of: returns the reduced gradients of one owned span,
+    [span.numel], a view. on_host: `main` is in the host's memory; on a CPU, where all memory is, it marks the share
+    that a GPU would offload.
     """
 
     params: list[ParamRange]
@@ -53,22 +53,22 @@ class FlatParamRange:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The reduced gradients, where they are now: [N], the buffer's dtype, a view."""
+        """The reduced gradients: [N], the buffer's dtype, a view of their current memory."""
         return self.grad_of(self.span)
 
     @property
     def has_master(self) -> bool:
-        """Whether there is more to the parameters than the model has of them."""
+        """Whether masters have more digits than the model's parameters."""
         return self.buffer.model_dtype.itemsize < 4
 
     @property
     def is_copy(self) -> bool:
-        """Whether what is stepped is another tensor than the parameters."""
+        """Whether a copy of the parameters is stepped, not the parameters themselves."""
         return not (isinstance(self.main, Plain) and self.main.tensor is self.model)
 
     @property
     def stepped(self) -> torch.Tensor:
-        """The run's tensor in torch's parameter groups: [N], the masters as fp32, or else the parameters."""
+        """The range's tensor in torch's parameter groups: [N], fp32 masters if there are any, else the parameters."""
         return self.main.tensor if isinstance(self.main, Plain) else self.model
 
     def write_model(self) -> None:
@@ -78,7 +78,7 @@ class FlatParamRange:
                 self.model[start : start + values.numel()].copy_(values)
 
     def take_model(self) -> None:
-        """Makes the masters what the parameters are."""
+        """Sets the masters to the values of the parameters."""
         if isinstance(self.main, WithRemainder):
             self.main.forget()
         elif self.is_copy:
@@ -87,7 +87,7 @@ class FlatParamRange:
                 self.main.write(start, self.model[start : start + step].to(like))
 
     def check_attached(self) -> None:
-        """Raises ValueError naming the first parameter whose memory is no longer the run's."""
+        """Raises ValueError naming the first parameter whose memory is no longer part of the range."""
         base, size = self.model.data_ptr(), self.model.element_size()
         for member in self.params:
             address = base + member.span.start * size
@@ -106,13 +106,13 @@ def build_ranges(
     host_fraction: float = 0.0,
     grads_of: Mapping[FlatBuffer, Callable[[Span], torch.Tensor]] | None = None,
 ) -> list[FlatParamRange]:
-    """Joins what this rank owns of each buffer's parameters into ranges, in the order of the buffers.
+    """Joins this rank's parts of each buffer's parameters into ranges, in the order of the buffers.
 
-    groups: of every parameter of the buffers. main_of: how the numbers that are stepped are kept of parameters [N], any
-    floating dtype. host_fraction: part of each owned span that is kept in the host's memory. grads_of: of each
-    buffer, where gradients are not persistent in it, what returns those of an owned span, [span.numel], a view.
+    groups: the parameter group of every parameter in the buffers. main_of: builds the masters of parameters, [N], any
+    floating dtype. host_fraction: part of each owned span whose masters are in the host's memory. grads_of: for each
+    buffer without persistent gradients, a function that returns those of an owned span, [span.numel], a view.
     """
-    runs: list[FlatParamRange] = []
+    ranges: list[FlatParamRange] = []
     for buffer in buffers:
         grad_of = buffer.grad_of if grads_of is None else grads_of[buffer]
         parts = [
@@ -125,17 +125,17 @@ def build_ranges(
             model = buffer.param_data[found.span.start : found.span.end]
             on_host = kept is host_masters
             place = found.span
-            runs.append(
+            ranges.append(
                 FlatParamRange(found.members, found.key, model, kept(model), buffer, place, bucket, grad_of, on_host)
             )
-    return runs
+    return ranges
 
 
 @dataclass(frozen=True, eq=False)
 class _Neighbours(Generic[_Key]):
-    """Neighbours in a buffer, in one of the spans asked for, that share a key.
+    """Adjacent parameter ranges of a buffer that share a key and lie in one of the given spans.
 
-    span: theirs in the buffer, with padding. place: of the span asked for, among all of these.
+    span: their elements in the buffer, including padding. place: index of the given span.
     """
 
     members: list[ParamRange]
@@ -147,9 +147,8 @@ class _Neighbours(Generic[_Key]):
 def ranges_in(
     buffer: FlatBuffer, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[_Neighbours[_Key]]:
-    """Yields the parameter ranges in some spans of a buffer; groups: a key for every parameter of it."""
-    # By their places, so that those of a span are found without looking at all.
-    # An empty parameter starts where the next one does.
+    """Yields the parameter ranges in the given spans of a buffer; groups: a key for each of its parameters."""
+    # Sorted by place, so that a bisection finds the slots of a span. An empty parameter starts where the next one does.
     slots = sorted(buffer.slots, key=lambda slot: (slot.span.start, slot.span.end))
     ends = [slot.span.end for slot in slots]
     for place, span in enumerate(spans):
@@ -160,14 +159,14 @@ def ranges_in(
 
 def host_elements(numel: int, host_fraction: float) -> int:
     """Returns how many of an owned span's elements, from its start, are kept in the host's memory."""
-    # On the grid, so that no element's bits depend on the cut.
+    # A multiple of ALIGNMENT, so that no element's bits depend on the cut.
     return int(numel * host_fraction) // ALIGNMENT * ALIGNMENT
 
 
 def _by_memory(
     owned: Span, main_of: Callable[[torch.Tensor], StoredFloats], *, host_fraction: float
 ) -> Iterator[tuple[Span, Callable[[torch.Tensor], StoredFloats]]]:
-    """The part of an owned span that is kept in the host's memory, and the rest, which main_of keeps."""
+    """Yields the part of an owned span whose masters are on the host, then the rest, each with what builds them."""
     on_host = host_elements(owned.numel, host_fraction)
     if on_host:
         yield Span(owned.start, on_host), host_masters
@@ -178,17 +177,17 @@ def _by_memory(
 def _neighbours_in(
     owned: Span, slots: Sequence[ParamSlot], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[tuple[list[ParamRange], int, int]]:
-    """Members and range of each run inside one owned span; slots: in the order of their places."""
+    """Yields members, start and end of each range inside one owned span; slots: sorted by place."""
     inside = takewhile(lambda slot: slot.span.start < owned.end, slots)
     parts = [(slot, part) for slot in inside if (part := slot.span.intersection(owned)).numel > 0]
-    # Neighbours only: the order of the buffer is that of the reduction and must not depend on groups.
+    # Only neighbours are joined: reductions determine the buffer's order, which must not depend on groups.
     for _, members in groupby(parts, key=lambda pair: groups[pair[0].param]):
-        run = list(members)
-        # Both ends are on the grid: of a parameter with the padding behind it, or of the owned span.
-        start, end = run[0][1].start, min(run[-1][1].padded_end, owned.end)
-        yield [_member(slot, part, run_start=start) for slot, part in run], start, end
+        joined = list(members)
+        # Both ends are multiples of ALIGNMENT: a parameter's padded end, or an end of the owned span.
+        start, end = joined[0][1].start, min(joined[-1][1].padded_end, owned.end)
+        yield [_member(slot, part, range_start=start) for slot, part in joined], start, end
 
 
-def _member(slot: ParamSlot, part: Span, *, run_start: int) -> ParamRange:
+def _member(slot: ParamSlot, part: Span, *, range_start: int) -> ParamRange:
     start = slot.start + part.start - slot.span.start
-    return ParamRange(slot.name, slot.param, Span(part.start - run_start, part.numel), start)
+    return ParamRange(slot.name, slot.param, Span(part.start - range_start, part.numel), start)
