@@ -79,7 +79,7 @@ def differ_when_debugging(case):
         ("other group", r"launch 7 .* differs: .*rank.* 0.* launch .* over 3 ranks .*; rank 1 launch .* over 2 ranks"),
         (
             "missing",
-            r"rank 2 did not come to launch 7 .* within 1 s.* launches .*layer3\.a.* last of rank 2 was: .*dense 0",
+            r"rank 2 did not reach launch 7 .* within 1 s.* launches .*layer3\.a.* launch of rank 2 was: .*dense 0",
         ),
     ],
     ids=["size", "other-group", "missing"],

@@ -236,7 +236,7 @@ def _freeze_in_mid_run() -> None:
             after = run.weights()
             assert all(torch.equal(after[name], before[name]) == name.startswith(frozen) for name in after)
             assert run.model.release() is model
-            with pytest.raises(RuntimeError, match=r"taken off by release\(\): wrap the module"):
+            with pytest.raises(RuntimeError, match=r"removed by release\(\): wrap the module"):
                 run.optimizer.zero_grad()
             assert model(torch.ones(1, 5)).isfinite().all() and all(p.grad is None for p in model.parameters())
         results.append((reports, after))

@@ -1,12 +1,11 @@
-"""Collectives over the flat tensors of a gradient or parameter buffer: asynchronous, in place.
+"""Collectives over the flat tensors of a gradient or parameter buffer: asynchronous, in place, stateless.
 
-Stateless; who owns the tensors, and in which order they are launched, is decided elsewhere. A group of None or of
-this rank alone: nothing is sent.
+Buffers own the tensors, and scheduler.py orders the launches. Nothing is sent if the group is None or has one rank.
 
-[Note: rank order] A back end may add the ranks' numbers in any order, and gloo's order changes with the size of the
-tensor. Where bits matter each rank receives what all ranks hold of its share (all-to-all) and adds them up in rank
-order, in fp32 or wider. Each element's sum is then the same whatever the bucket it lies in and whoever adds it, so
-that the all-reduce has the bits of the reduce-scatter.
+[Note: rank order] A back end may add the ranks' numbers in any order, and gloo's order depends on the size of the
+tensor. If bits must not depend on that, each rank receives the contributions of all ranks to its shard (all-to-all) and
+adds them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that adds
+it, so that an all-reduce has the bits of a reduce-scatter.
 """
 
 from collections import deque
@@ -23,54 +22,58 @@ from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.process_groups_config import group_rank, group_size
 
-# Elements of one all-to-all; what a rank-ordered sum holds besides its input is at most _IN_FLIGHT times this.
+# Elements of one all-to-all. A rank-ordered sum needs at most _IN_FLIGHT times this in addition to its input.
 _SLICE_ELEMENTS = 1 << 24
 _IN_FLIGHT = 2
 
 
 class Handle(Protocol):
-    """A collective under way. All ranks of its group call the same methods in the same order."""
+    """A collective in flight. All ranks of its group call the same methods in the same order."""
 
     def advance(self) -> None:
-        """Starts what had to wait for the first messages (a gather of totals, a second level), so that several
-        handles may do it side by side. Changes the tensor; `wait` does it too. Blocks the host on the CPU.
+        """Waits for the first messages and starts the second stage (a gather of totals, a second level), if any.
+
+        Called for several handles before `wait`, it lets their second stages overlap. Changes the tensor. `wait`
+        includes it. Blocks the host on the CPU.
         """
         ...
 
     def wait(self) -> None:
-        """Returns when the tensor holds the result; on a GPU the current stream waits, not the host."""
+        """Waits until the tensor holds the result; on a GPU the current stream waits, not the host."""
         ...
 
     def advance_early(self) -> bool:
-        """`advance`, where it need not wait for `wait` and would not block the host; whether it is not needed any more.
+        """Calls `advance` if that would not block the host and need not be deferred to `wait`.
 
-        Ranks may differ in when they call it, but not in the order of handles.
+        Returns whether `advance` has nothing left to do. Ranks may call it at different times, but must advance their
+        handles in the same order.
         """
         ...
 
     def is_sent(self) -> bool:
-        """Whether `wait` would not block the host; asks a GPU."""
+        """Returns whether `wait` would not block the host; queries a GPU."""
         ...
 
     def works(self) -> list[dist.Work]:
-        """The messages launched so far that may still be under way, for who wants to know when they end."""
+        """Returns the messages launched so far that may still be in flight, for measurements."""
         ...
 
     def discard(self) -> None:
-        """Ends it without a result: the tensor stays what this rank gave. Instead of advance and wait, and only
-        where ReductionPolicy.can_repeat.
+        """Ends the collective without a result, so that the tensor keeps this rank's input.
+
+        Replaces `advance` and `wait`; allowed only with ReductionPolicy.can_repeat.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ReductionPolicy:
-    """How gradients are summed over ranks; chosen once for all buckets.
+    """The way of summing gradients over ranks; chosen once for all buckets.
 
-    deterministic: see [Note: rank order]. average: the mean instead of the sum. fp32_accumulation: 16-bit tensors are
-    sent as they are and added in fp32, which wider tensors are anyway. instances_group: the ranks that hold the same
-    shard of other optimizer instances; they add up their shards once each instance has its own. side: where a GPU's
-    second level waits for the first; without it, for both levels to be under way, someone must come back to it.
+    deterministic: see [Note: rank order]. average: the mean instead of the sum. fp32_accumulation: sends 16-bit tensors
+    unconverted and adds them in fp32; wider tensors are added in their own dtype. instances_group: the ranks with the
+    same shard in other optimizer instances, which add up their shards after the sum within each instance. side: the
+    stream on which a GPU's second level waits for the first. Without it the second level starts in `advance` or `wait`.
     """
 
     deterministic: bool = False
@@ -81,7 +84,7 @@ class ReductionPolicy:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a tensor under reduction is whole until advance or wait, so that it can be reduced once more."""
+        """Whether a tensor in flight keeps its input until `advance` or `wait`, so that it can be reduced again."""
         return self.deterministic
 
 
@@ -95,11 +98,12 @@ def reduce_bucket_(
 ) -> Handle:
     """Starts to sum `flat`, [N], floating point, contiguous, over `group`, in place.
 
-    sharded: only this rank's shard, the rank-th of equal parts, gets the sum, and N divides by the ranks; the others
-    hold anything afterwards. Else all of `flat` gets it. into: where this shard's sum goes instead, [N / ranks], the
-    same dtype, contiguous; all of `flat` may then hold anything. Do not write to either before `wait`.
+    sharded: only this rank's shard, the rank-th of equal parts, receives the sum, and the other parts are undefined
+    afterwards; N must be a multiple of the number of ranks. Without it all of `flat` receives the sum. into: receives
+    the shard's sum in place of `flat`, which is then undefined: [N / ranks], flat's dtype, contiguous. Do not write to
+    either before `wait`.
     """
-    assert sharded or into is None, "only a shard can go elsewhere"
+    assert sharded or into is None, "into is given without sharded: only the sum of a shard can be written elsewhere"
     first = _reduce(flat, group, sharded=sharded, policy=policy, into=into)
     if group_size(policy.instances_group) == 1:
         return first
@@ -111,24 +115,24 @@ def reduce_bucket_(
     def across_instances() -> Handle:
         return _reduce(part, policy.instances_group, sharded=False, policy=policy)
 
-    # What can be repeated must stay whole until someone waits.
+    # A reduction that can be repeated must not change the tensor before `advance` or `wait`.
     if policy.can_repeat or policy.side is None:
         return _Chain(first, across_instances)
     chain = _Following(first, across_instances)
-    with policy.side.current() as is_beside:
-        if is_beside:
+    with policy.side.current() as is_on_side:
+        if is_on_side:
             chain.advance()
     return chain
 
 
 @record_function("gather_shards_")
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
-    """Starts to fill `flat`, [N], any dtype, contiguous, in place: its r-th of equal parts comes from rank r."""
+    """Starts to fill `flat`, [N], any dtype, contiguous, in place: the r-th of equal parts is sent by rank r."""
     if group_size(group) == 1:
         return _Done()
     if not _is_on_host(flat):
         return _Launched(all_gather_single(flat, shard_of(flat, group), group=group, async_op=True))
-    # gloo's own all-gather goes through a copy of the whole: 5 times the CPU time, and the memory of `flat` once more.
+    # gloo's own all-gather makes a copy of the whole: 5 times the CPU time, and the memory of `flat` once more.
     shards = flat.view(group_size(group), -1)
     return _Launched(
         *[dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)]
@@ -136,7 +140,7 @@ def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handl
 
 
 def shard_of(flat: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This rank's of as many equal parts of `flat`, [N], any dtype, as `group` has ranks: [N / ranks], a view."""
+    """Returns this rank's shard of `flat`, [N], any dtype, cut into one part per rank: [N / ranks], a view."""
     return flat.view(group_size(group), -1)[group_rank(group)]
 
 
@@ -174,7 +178,7 @@ def _reduce(
             return _ordered_of_any_size(flat, group, policy=policy)
         scatter = _OrderedReduceScatter(flat, group, average=policy.average, into=into)
         return scatter if sharded else _Chain(scatter, lambda: gather_shards_(flat, group))
-    # Only NCCL takes the mean while it sums; elsewhere a pass over the result does.
+    # Only NCCL averages while it sums; for other back ends a pass over the result divides.
     op = dist.ReduceOp.AVG if policy.average and _is_over_nccl(flat, group) else dist.ReduceOp.SUM
     if sharded:
         return _Launched(
@@ -198,7 +202,7 @@ def _alone(flat: torch.Tensor, into: torch.Tensor | None) -> Handle:
 
 
 def _is_on_host(flat: torch.Tensor) -> bool:
-    # Not whether it is on a GPU: a plan's tensors, which have no memory, are sent as a GPU's.
+    # Not `not flat.is_cuda`: tensors of a dry run, on the meta device, are sent like a GPU's.
     return flat.device.type == "cpu"
 
 
@@ -207,7 +211,7 @@ def _is_over_nccl(flat: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _ordered_of_any_size(flat: torch.Tensor, group: dist.ProcessGroup, *, policy: ReductionPolicy) -> Handle:
-    """Pads a tensor to a multiple of the ranks and reduces it in rank order; for tensors that are no bucket."""
+    """Pads a tensor to a multiple of the ranks and reduces it in rank order; for tensors other than buckets."""
     padded = flat.new_zeros(round_up(flat.numel(), group_size(group)))
     padded[: flat.numel()] = flat
 
@@ -229,7 +233,7 @@ class _Handle:
 
 
 class _Done(_Handle):
-    """The handle of a collective that sends nothing, or is complete."""
+    """Handle of a collective that is complete or sends nothing."""
 
     def wait(self) -> None:
         pass
@@ -245,7 +249,7 @@ class _Done(_Handle):
 
 
 class _Launched(_Handle):
-    """Messages of the back end."""
+    """Handle of messages that the back end has launched."""
 
     def __init__(self, *works: dist.Work) -> None:
         self._works = works
@@ -265,7 +269,7 @@ class _Launched(_Handle):
 
 
 class _Chain(_Handle):
-    """A collective after another, or a pass over its result."""
+    """Handle of a collective followed by a second one, or by a pass over its result."""
 
     def __init__(self, first: Handle, then: Callable[[], Handle]) -> None:
         self._first, self._then = first, then
@@ -288,12 +292,12 @@ class _Chain(_Handle):
         return self._first.works() if self._second is None else self._second.works()
 
     def discard(self) -> None:
-        assert self._second is None, "discard is instead of advance and wait"
+        assert self._second is None, "discard was called after advance or wait"
         self._first.discard()
 
 
 class _Following(_Chain):
-    """A collective that starts as soon as the one before it has ended."""
+    """Handle of two collectives, the second of which starts as soon as the first has ended."""
 
     def advance_early(self) -> bool:
         if self._second is None and self._first.is_sent():
@@ -303,9 +307,10 @@ class _Following(_Chain):
 
 @dataclass(frozen=True)
 class _Slice:
-    """What the ranks hold of some columns of this rank's shard; columns: of the tensor seen as one row a rank.
+    """Contributions of all ranks to some columns of this rank's shard, of the tensor viewed as one row per rank.
 
-    by_rank: [columns] each; this rank's own is its shard itself. kept: what is being sent.
+    by_rank: [columns] each; this rank's own is a view of its shard. kept: the memory of the message that is sent, which
+    must live until `works` are complete.
     """
 
     columns: slice
@@ -315,10 +320,10 @@ class _Slice:
 
 
 class _OrderedReduceScatter(_Handle):
-    """Sums in rank order, each rank its own shard of `flat`, in its place or elsewhere; see [Note: rank order].
+    """Sums this rank's shard of `flat` in rank order, in place or into another tensor; see [Note: rank order].
 
-    Sent in slices, so that the memory for what is received is bounded: two are under way from the start, the others
-    follow in `wait`.
+    Sends slices, so that the memory for received numbers is bounded: two are in flight from the start, and `wait` sends
+    the others.
     """
 
     @record_function("_OrderedReduceScatter")
@@ -330,18 +335,18 @@ class _OrderedReduceScatter(_Handle):
         self._group, self._average = group, average
         self._width = max(1, _SLICE_ELEMENTS // self._rows.shape[0])
         self._sent = 0  # columns
-        self._under_way: deque[_Slice] = deque()
+        self._in_flight: deque[_Slice] = deque()
         for _ in range(_IN_FLIGHT):
             self._send()
 
     def is_sent(self) -> bool:
-        # What is left would come between launches of ranks that are not that far.
+        # Remaining slices are sent in `wait` alone, at the same place among the launches of all ranks.
         is_all = self._sent == self._rows.shape[1]
         return is_all and all(work.is_completed() for work in self.works())
 
     def wait(self) -> None:
-        while self._under_way:
-            piece = self._under_way.popleft()
+        while self._in_flight:
+            piece = self._in_flight.popleft()
             for work in piece.works:
                 work.wait()
             _sum_in_order(
@@ -350,12 +355,12 @@ class _OrderedReduceScatter(_Handle):
             self._send()
 
     def works(self) -> list[dist.Work]:
-        return [work for piece in self._under_way for work in piece.works]
+        return [work for piece in self._in_flight for work in piece.works]
 
     def discard(self) -> None:
-        # What was not sent yet stays so, on all ranks.
-        while self._under_way:
-            for work in self._under_way.popleft().works:
+        # Slices that were not sent yet are never sent, on any rank.
+        while self._in_flight:
+            for work in self._in_flight.popleft().works:
                 work.wait()
 
     @record_function("_OrderedReduceScatter._send")
@@ -364,12 +369,12 @@ class _OrderedReduceScatter(_Handle):
         if start < end:
             self._sent = end
             exchange = _exchange_pairwise if _is_on_host(self._rows) else _exchange_at_once
-            self._under_way.append(exchange(self._rows, slice(start, end), group=self._group))
+            self._in_flight.append(exchange(self._rows, slice(start, end), group=self._group))
 
 
 def _exchange_at_once(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
     """Starts to send each rank its row's columns, in one message."""
-    # A copy, unless all columns go at once.
+    # A copy, unless these are all columns.
     sent = rows[:, columns].contiguous()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
@@ -394,13 +399,13 @@ def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.Proces
 
 
 def _sum_in_order(terms: Sequence[torch.Tensor], *, into: torch.Tensor, divisor: int) -> None:
-    """Sum of the terms, [N] each, in fp32, or in their dtype if wider, divided and then rounded; may overwrite them."""
-    # One addition at a time: a reduction kernel over rows may pair them as it likes.
+    """Sums terms, [N] each, in fp32 or their wider dtype, divides and then rounds; may overwrite the terms."""
+    # One addition at a time, because a reduction kernel over rows may pair them in any order.
     first, *middle, last = terms
     total = first.float() if first.dtype.itemsize == 2 else first
     for term in middle:
         total.add_(term)
-    # Straight to its place, unless it has yet to be rounded.
+    # Written directly into place, unless it must be rounded first.
     total = torch.add(total, last, out=into if total.dtype == into.dtype else total)
     if divisor > 1:
         total.div_(divisor)

@@ -1,6 +1,6 @@
-"""EventLog: when gradients became ready and collectives ran, and what follows from it. It changes and delays nothing.
+"""EventLog: records when gradients became ready and when collectives ran, without delaying them.
 
-The figures are pure functions of times, at the end of the file.
+Pure functions at the end of the file compute figures from these times, such as the share of hidden communication.
 """
 
 from collections import deque
@@ -18,10 +18,10 @@ _KEPT_STEPS = 4
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a bucket group, in seconds since the step's first event.
+    """One collective of a bucket group; times in seconds since the step's first event.
 
-    ready: when its last gradient was written; of a gather, when its parameters had been updated. waits: the stretches
-    in which something waited for it. num_bytes: of its tensors, on one rank.
+    ready: time at which its last gradient was written, or, for a gather, its parameters were updated. waits: begin and
+    end of each interval in which something waited for it. num_bytes: size of its tensors on one rank.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The transfers of a step in the order of their launches; backward_end: when the last gradient was ready."""
+    """The transfers of a step, in launch order; backward_end: time at which the last gradient was ready, in seconds."""
 
     transfers: tuple[Transfer, ...]
     backward_end: float
@@ -43,7 +43,7 @@ class StepTimes:
 
 @dataclass
 class _Marks:
-    """A transfer while it runs. group: None for the agreement of all ranks."""
+    """Time marks of a transfer while it runs. group: None for the agreement of all ranks."""
 
     group: BucketGroupBase | None
     traffic: Traffic
@@ -55,9 +55,9 @@ class _Marks:
 
 
 class EventLog:
-    """A BucketObserver; one step is noted after each `record_next_step`, the others cost a comparison an event.
+    """BucketObserver that records one step after each `record_next_step`; other steps cost one comparison per event.
 
-    On a GPU the times are events of its current stream, so that a wait is what the stream, not the host, waited.
+    On a GPU the times are events of the current stream, so waits are those of the stream, not of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,11 +71,11 @@ class EventLog:
         self._finished: deque[tuple[TimeMark, dict[str, TimeMark], list[_Marks]]] = deque(maxlen=_KEPT_STEPS)
 
     def record_next_step(self) -> None:
-        """Notes from the end of the iteration under way to the end of the next."""
+        """Requests a recording from the end of the current iteration to the end of the next."""
         self._is_asked = True
 
     def take_sync(self) -> list[StepTimes]:
-        """The steps noted since the last call. NOTE: on a GPU it waits until they have run."""
+        """Returns the steps recorded since the last call. NOTE: on a GPU, waits until they have run."""
         steps = [_step_times(start, grads, marked=marked) for start, grads, marked in self._finished]
         self._finished.clear()
         return steps
@@ -86,7 +86,7 @@ class EventLog:
         """Does nothing: groups are recorded when they are launched."""
 
     def begin_iteration(self) -> None:
-        # An iteration that was broken off: its gathers are waited for all the same.
+        # Gathers of an aborted iteration are still waited for; its reductions are not.
         self._last_grad.clear()
         self._marks = [marks for marks in self._marks if marks.traffic is Traffic.GATHER]
 
@@ -166,7 +166,7 @@ def _step_times(start: TimeMark, last_grad: dict[str, TimeMark], *, marked: list
     for marks in marked:
         launched = seconds(marks.launched)
         waits = tuple((seconds(begin), seconds(end)) for begin, end in marks.waits)
-        # Whoever waited has the result, even if the thread that tells so has not come to it yet.
+        # The end of a wait is an upper bound: the thread that marks completion may run later.
         done = last = waits[-1][1] if waits and marks.num_messages else launched
         if marks.done is not None:
             done = min(seconds(marks.done), last) if waits else seconds(marks.done)
@@ -189,18 +189,18 @@ def _num_bytes(group: BucketGroupBase, traffic: Traffic) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-# What the times say.
+# Figures from the times.
 
 
 def exposed_seconds(transfer: Transfer) -> float:
-    """Seconds in which something waited for the transfer."""
+    """Returns the seconds in which something waited for the transfer."""
     return sum(end - begin for begin, end in transfer.waits)
 
 
 def hidden_seconds(step: StepTimes, traffic: Traffic) -> float:
-    """Seconds in which a transfer of that kind was under way and nothing waited for it.
+    """Returns the seconds in which a transfer of a kind was in flight and nothing waited for it.
 
-    Transfers of a kind follow each other: one that was launched early begins when the one before it is done.
+    Transfers of a kind run one after another: one that is launched early begins when the one before it is done.
     """
     total = free = 0.0
     for transfer in (one for one in step.transfers if one.traffic is traffic):
@@ -214,7 +214,7 @@ def hidden_seconds(step: StepTimes, traffic: Traffic) -> float:
 def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
     """Returns, for each reduction but the last, whether it was launched before the next one was ready.
 
-    Ready means that the last gradient was accumulated. False means that communication had to wait for gradients that it
+    Ready means that the last gradient was accumulated. False means that communication was delayed by gradients that it
     did not need.
     """
     reductions = _reductions(step)
@@ -222,13 +222,14 @@ def launched_before_next_was_ready(step: StepTimes) -> list[bool]:
 
 
 def hidden_share(step: StepTimes) -> float | None:
-    """Returns the share of reduction time hidden by backward, out of what could have been hidden; 1 is the best.
+    """Returns reduction time hidden by backward as a share of the time that could have been hidden; 1 is the best.
 
-    What could have: each transfer takes as long as it did, starts when its last gradient is ready and the one before it
-    is done. None where nothing could have been hidden, as with one bucket, whose last gradient is the last of all.
+    The ideal: each transfer has its measured duration and starts as soon as its last gradient is ready and the transfer
+    before it is done. None if nothing could have been hidden, as with one bucket, whose last gradient is the last of
+    all.
     """
     hidden = possible = 0.0
-    free = ideally_free = 0.0  # when the transfers before this one were, or could have been, done
+    free = ideally_free = 0.0  # time at which earlier transfers were, or could have been, done
     for transfer in _reductions(step):
         began = max(transfer.launched, free)
         took = max(0.0, transfer.done - began)
@@ -245,5 +246,5 @@ def _reductions(step: StepTimes) -> list[Transfer]:
 
 
 def _before(limit: float, *, begin: float, end: float) -> float:
-    """Seconds of [begin, end] that lie before `limit`."""
+    """Returns the seconds of [begin, end] that lie before `limit`."""
     return max(0.0, min(end, limit) - begin)

@@ -1,6 +1,7 @@
-"""finalize_model_grads: what happens to gradients between the last backward and the optimizer.
+"""finalize_model_grads: completes gradients between the last backward and the optimizer's step.
 
-How they are reduced over data-parallel ranks is the wrapper's work.
+The data-parallel wrapper reduces them over its ranks; this file adds the sums over other groups and the division by
+tokens.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from megatron.core.utils import unwrap_model
 
 @runtime_checkable
 class FinalizesStep(Protocol):
-    """A model that changes by itself once a step, as routers with an expert bias do."""
+    """A model that updates state of its own once a step, such as routers with an expert bias."""
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
-        """After gradients are reduced, before the optimizer; also of steps that the optimizer skips.
+        """Updates the model's own state; called after gradients are reduced, also if the optimizer skips the step.
 
         group: all ranks that see different tokens.
         """
@@ -39,12 +40,12 @@ def finalize_model_grads(
 ) -> None:
     """Reduces the gradients of all chunks over their data-parallel groups and ends the models' step. Collective.
 
-    num_tokens: None for the mean over ranks. With calculate_per_token_loss, [], integer or floating point, the tokens
-    in the losses that this rank summed: the sum over ranks is divided by the tokens of all (1 if there are none).
-    Stages before the last, which sum no losses, may leave it None.
-    pg_collection: the groups of this rank; None: those that the chunks were wrapped with.
-    Raises what finish_grad_sync does, and ValueError for a chunk that is not wrapped and where num_tokens does not go
-    with calculate_per_token_loss.
+    num_tokens: None for the mean over ranks. With calculate_per_token_loss, the number of tokens in the losses that
+    this rank summed: [], integer or floating point. Gradients, summed over ranks, are then divided by the tokens of all
+    ranks (at least 1). Stages before the last, which compute no losses, may pass None.
+    pg_collection: this rank's groups; None means those that the chunks were wrapped with.
+    Raises the errors of finish_grad_sync, and ValueError for a chunk that is not wrapped, or if num_tokens is given
+    without calculate_per_token_loss or missing with it.
     """
     chunks = [require_wrapped(chunk) for chunk in model]
     groups = pg_collection or (chunks[0].pg_collection if chunks else existing_process_groups())
@@ -68,7 +69,8 @@ def complete_model_grads(
     _divide_by_tokens(
         [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
     )
-    # After all of them: the two stages have the tied weight in different chunks, and between them wait for others.
+    # In a loop of its own: the two stages have the tied weight in different chunks, and sums over other ranks between
+    # the two could deadlock.
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
     for chunk in chunks:
@@ -76,11 +78,11 @@ def complete_model_grads(
 
 
 def end_model_step(chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection) -> None:
-    """Lets models change that do so by themselves once a step. Collective."""
+    """Calls finalize_step of models that have it. Collective."""
     for chunk in chunks:
         inner = unwrap_model(chunk)
         if isinstance(inner, FinalizesStep):
-            # Routers of tensor-parallel ranks see parts of the sequence each.
+            # Tensor-parallel ranks are included: each router sees a part of the sequence.
             inner.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
 
 
@@ -89,27 +91,27 @@ def _check_num_tokens(
 ) -> None:
     counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
     per_token = chunk.config.calculate_per_token_loss
-    # Either mistake would train with gradients that are wrong by a factor, without an error.
+    # Either mistake would silently scale gradients by a wrong factor.
     if counts_tokens and per_token != (num_tokens is not None):
         raise ValueError(
             f"calculate_per_token_loss is {per_token} and num_tokens is {num_tokens}: "
-            "the number of tokens must be given with per-token loss, and only then"
+            "num_tokens must be given with per-token loss, and must be None without it"
         )
 
 
 def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
-    """Sums over the tensor-parallel `group` the gradients of which each rank has a part.
+    """Sums partial gradients over the tensor-parallel `group`: those of parameters marked sequence_parallel.
 
-    Those are marked sequence_parallel: of norms and biases that see a part of the tokens or heads.
+    These are norms and biases that see a part of the tokens or heads on each rank.
     """
     if group_size(group) == 1:
         return
     for buffer in chunk.all_buffers:
         slots = [slot for slot in buffer.slots if param_facts(slot.param).sequence_parallel]
-        # The ranks of the group have the same layout, and own the same shards.
+        # The ranks of the group have the same layout and own the same shards.
         parts = [part for slot in slots for part in buffer.owned_grads(slot)]
         if parts:
-            # One message: they are many and small.
+            # In one message, because they are many and small.
             flat = torch.cat(parts)
             (rank_ordered_all_reduce_ if chunk.config.deterministic_mode else all_reduce_)(flat, group)
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):
@@ -119,9 +121,9 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
 
 
 def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
-    """Sums over the `group` of first and last stage the gradient of a weight that both have.
+    """Sums the gradient of a tied weight over `group`, the first and the last stage.
 
-    A sum of two numbers is the same in any order, so the copies stay equal to the last bit.
+    A sum of two numbers has the same bits in any order, so the copies stay bit-identical.
     """
     if group_size(group) == 1:
         return
@@ -136,6 +138,11 @@ def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | No
 def _divide_by_tokens(
     chunks: list[_BaseDataParallel], num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
 ) -> None:
+    """Divides sums over tokens by the number of tokens of all ranks.
+
+    gradient_scale (data_parallel_base.py) is 1 for these chunks, because the mean over ranks is replaced by this
+    division. is_completed_later (grad_hooks.py) defers hooks on their gradients until it is done.
+    """
     if not chunks:
         return
     total = _total_tokens(num_tokens, chunks[0], pp_group=pp_group)
@@ -146,7 +153,7 @@ def _divide_by_tokens(
 def _total_tokens(
     num_tokens: torch.Tensor | None, chunk: _BaseDataParallel, *, pp_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    # fp64, for models in fp64 and for counts beyond 2^24; a copy, since the schedule's own count is reported too.
+    # fp64, for models in fp64 and for counts beyond 2^24. A copy, because the schedule also reports num_tokens.
     if num_tokens is None:
         total = torch.zeros((), dtype=torch.float64, device=chunk.device)
     else:
@@ -154,7 +161,7 @@ def _total_tokens(
     if group_size(chunk.pg_collection.dp_cp) > 1:
         dist.all_reduce(total, group=chunk.pg_collection.dp_cp)
     if group_size(pp_group) > 1:
-        # The losses, and so the tokens, are the last stage's.
+        # Only the last stage computes losses and counts tokens.
         dist.broadcast(total, group=pp_group, group_src=group_size(pp_group) - 1)
-    # A step in which every token was masked has zero gradients, not NaN.
+    # At least 1, so that a step with only masked tokens has zero gradients, not NaN.
     return total.clamp_(min=1)

@@ -1,12 +1,12 @@
-"""ForwardWaits: which bucket groups a module's forward must wait for, so that no stale parameter is read in it.
+"""ForwardWaits: the bucket groups that must be gathered before a module's forward, so that it reads no stale parameter.
 
-It launches nothing and waits for nothing; the wrapper's forward hooks do.
+This file launches nothing and waits for nothing; the wrapper's forward hooks do.
 
-[Note: forward waits] A module is expected to read its own parameters when it is called. That misses those of modules
-that are never called: lists of parameters, and modules whose parent reads their weights (out_proj of
-nn.MultiheadAttention). So a module's first call waits for everything below it, which shows what it calls; from then on
-it waits for its own parameters, and for those of modules below that nobody has called. What is called may differ
-between training and evaluation, with gradients and without: each is learnt by itself.
+[Note: forward waits] A module reads its own parameters when it is called. Some modules are never called: lists of
+parameters, and modules whose weights their parent reads (out_proj of nn.MultiheadAttention). Therefore a module's first
+call waits for all parameters below it and observes which modules it calls. Later calls wait for its own parameters and
+those of modules below it that were never called. Calls may differ between training and evaluation, and with and without
+autograd, so each of these modes is learned separately.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,20 +19,22 @@ from megatron.core.distributed.bucket_group import BucketGroupBase
 
 
 class ForwardWaits:
-    """groups_of: of each parameter that is gathered, what gathers it or its parts. root: whose `training` tells the
-    modes of all apart; None: each module's own does.
+    """Learns which bucket groups each module's forward needs; see [Note: forward waits].
+
+    groups_of: for each gathered parameter, the groups that gather it or parts of it. root: the module whose `training`
+    flag sets the mode of all modules; None means that each module's own flag does.
     """
 
     def __init__(
         self, groups_of: Mapping[nn.Parameter, Sequence[BucketGroupBase]], *, root: nn.Module | None = None
     ) -> None:
         self._root, self._groups_of = root, groups_of
-        # By module, whether it is called in training, and whether autograd is on.
+        # Keys: the module, its training mode, and whether autograd is on.
         self._called: set[tuple[nn.Module, bool, bool]] = set()
         self._known: dict[tuple[nn.Module, bool, bool], Sequence[BucketGroupBase]] = {}
 
     def before(self, module: nn.Module) -> Sequence[BucketGroupBase]:
-        """The groups that a forward of `module` needs, which begins now."""
+        """Returns the groups that a forward of `module` needs; called when the forward begins."""
         mode = (self._root or module).training, torch.is_grad_enabled()
         key = (module, *mode)
         known = self._known.get(key)
@@ -40,7 +42,7 @@ class ForwardWaits:
             return known
         if key not in self._called:
             self._called.add(key)
-            # What modules above it waited for in its place, it does itself.
+            # Modules above it waited for its parameters so far. From now on it waits for them itself.
             self._known.clear()
             return self.below(module)
         groups = dict.fromkeys(group for part in self._uncalled(module, mode) for group in self.own(part))
@@ -48,20 +50,20 @@ class ForwardWaits:
         return self._known[key]
 
     def own(self, module: nn.Module) -> list[BucketGroupBase]:
-        """The groups of the parameters that `module` itself has."""
+        """Returns the groups of the module's own parameters."""
         held = (self._groups_of.get(param, ()) for param in module.parameters(recurse=False))
         return list(dict.fromkeys(group for groups in held for group in groups))
 
     def forget(self) -> None:
-        """Learns anew: other parameters are gathered from now on."""
+        """Drops the results, because other parameters are gathered from now on."""
         self._known.clear()
 
     def below(self, module: nn.Module) -> list[BucketGroupBase]:
-        """The groups of all its parameters."""
+        """Returns the groups of all parameters of the module and its submodules."""
         return list(dict.fromkeys(group for part in module.modules() for group in self.own(part)))
 
     def _uncalled(self, module: nn.Module, mode: tuple[bool, bool]) -> Iterator[nn.Module]:
-        """The module, and those below it to which no called one is nearer."""
+        """Iterates over the module and its submodules that are not in a called submodule."""
         yield module
         for child in module.children():
             if (child, *mode) not in self._called:
@@ -69,8 +71,9 @@ class ForwardWaits:
 
 
 class WaitForGroups:
-    """A hook of a module: waits for groups that are looked up when it is called. In a module that is stored or copied
-    it does nothing, as nobody gathers that one's parameters.
+    """Forward hook that waits for groups, which it looks up at each call.
+
+    In a stored or copied module it becomes a hook that does nothing, because that module's parameters are not gathered.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class WaitForGroups:
     ) -> None:
         self._groups, self._need = groups, need
 
-    # In a compiled module the graph breaks here: whether to wait is known when it runs.
+    # Breaks the graph of a compiled module: whether to wait is known only when it runs.
     @torch.compiler.disable
     def __call__(self, *unused: Any) -> None:
         self._need(self._groups())
@@ -88,7 +91,7 @@ class WaitForGroups:
 
 
 class NoWait:
-    """A hook that does nothing: it takes the place of WaitForGroups in a stored or copied module."""
+    """Hook that does nothing; replaces WaitForGroups in a stored or copied module."""
 
     def __call__(self, *unused: Any) -> None:
         pass

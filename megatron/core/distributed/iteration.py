@@ -1,9 +1,9 @@
-"""Iteration: where an iteration of gradients is, and what the ranks of a stage compare and agree on at its end.
+"""Iteration: the phase of an iteration of gradients, and the agreement of a stage's ranks at its end.
 
-Nothing here launches a gradient's or a parameter's collective: those who do so record it in a CollectiveTrace first.
+This file launches no collective over gradients or parameters. The code that does records it in a CollectiveTrace first.
 
-[Note: trace] The collectives that one pipeline stage launches become a hash, which its ranks compare once a step, and
-an entry each when debugging. How a trace is used, over one stage:
+[Note: trace] A hash of all collectives that one pipeline stage launches, which its ranks compare once a step. When
+debugging, ranks also compare each launch before it. Usage, over one stage:
 
     trace = CollectiveTrace(stage_group)  # debug: CollectiveTrace(stage_group, debug_timeout_s=300.0), collective
     trace.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
@@ -29,24 +29,24 @@ from megatron.core.distributed.consistency import raise_non_finite
 from megatron.core.group_collectives import gather_objects, message_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 
-# The reason of whoever calls `reset`.
+# The reason that a caller of `reset` sends to the other ranks.
 RESET = "reset_iteration() was called after an error"
 
 _NAMES_SHOWN = 3
-_KEPT_LAUNCHES = 1000  # of each rank in the store: a rank may be that far ahead of one that it does not wait for
-_LONGEST_PAUSE = 0.05  # seconds between two looks at the store
+_KEPT_LAUNCHES = 1000  # per rank in the store: how far a rank may be ahead of another that it does not wait for
+_LONGEST_PAUSE = 0.05  # seconds between two queries of the store
 
 
 def stage_group_of(groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """The ranks whose collectives are to be in one order; None is this rank alone."""
+    """Returns the ranks whose collectives must have one common order; None means this rank alone."""
     return groups.dp_cp if groups.tp_dp_cp is None else groups.tp_dp_cp
 
 
 @dataclass(frozen=True)
-class OrderWords:
+class MethodNames:
     """Names of the methods that errors tell a user to call. zero: begins an iteration; finish: ends its reductions.
 
-    Every wrapper and optimizer with an iteration has reset_iteration.
+    reset_iteration has the same name in every wrapper and optimizer.
     """
 
     zero: str = "zero_grad_buffer"
@@ -57,12 +57,12 @@ class OrderWords:
 
 
 class CollectiveMismatchError(RuntimeError):
-    """Ranks of a pipeline stage launched different collectives; raised on all of them, with the first difference."""
+    """Error on all ranks of a pipeline stage: they launched different collectives. Names the first difference."""
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """One launch. line: the same text on all ranks that do the same; hashed: the bytes of it."""
+    """One launch. line: its description, the same on all ranks with the same launch; hashed: the line as bytes."""
 
     line: str
     hashed: bytes
@@ -71,15 +71,15 @@ class _Entry:
 class CollectiveTrace:
     """The launches of one stage, in order. Every rank of the stage must record the same sequence.
 
-    group: the ranks of the stage; None is this rank alone. debug_timeout_s: None, or how long a rank waits before
-    each launch for the other ranks of that launch's group; their entries are then compared before anything is sent.
-    Constructing it is collective in that case.
+    group: the ranks of the stage; None means this rank alone. debug_timeout_s: seconds that a rank waits before each
+    launch for the other ranks of the launch's group, to compare their entries before anything is sent; None compares
+    once a step only. With a timeout, the constructor is collective.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, debug_timeout_s: float | None = None) -> None:
         self._group = group
         self._names: dict[str, tuple[str, ...]] = {}
-        # Launches repeat step after step: looked up, an entry costs a microsecond.
+        # Launches repeat in every step, and a lookup costs only a microsecond.
         self._entries: dict[Hashable, _Entry] = {}
         self._groups: dict[dist.ProcessGroup | None, int] = {}
         self._digest = 0
@@ -90,14 +90,14 @@ class CollectiveTrace:
             self._channel = _SideChannel(group, timeout_s=debug_timeout_s)
 
     def name_bucket(self, bucket: str, names: Sequence[str]) -> None:
-        """Tells which parameters messages about `bucket` name."""
+        """Sets the parameter names that messages about `bucket` list."""
         self._names[bucket] = tuple(names)
 
     def record(self, *, op: str, group: dist.ProcessGroup | None, flat: torch.Tensor, bucket: str) -> None:
-        """Notes a launch; call right before it. flat: [N], any dtype, what is sent or filled.
+        """Records a launch; call right before it. flat: [N], any dtype, the tensor that is sent or filled.
 
-        Raises CollectiveMismatchError when debugging: if the ranks of `group` do not all record the same, or one of
-        them does not come in time.
+        When debugging, raises CollectiveMismatchError if the ranks of `group` do not all record the same launch, or if
+        one of them does not reach it in time.
         """
         key = (op, group, flat.dtype, flat.numel(), bucket)
         entry = self._entries.get(key)
@@ -108,22 +108,22 @@ class CollectiveTrace:
             self._channel.compare(entry.line, group)
 
     def note(self, line: str) -> None:
-        """Notes something else, in words, that all ranks of the stage do at the same place among their launches."""
+        """Records another event that all ranks of the stage have at the same place among their launches, as text."""
         self._add(self._entries.setdefault(line, _Entry(line, line.encode())))
 
     def stop(self, reason: str) -> None:
-        """Lets the other ranks raise `reason` at their next launch when debugging, instead of waiting for this one."""
+        """When debugging, makes the other ranks raise `reason` at their next launch instead of waiting."""
         if self._channel is not None:
             self._channel.stop(reason)
 
     def agreement(self) -> list[int]:
-        """Two integers for the step's MAX all-reduce over the stage."""
+        """Returns two integers for the step's MAX all-reduce over the stage."""
         return [self._digest, -self._digest]
 
     def check_agreed(self, largest: Sequence[int]) -> None:
-        """Raises CollectiveMismatchError on all ranks if not all have the same history; else starts a new step.
+        """Raises CollectiveMismatchError on all ranks if their launches in this step differ; else starts a new step.
 
-        largest: what the MAX all-reduce over the stage made of `agreement`. Collective only where it raises.
+        largest: the result of the MAX all-reduce of `agreement` over the stage. Collective only if it raises.
         """
         entries, self._since_agreement = self._since_agreement, []
         self._digest = 0
@@ -135,12 +135,12 @@ class CollectiveTrace:
         raise CollectiveMismatchError(_first_difference(dict(zip(ranks, lines))))
 
     def _add(self, entry: _Entry) -> None:
-        # Not Python's hash of strings, which each process salts by itself.
+        # Not Python's hash of strings, whose salt differs between processes.
         self._digest = zlib.crc32(entry.hashed, self._digest)
         self._since_agreement.append(entry)
 
     def _new_entry(self, op: str, group: dist.ProcessGroup | None, *, flat: torch.Tensor, bucket: str) -> _Entry:
-        # Ranks of one stage are in different groups of a kind, so a group is known by when it was first used.
+        # Ranks of one stage are in different groups of a kind, so groups are numbered by first use.
         number = self._groups.setdefault(group, len(self._groups))
         names = self._names.get(bucket, ())
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
@@ -157,8 +157,8 @@ class CollectiveTrace:
 class _Phase(Enum):
     """The phase of an iteration, from zero_grad_buffer to the optimizer's step.
 
-    REPLAYED: a CUDA graph has run it, sums included, and the ranks have not agreed on anything yet. STEPPED: all ranks
-    know that no rank has aborted it, and update. CLOSED: the wrappers were taken off.
+    REPLAYED: a CUDA graph has run the iteration with its reductions, and ranks have not agreed on its end yet.
+    STEPPED: ranks have agreed that none has aborted it, and update. CLOSED: the wrappers were removed.
     """
 
     COLLECTING = "collecting"
@@ -171,7 +171,7 @@ class _Phase(Enum):
 
 @dataclass(frozen=True)
 class IterationOutcome:
-    """End of an iteration, on one rank or on all. late: for each bucket group by its number, whether it is late."""
+    """Outcome of an iteration, on one rank or on all. late: by number of the bucket group, whether it is late."""
 
     is_aborted: bool
     is_non_finite: bool
@@ -185,12 +185,12 @@ class IterationOutcome:
 
 
 class Iteration:
-    """The phase of an iteration, moved by its owner, and the messages of a stage's ranks at its end.
+    """The phase of an iteration, set by its owner, and the messages between a stage's ranks at its end.
 
-    stage_group: the ranks that agree. pp_group: those that must stop together where a gradient is not finite. None
-    of either is this rank alone. stage_host, pp_host: the same ranks, where these can send from the host; without them,
-    each step reads a GPU. trace: where launches are recorded, which are compared on the way. words: of the owner, for
-    errors.
+    stage_group: the ranks that agree. pp_group: the ranks that must stop together if a gradient is not finite. None
+    means this rank alone. stage_host, pp_host: groups of the same ranks that send from the host; without them, each
+    step reads a GPU. trace: records launches, whose hash is compared in the same message. words: names of the owner's
+    methods, for errors.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ class Iteration:
         stage_host: dist.ProcessGroup | None = None,
         pp_host: dist.ProcessGroup | None = None,
         trace: CollectiveTrace | None = None,
-        words: OrderWords | None = None,
+        words: MethodNames | None = None,
     ) -> None:
-        self.trace, self.words = trace or CollectiveTrace(stage_group), words or OrderWords()
+        self.trace, self.words = trace or CollectiveTrace(stage_group), words or MethodNames()
         # Whether an optimizer calls `step` after each `finish`, on all ranks of the model.
         self.has_optimizer = False
         self._phase = _Phase.COLLECTING
@@ -211,7 +211,7 @@ class Iteration:
         self._stage_messages, self._pp_messages = stage_host or stage_group, pp_host or pp_group
         self._message_device = message_device([self._stage_messages, self._pp_messages])
 
-    # Where it is.
+    # The phase.
 
     @property
     def is_collecting(self) -> bool:
@@ -220,7 +220,7 @@ class Iteration:
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a CUDA graph has run it and ranks have not agreed on it yet."""
+        """Whether a CUDA graph has run the iteration and ranks have not agreed on it yet."""
         return self._phase is _Phase.REPLAYED
 
     @property
@@ -231,7 +231,7 @@ class Iteration:
     def check_usable(self) -> None:
         """Raises RuntimeError after an abort, until the next iteration begins, and for good after `close`."""
         if self._phase is _Phase.CLOSED:
-            raise RuntimeError("the wrapper was taken off by release(): wrap the module and build its optimizer again")
+            raise RuntimeError("the wrapper was removed by release(): wrap the module and build its optimizer again")
         if self._phase is _Phase.ABORTED:
             raise RuntimeError(f"the iteration was aborted: call reset_iteration() or {self.words.zero}() first")
 
@@ -242,7 +242,7 @@ class Iteration:
             f"{subject} became ready after {self.words.finish}: call {self.words.zero} before the first backward"
         )
 
-    # Its course.
+    # Transitions.
 
     def begin(self) -> None:
         """Begins an iteration; raises RuntimeError after `close`."""
@@ -255,7 +255,7 @@ class Iteration:
         self._phase = _Phase.FINISHED
 
     def resume(self) -> None:
-        """Returns to collecting gradients, as what `finish` recorded does not end the iteration."""
+        """Returns to collecting gradients, for a `finish` that does not end the iteration."""
         self._phase = _Phase.COLLECTING
 
     def mark_replayed(self) -> None:
@@ -263,13 +263,13 @@ class Iteration:
         self._phase = _Phase.REPLAYED
 
     def mark_stepped(self) -> None:
-        """Records that the optimizer updates; `step` does so where another rank could have reset the iteration."""
+        """Records that the optimizer updates, without the agreement of `step`."""
         self._phase = _Phase.STEPPED
 
     def step(self) -> None:
-        """Agrees that the optimizer updates. Collective after `finish`, where there is an optimizer.
+        """Agrees with the other ranks that the optimizer updates. Collective after `finish` if there is an optimizer.
 
-        Raises RemoteRankError on all ranks that have not reset the iteration since `finish` if another rank has.
+        Raises RemoteRankError if another rank has reset the iteration since `finish`.
         """
         if self._phase is _Phase.STEPPED:
             return
@@ -279,13 +279,13 @@ class Iteration:
             self._phase = _Phase.ABORTED
             raise RemoteRankError(
                 f"rank {rank} aborted the iteration: {RESET}, after finish_grad_sync. No rank has updated: call "
-                "reset_iteration() and go on"
+                "reset_iteration() and continue with the next iteration"
             )
 
     def end_finished_sync(self, *, is_reset: bool) -> int | None:
         """Returns the highest rank that reset the iteration after `finish`, or None; the same on all ranks. Collective.
 
-        is_reset: whether this rank did. Sends nothing without an optimizer, or before `finish`.
+        is_reset: whether this rank did. Sends nothing if there is no optimizer, or before `finish`.
         """
         if self._phase is not _Phase.FINISHED or not self.has_optimizer:
             return None
@@ -295,27 +295,27 @@ class Iteration:
         return highest - 1 if highest else None
 
     def close(self) -> None:
-        """Ends it for wrappers that are taken off."""
+        """Ends the last iteration, for wrappers that are removed."""
         self._phase = _Phase.CLOSED
 
-    # The agreement at its end.
+    # The agreement at the end.
 
     @record_function("Iteration.agree_sync")
     def agree_sync(self, local: IterationOutcome, *, of_all_stages: bool) -> IterationOutcome:
-        """Returns what holds on any rank of the stage. Collective.
+        """Returns the outcome over the ranks of the stage: a flag is set if it is set on any of them. Collective.
 
-        of_all_stages: that a gradient is not finite holds if it does on any stage; must be the same on all stages.
-        Raises CollectiveMismatchError on all ranks of the stage if their launches differ.
+        of_all_stages: is_non_finite is set if it is set on any stage; must be the same on all stages. Raises
+        CollectiveMismatchError on all ranks of the stage if their launches differ.
         """
         if group_size(self._stage_messages) == group_size(self._pp_messages) == 1:
-            # Nothing to send, and so nothing that a graph could not hold.
+            # Nothing is sent, so a graph can hold this.
             return local
         flags = [local.is_aborted, local.is_non_finite, local.is_reordered, *local.late]
         numbers = torch.tensor([*self.trace.agreement(), *flags], dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._stage_messages)
         if group_size(self._pp_messages) > 1 and of_all_stages:
-            # The other stages have nothing else that tells them, and would wait for this one.
+            # Without this message the other stages would not stop, and would wait for this one.
             is_non_finite = numbers[3:4]  # a view
             dist.all_reduce(is_non_finite, op=dist.ReduceOp.MAX, group=self._pp_messages)
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
@@ -333,9 +333,9 @@ class Iteration:
     ) -> NoReturn:
         """Aborts after an agreement that found an error, and raises the error. Collective.
 
-        problem: this rank's, in words, which becomes a ValueError, or an error that is raised as it is. Without one
-        RemoteRankError is raised with that of another rank; NonFiniteGradientError if there is none on any.
-        non_finite: names of this rank's gradients. in_backward: an optimizer may have updated by them.
+        problem: this rank's error, raised unchanged, or a text, raised as ValueError. If it is None, raises
+        RemoteRankError with the problem of another rank, or NonFiniteGradientError if no rank has one. non_finite:
+        names of this rank's non-finite gradients. in_backward: an optimizer may have updated by them.
         """
         self._phase = _Phase.ABORTED
         if not outcome.is_aborted:
@@ -350,12 +350,12 @@ class Iteration:
         rank, reason = next((rank, reason) for rank, reason in zip(ranks, reasons) if reason is not None)
         raise RemoteRankError(
             f"rank {rank} aborted the iteration: {reason}. Its gradients are dropped on all ranks: "
-            "call reset_iteration() and go on"
+            "call reset_iteration() and continue with the next iteration"
         )
 
     @record_function("Iteration.highest_sync")
     def highest_sync(self, number: int) -> int:
-        """The highest of all ranks of all stages. Collective."""
+        """Returns the highest number over all ranks of all stages. Collective."""
         highest = torch.tensor(number, dtype=torch.int64, device=self._message_device)
         for group in (self._stage_messages, self._pp_messages):
             if group_size(group) > 1:
@@ -365,11 +365,11 @@ class Iteration:
 
     @record_function("Iteration.first_ranks_order_sync")
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
-        """The order of bucket groups, by number, that the stage's first rank gives. Collective."""
+        """Returns the first rank's `order`, the numbers of bucket groups. Collective over the stage."""
         numbers = torch.tensor(order, dtype=torch.int64, device=self._message_device)
         if group_size(self._stage_messages) > 1:
             dist.broadcast(numbers, group=self._stage_messages, group_src=0)
-        # NOTE: reads what was sent, in the few steps that change the order.
+        # NOTE: waits for the message, only in the few steps that change the order.
         return numbers.tolist()
 
 
@@ -377,11 +377,11 @@ class Iteration:
 
 
 class _SideChannel:
-    """Entries of all ranks in torch's store, which no rank's collectives pass through."""
+    """Exchange of entries through torch's store, which works while a collective hangs."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         store = _get_default_store()
-        # A prefix of its own: there may be several traces, also over the same ranks.
+        # One prefix per trace, as several traces may have the same ranks.
         number = [store.add("traces", 1) if group_rank(group) == 0 else 0]
         dist.broadcast_object_list(number, group=group, group_src=0)
         self._store = dist.PrefixStore(f"trace {number[0]}", store)
@@ -390,7 +390,7 @@ class _SideChannel:
         self._num_launches = 0
 
     def compare(self, line: str, group: dist.ProcessGroup | None) -> None:
-        """Returns when all ranks of `group` have come to this launch with the same line; else raises on all of them."""
+        """Waits until all ranks of `group` reach this launch. On all of them, raises if lines differ or time is out."""
         self._num_launches += 1
         self._store.set(self._key(self._rank, self._num_launches), line)
         self._store.set(f"last {self._rank}", line)
@@ -409,17 +409,17 @@ class _SideChannel:
             self._fail(where + _by_line(lines))
 
     def _wait_for(self, ranks: list[int]) -> list[int]:
-        """The ranks that did not come in time."""
+        """Returns the ranks that did not reach the launch in time."""
         keys = {rank: self._key(rank, self._num_launches) for rank in ranks}
         deadline, pause = time.monotonic() + self._timeout_s, 1e-4
         while True:
             # Another rank may have stopped before this launch, for a reason that this one cannot see.
-            if self._store.check(["stopped"]) and self._told()[0] < self._num_launches:
-                raise CollectiveMismatchError(self._told()[1])
+            if self._store.check(["stopped"]) and self._read_stop()[0] < self._num_launches:
+                raise CollectiveMismatchError(self._read_stop()[1])
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
             if not missing or time.monotonic() > deadline:
                 return missing
-            # Not the store's own wait: each one that ends without the keys writes two lines to stderr.
+            # Not the store's own wait, which writes two lines to stderr at each timeout.
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -428,26 +428,26 @@ class _SideChannel:
             self._store.get(f"last {rank}").decode() if self._store.check([f"last {rank}"]) else "nothing"
             for rank in missing
         ]
-        came = "; ".join(f"the last of rank {rank} was: {text}" for rank, text in zip(missing, last))
+        known = "; ".join(f"the last launch of rank {rank} was: {text}" for rank, text in zip(missing, last))
         return (
-            f"{_ranks(missing)} did not come to launch {self._num_launches} since the start within "
-            f"{self._timeout_s:g} s. Rank {self._rank} launches {line}; {came}"
+            f"{_ranks(missing)} did not reach launch {self._num_launches} since the start within "
+            f"{self._timeout_s:g} s. Rank {self._rank} launches {line}; {known}"
         )
 
     def stop(self, reason: str) -> None:
-        """Tells the other ranks, who will launch what this one has launched and no more."""
-        self._tell(self._num_launches, reason)
+        """Makes the other ranks raise `reason` after the launches that this rank has made."""
+        self._write_stop(self._num_launches, reason)
 
     def _fail(self, message: str) -> None:
-        # The first one told is the cause; others may follow from it.
-        self._tell(self._num_launches - 1, message)
-        raise CollectiveMismatchError(self._told()[1])
+        # All ranks raise the first message written, which is the cause; later ones may be its consequences.
+        self._write_stop(self._num_launches - 1, message)
+        raise CollectiveMismatchError(self._read_stop()[1])
 
-    def _tell(self, num_launches: int, reason: str) -> None:
+    def _write_stop(self, num_launches: int, reason: str) -> None:
         self._store.compare_set("stopped", "", f"{num_launches} {reason}")
 
-    def _told(self) -> tuple[int, str]:
-        """After how many launches a rank stopped, and why."""
+    def _read_stop(self) -> tuple[int, str]:
+        """Returns the number of launches after which a rank stopped, and the reason."""
         num_launches, _, reason = self._store.get("stopped").decode().partition(" ")
         return int(num_launches), reason
 
@@ -457,7 +457,7 @@ class _SideChannel:
 
 
 def _first_difference(lines: dict[int, list[str]]) -> str:
-    """lines: what each rank launched, in order."""
+    """Describes the first launch that differs; lines: each rank's launches, in order."""
     longest = max(len(own) for own in lines.values())
     for position in range(longest):
         at = {rank: own[position] if position < len(own) else "nothing" for rank, own in lines.items()}

@@ -1,11 +1,11 @@
-"""Which bucket group may be reduced next: pure decisions over numbers, the same on every rank. Launches nothing.
+"""LaunchSequence: decides which bucket group is reduced next, by numbers alone, identically on every rank.
 
-Groups are numbered as they were added. scheduler.py acts on what is decided here.
+Groups are numbered in the order of `add`. This file launches nothing; scheduler.py does.
 
 [Note: backward passes] Bucket-lifetime gradients are reduced in each backward pass, which `end_backward_pass` of the
-scheduler ends. Every backward pass goes through the whole order of its groups, identically on all ranks, so that
-launches pair up although ranks exchange nothing between them. A gradient that becomes ready after its group's launch
-waits for the next backward pass, or for `finish`.
+scheduler ends. Every backward pass launches all of its groups in one order, identical on all ranks, so that launches
+pair up without communication between passes. A gradient that becomes ready after its group's launch is reduced in the
+next backward pass, or in `finish`.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ from enum import Enum
 
 
 class LaunchSequence:
-    """One total order of bucket groups and how far this rank has come in it.
+    """A total order of bucket groups, and this rank's position in it.
 
-    A group is launched once it and all groups before it are ready, or at the end. In the first iteration nothing is
-    launched before the end: nobody knows yet what to wait for. Then `learn` tells in which order they became complete.
-    is_armed: not so, the order that they were added in is as good as any. part: the groups that alone are launched and
-    waited for until the next `start`; None: all.
+    A group is launched once it and all groups before it are ready, or at the end. The first iteration launches only at
+    the end, because the order in which groups become complete is not known yet; `learn` and `adopt` set it afterwards.
+    is_armed: launch early already in the first iteration, in the order of `add`. part: restricts launches to these
+    groups until the next `start`; None means all.
     """
 
     def __init__(self, *, is_armed: bool = False) -> None:
@@ -31,10 +31,10 @@ class LaunchSequence:
         self._absent: set[int] = set()
         self._is_armed = is_armed
         self._num_gradients = 0
-        # Of each group, the number of its last gradient among all.
+        # By group, the number of its last gradient, counted over all groups.
         self._last_gradient: dict[int, int] = {}
         self._seen: list[int] | None = None
-        # What is to be launched and was not yet.
+        # Groups that were taken and not launched yet, for example after an error.
         self._due: deque[int] = deque()
 
     @property
@@ -44,13 +44,13 @@ class LaunchSequence:
 
     @property
     def may_have_begun(self) -> bool:
-        """Whether some rank may have launched something of this iteration, as far as this one's gradients tell."""
+        """Whether any rank may have launched something of this iteration, judged by this rank's gradients."""
         return self._cursor > 0 or (self._is_armed and self._num_gradients > 0)
 
     def add(self, is_present: Sequence[bool]) -> range:
-        """Numbers of new groups, which come before all others: the model's later parts are added later.
+        """Adds groups and returns their numbers. They precede all others, as later parts of a model are added later.
 
-        is_present: of each, whether this rank has it; those of other ranks alone are never waited for.
+        is_present: for each new group, whether this rank has it. Groups of other ranks only count as ready.
         """
         new = range(len(self.order), len(self.order) + len(is_present))
         self._absent.update(number for number, here in zip(new, is_present) if not here)
@@ -58,29 +58,29 @@ class LaunchSequence:
         return new
 
     def count_gradient(self, group: int, *, part: frozenset[int] | None = None) -> None:
-        """Counts a gradient of a group in the last microbatch. part: see the class, from now on."""
+        """Counts a gradient of a group in the last microbatch, and sets `part` as described for the class."""
         self.part = part
         self._num_gradients += 1
         self._last_gradient[group] = self._num_gradients
 
     def mark_ready(self, group: int) -> list[int]:
-        """Marks a group as ready and returns the groups to be launched now, in order."""
+        """Marks a group as ready and returns the groups to launch now, in order."""
         self._ready.add(group)
         end = self._cursor
-        while self._is_armed and end < len(self.order) and self._need_not_wait_for(self.order[end]):
+        while self._is_armed and end < len(self.order) and self._is_launchable(self.order[end]):
             end += 1
         return self._take_until(end)
 
     def up_to(self, group: int) -> list[int]:
-        """The groups that are to be launched before and with this one, ready or not; none if it was launched."""
+        """Returns this group and those to launch before it, ready or not; nothing if it was launched already."""
         return self._take_until(max(self._cursor, self.order.index(group) + 1))
 
     def rest(self) -> list[int]:
-        """All groups that were not launched yet, in order."""
+        """Returns all groups that were not launched yet, in order."""
         return self._take_until(len(self.order))
 
     def take(self, groups: Sequence[int]) -> Iterator[int]:
-        """Each of the groups in turn; before them those that an error in an earlier turn has left."""
+        """Iterates over the groups, preceded by those that an error left over in an earlier call."""
         self._due.extend(groups)
         while self._due:
             yield self._due.popleft()
@@ -94,27 +94,28 @@ class LaunchSequence:
         self._last_gradient.clear()
 
     def seen(self, incomplete: Collection[int]) -> list[int]:
-        """The order in which groups became complete. incomplete: groups without some gradient, which go last, since
-        what waits for them is late.
+        """Returns the order in which groups became complete.
+
+        incomplete: groups that lack a gradient. They are last, because groups after them would be launched late.
         """
         last = [group for group in self.order if group in incomplete or group not in self._last_gradient]
         return [*sorted(set(self.order) - set(last), key=self._last_gradient.__getitem__), *last]
 
     def wants(self, seen: list[int]) -> bool:
-        """Whether to adopt the order seen: after the first iteration at once, then only if seen twice running."""
+        """Whether to adopt the order seen: immediately after the first iteration, later only if seen twice in a row."""
         is_settled = not self._is_armed or seen == self._seen
         return is_settled and seen != self.order and not self.is_frozen
 
     def learn(self, seen: list[int]) -> None:
-        """Ends an iteration that no rank broke off."""
+        """Ends an iteration that no rank aborted."""
         self._is_armed, self._seen = True, seen
 
     def adopt(self, order: list[int]) -> None:
         """Launches in this order from the next iteration on."""
-        assert sorted(order) == sorted(self.order), "an order has every group once"
+        assert sorted(order) == sorted(self.order), "an order must have every group exactly once"
         self.order = list(order)
 
-    def _need_not_wait_for(self, group: int) -> bool:
+    def _is_launchable(self, group: int) -> bool:
         return group in self._ready or group in self._absent or (self.part is not None and group not in self.part)
 
     def _take_until(self, end: int) -> list[int]:
@@ -125,9 +126,9 @@ class LaunchSequence:
 class ReduceScope(Enum):
     """The groups that a backward pass reduces.
 
-    ITERATION: none, as gradients are reduced once in an iteration. ALL: all groups; an iteration may have no backward
-    pass. CHUNK: the groups of one chunk; each chunk has at least one backward pass in an iteration, and `finish`
-    launches what is missing of it.
+    ITERATION: none, because gradients are reduced once in an iteration. ALL: all groups; an iteration may have no
+    backward pass. CHUNK: the groups of one chunk; each chunk has at least one backward pass in an iteration, and
+    `finish` launches the passes that are missing.
     """
 
     ITERATION = "iteration"
@@ -136,7 +137,7 @@ class ReduceScope(Enum):
 
 
 class _BackwardPasses:
-    """The backward passes of a scheduler's iteration. max_in_flight: how many reductions may hold memory at a time."""
+    """The backward passes of a scheduler's iteration. max_in_flight: the most reductions that may hold memory."""
 
     def __init__(self, scope: ReduceScope, *, max_in_flight: int) -> None:
         self.scope = scope
@@ -154,7 +155,7 @@ class _BackwardPasses:
         self._chunks.append(frozenset(numbers))
 
     def begin(self) -> None:
-        """Begins an iteration; nothing is under way."""
+        """Begins an iteration, with nothing in flight."""
         self._ended.clear()
         self._in_flight.clear()
 
@@ -167,7 +168,7 @@ class _BackwardPasses:
     def launched(self, number: int) -> int | None:
         """Records a group's reduction and returns the group whose oldest one must be settled now.
 
-        It is returned at the same places on all ranks, since its wait may send more.
+        All ranks return it at the same places, because waiting for it may send more messages.
         """
         if self.scope is ReduceScope.ITERATION:
             return None
@@ -175,7 +176,7 @@ class _BackwardPasses:
         return self._in_flight.popleft() if len(self._in_flight) > self._max_in_flight else None
 
     def all_in_flight(self) -> list[int]:
-        """The groups whose reductions hold memory, the oldest first; they are to be settled."""
+        """Returns the groups whose reductions hold memory, oldest first, for the caller to settle."""
         found = list(self._in_flight)
         self._in_flight.clear()
         return found
@@ -185,7 +186,7 @@ class _BackwardPasses:
         self._in_flight.clear()
 
     def ended(self, numbers: Collection[int], *, seen: list[int]) -> None:
-        """Records that all groups of a backward pass were launched, also other ranks' groups of the same chunk."""
+        """Records that all groups of a backward pass were launched, including groups of other ranks in its chunks."""
         self._seen = seen
         for chunk in self._chunks:
             if not chunk.isdisjoint(numbers):
@@ -194,27 +195,26 @@ class _BackwardPasses:
     def rest(self, sequence: LaunchSequence) -> list[int]:
         """Returns the groups still to be launched at the end of an iteration, or when one is aborted.
 
-        They are those of the backward pass in progress and, if each chunk has one, those of chunks without one.
+        These are the groups of the backward pass in progress and, if chunks have their own passes, of the chunks that
+        had none.
         """
         if self.scope is not ReduceScope.CHUNK:
             return sequence.rest()
-        under_way = sequence.part or frozenset()
-        left = sequence.rest() if under_way else []
-        left += [number for number in sequence.order if number not in self._ended | under_way]
+        in_progress = sequence.part or frozenset()
+        left = sequence.rest() if in_progress else []
+        left += [number for number in sequence.order if number not in self._ended | in_progress]
         self._ended.update(sequence.order)
         return left
 
     def order_seen(self, sequence: LaunchSequence, *, incomplete: Collection[int]) -> list[int]:
         """Returns the order in which groups became complete, with `incomplete` groups last.
 
-        Backward passes of several chunks do not determine an order of all groups, which then stays as it was.
+        Backward passes of several chunks do not determine an order of all groups, so the order then stays.
         """
         if self.scope is ReduceScope.ITERATION:
             return sequence.seen(incomplete)
         return sequence.order if self._seen is None or len(self._chunks) > 1 else self._seen
 
     def may_launch_early(self, *, overlap: bool) -> bool:
-        """Whether ranks may have launched something of an iteration that was begun, and of which this rank has seen
-        nothing.
-        """
+        """Whether other ranks may have launched part of an iteration in which this rank has no gradient yet."""
         return overlap if self.scope is ReduceScope.ITERATION else self.scope is ReduceScope.CHUNK

@@ -1,8 +1,8 @@
 """Hooks on the gradients of parameters, and the end of the backward that runs them.
 
-ParamHooks registers the hooks and calls its owner with each parameter; what is done with a gradient is the owner's.
-BackwardEnd calls its owner when a backward is over, OutermostBackward knows a backward from those that activation
-recomputation runs inside it, and is_in_backward is for code that sees only forwards.
+ParamHooks calls its owner with each parameter whose gradient is accumulated; the owner processes the gradient.
+BackwardEnd calls its owner at the end of a backward. OutermostBackward distinguishes a backward from those that
+activation recomputation runs inside it. is_in_backward is for code that sees only forwards.
 """
 
 import weakref
@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 class ParamHooks:
     """Calls `on_grad` with each watched parameter whose gradient autograd has accumulated, until `release`.
 
-    on_grad: a method. Its object is not kept alive; once it is gone, nothing is called. kept: what the hooks keep alive
-    as long as parameters have them.
+    on_grad: a method, held by a weak reference; after its object is freed, the hooks do nothing. kept: an object that
+    lives as long as parameters have these hooks.
     """
 
     def __init__(self, on_grad: Callable[[nn.Parameter], None], *, kept: object = None) -> None:
@@ -34,7 +34,7 @@ class ParamHooks:
         self._handles += [param.register_post_accumulate_grad_hook(self) for param in params]
 
     def release(self) -> None:
-        """Removes the hooks: gradients stay where autograd leaves them."""
+        """Removes the hooks, so that gradients stay where autograd accumulates them."""
         for handle in self._handles:
             handle.remove()
 
@@ -52,7 +52,7 @@ class ParamHooks:
 
 
 def is_watched(param: nn.Parameter) -> bool:
-    """Returns whether the owner of some ParamHooks gets the gradients of a parameter, any shape and dtype."""
+    """Returns whether ParamHooks with a living owner watch a parameter, any shape and dtype."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, ParamHooks) and hook.is_in_use for hook in hooks)
 
@@ -61,22 +61,23 @@ def is_watched(param: nn.Parameter) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Returns whether autograd runs a backward on this thread, so that a forward is one that it recomputes."""
+    """Returns whether autograd runs a backward on this thread. A forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class BackwardEnd:
-    """Calls `then` once after each outermost backward in which `note` was called; `before` runs first.
+    """Calls `before` and then `then`, once after each outermost backward in which `note` was called.
 
     [Note: inner backward] Activation recomputation runs a backward inside another, with callbacks of its own. When
-    those run, a node of the outer one is still being evaluated: a hook of it leads to the end of that.
+    these run, autograd is still evaluating a node of the outer backward. A hook on that node queues the callback again,
+    at the end of the outer backward.
     """
 
     def __init__(self, then: Callable[[], None], *, before: Callable[[], None]) -> None:
         self._then, self._before = then, before
         # Remains set after an error has ended a backward.
         self._is_open = False
-        # The graph task that calls back; another one inside it, or after an error, needs a callback of its own.
+        # The graph task that has a callback; another task, nested or after an error, needs its own.
         self._task: int | None = None
 
     def note(self) -> None:
@@ -88,13 +89,13 @@ class BackwardEnd:
             self._call_back()
 
     def close(self) -> None:
-        """Ends the noted backward here, if there is one."""
+        """Ends the recorded backward immediately, if there is one."""
         if self._is_open:
             self._is_open, self._task = False, None
             self._then()
 
     def forget(self) -> None:
-        """Drops the noted backward: `then` is not called for it."""
+        """Drops the recorded backward: `then` is not called for it."""
         self._is_open, self._task = False, None
 
     def _call_back(self, *unused: Any) -> None:
@@ -112,9 +113,9 @@ class BackwardEnd:
 
 
 class OutermostBackward:
-    """Knows the backward through the outputs of a forward from backwards that activation recomputation runs.
+    """Distinguishes the backward through the outputs of a forward from those that activation recomputation runs.
 
-    Autograd identifies a backward by a number alone, which a hook of the outputs records.
+    Autograd identifies a backward only by a number, which a hook of the outputs records.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from megatron.core.distributed.bucket_group import BucketGroupBase, BucketObserver, GradState, ParamState, Traffic
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
-from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, OrderWords
+from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, MethodNames
 from megatron.core.distributed.launch_sequence import LaunchSequence, ReduceScope, _BackwardPasses
 from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
 from megatron.core.group_collectives import gather_objects
@@ -85,7 +85,7 @@ class CollectiveScheduler:
         reduce_scope: ReduceScope = ReduceScope.ITERATION,
         max_in_flight: int = 0,
         trace: CollectiveTrace | None = None,
-        words: OrderWords | None = None,
+        words: MethodNames | None = None,
         sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
         self.observers = _Observers()

@@ -20,7 +20,7 @@ from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.distributed.bucket_group import BucketGroupBase
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
-from megatron.core.distributed.iteration import OrderWords
+from megatron.core.distributed.iteration import MethodNames
 from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.transient_grads import TransientGroup
@@ -145,7 +145,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             overlap_grad_reduce=overlap_grad_sync,
             reduce_scope=ReduceScope.ALL,
             max_in_flight=pipeline_size,
-            words=OrderWords(zero="zero_grad", finish="grad_sync"),
+            words=MethodNames(zero="zero_grad", finish="grad_sync"),
             sends_over=(grid.ranks, grid.shards, grid.replicas),
         )
         if capturable:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.distributed.iteration import Iteration, IterationOutcome, OrderWords
+from megatron.core.distributed.iteration import Iteration, IterationOutcome, MethodNames
 
 
 def outcome(**flags: bool) -> IterationOutcome:
@@ -27,7 +27,7 @@ def test_an_iteration_collects_finishes_and_steps() -> None:
 
 
 def test_a_gradient_out_of_turn_is_refused_in_the_words_of_the_owner() -> None:
-    iteration = Iteration(words=OrderWords(zero="zero_grad", finish="step"))
+    iteration = Iteration(words=MethodNames(zero="zero_grad", finish="step"))
     iteration.finish()
     with pytest.raises(RuntimeError, match="w became ready after step: call zero_grad before the first backward"):
         iteration.refuse_gradient("w")
@@ -51,7 +51,7 @@ def test_nothing_begins_after_the_wrapper_was_taken_off() -> None:
     iteration = Iteration()
     iteration.close()
     for call in (iteration.begin, iteration.step, iteration.check_usable):
-        with pytest.raises(RuntimeError, match="taken off by release"):
+        with pytest.raises(RuntimeError, match="removed by release"):
             call()
 
 
