@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.distributed.gradient_walk import paths, public_classes, report, trace_walk
+from tests.distributed.gradient_walk import report, trace_walk
+from tests.distributed.walks import paths, public_classes
 
 # What a step enters today. Lower them with the code; a new file or class on the way needs a reason.
 FILES, FILES_WITH_WRAPPING_AND_SAVING, PUBLIC_CLASSES = 20, 25, 25

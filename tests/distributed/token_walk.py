@@ -1,0 +1,166 @@
+"""Traces the ways of a token and of a saved activation: the functions of megatron.core that they enter. Holds no tests.
+
+`trace_token` runs an expert layer on two gloo ranks, each with half of the experts, all-to-all dispatch, in fp32: a
+warm-up, then one forward and backward that is traced. With STATIC its buffers have a fixed size, with STASH the rows
+that backward needs wait in pages as well; then two layers run, since the rows of the last one stay where they are.
+`trace_activation` traces a stash alone, on one rank, around functions that know nothing of it.
+
+As a program it prints the ways and their measures. It uses public names alone and `expert_step`, so
+that it also measures other commits that have walks.py, given the path of their tree:
+
+    PYTHONPATH=/path/of/a/tree .venv/bin/python tests/distributed/token_walk.py
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.distributed.walks import CORE, Entered, count_lines, count_statements, lines, paths, traced
+from tests.harness import run_on_ranks
+
+RANKS, EXPERTS, HIDDEN, SEQUENCE, BATCH = 2, 4, 32, 8, 2
+MOE, STASH_FOLDER = CORE / "transformer" / "moe", CORE / "transformer" / "moe" / "paged_stash"
+
+
+class Buffers(enum.Enum):
+    """How an expert layer holds the rows of its experts."""
+
+    DYNAMIC = "as many rows as come"
+    STATIC = "buffers of a fixed size"
+    STASH = "buffers of a fixed size whose live rows wait in pages"
+
+
+def trace_token(buffers: Buffers) -> list[list[Entered]]:
+    """Returns what each rank enters in the forward and backward of expert layers."""
+    return run_on_ranks(_token_on_rank, RANKS, buffers)
+
+
+def trace_activation() -> list[Entered]:
+    """Returns what two expert groups, their backward and the end of a step enter; see the example of PagedStash."""
+    torch.manual_seed(0)
+    stash = PagedStash(PagePool("cpu", PoolLayout(page_bytes=4096, device_pages=64)))
+    x = torch.randn(16, HIDDEN, requires_grad=True)
+    weights = [torch.randn(HIDDEN, HIDDEN, requires_grad=True) for _ in range(2)]
+
+    def step() -> None:
+        rows = x
+        for number, weight in enumerate(weights):
+            with stash.context(f"layer {number}", 12, max_rows=16):
+                rows = (rows @ weight).sigmoid()
+        rows[:12].sum().backward()
+        assert not stash.is_void_sync()
+        stash.reset()
+
+    return _traced_after_warm_up(step)
+
+
+def _token_on_rank(buffers: Buffers) -> list[Entered]:
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {} if buffers is Buffers.DYNAMIC else {"moe_expert_rank_capacity_factor": 2.0}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        moe_ffn_hidden_size=48,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.01,
+        moe_grouped_gemm=True,
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=RANKS,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        **fields,
+    )
+    world: Any = torch.distributed.group.WORLD
+    groups = ProcessGroupCollection(ep=world, tp_ep=world, dp=world, dp_cp=world)
+    spec = get_mlp_module_spec(EXPERTS, True)
+    layers = [build_module(spec, config=config, pg_collection=groups, layer_number=number) for number in (1, 2)]
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
+    stash = None
+    if buffers is Buffers.STASH:
+        stash = PagedStash(PagePool("cpu", PoolLayout(page_bytes=1024, device_pages=256)))
+        for layer in layers:
+            layer.expert_step = layers[0].expert_step
+        layers[0].expert_step.stash = stash
+    if stash is None:
+        layers = layers[:1]
+
+    def step() -> None:
+        if layers[0].expert_step is not None:
+            layers[0].expert_step.begin()
+        hidden: Tensor = x
+        for layer in layers:
+            hidden = layer(hidden)[0]
+        hidden.square().mean().backward()
+        if stash is not None:
+            assert not stash.is_void_sync()
+            stash.reset()
+
+    return _traced_after_warm_up(step)
+
+
+def _traced_after_warm_up(step: Callable[[], None]) -> list[Entered]:
+    for _ in range(2):
+        step()
+    with traced([CORE]) as entered:
+        step()
+    return entered
+
+
+def report(name: str, entered: Sequence[Entered]) -> str:
+    """Returns the measures of a walk, and the walk, as text."""
+    files = paths(entered)
+    in_stash = [path for path in files if (CORE / path).is_relative_to(STASH_FOLDER)]
+    of_moe = [path for path in files if (CORE / path).is_relative_to(MOE) and path not in in_stash]
+    return "\n".join(
+        [
+            f"== {name}: {len(files)} files, {count_lines(CORE / path for path in files)} lines; "
+            f"{len(in_stash)} files of paged_stash, {len(of_moe)} others of moe",
+            *(f"   {path}" for path in files),
+            "",
+            *lines(entered),
+            "",
+        ]
+    )
+
+
+def sizes() -> str:
+    """Returns files, lines and statements of the packages and files that these ways lie in."""
+    parts: dict[str, list[Path]] = {
+        "transformer/*.py": [*(CORE / "transformer").glob("*.py")],
+        "transformer/moe/*.py": [*MOE.glob("*.py")],
+        "transformer/moe/static_rows": [*(MOE / "static_rows").rglob("*.py")],
+        "transformer/moe/paged_stash": [*STASH_FOLDER.rglob("*.py")],
+        "transformer/activation_offload": [*(CORE / "transformer" / "activation_offload").rglob("*.py")],
+        "graphs": [*CORE.glob("graph*.py"), CORE / "full_cuda_graph.py", *(CORE / "graphs").rglob("*.py")],
+        "device": [*CORE.glob("device.py"), CORE / "cpu_heap.py", *(CORE / "device").rglob("*.py")],
+    }
+    rows = []
+    for name, found in parts.items():
+        files = [path for path in found if path.exists()]
+        rows.append(
+            f"{name:32} {len(files):3} files {count_lines(files):6} lines {count_statements(files):6} statements"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(sizes(), end="\n\n")
+    for kind in Buffers:
+        print(report(f"token, {kind.value}", trace_token(kind)[0]))
+    print(report("saved activation", trace_activation()))

@@ -1,0 +1,117 @@
+"""Traces a walk: the functions of ours that some work enters, in order of first entry. Holds no tests.
+
+The walks are gradient_walk.py (a gradient to an updated parameter) and token_walk.py (a token through an expert layer
+and back, a saved activation into pages and back).
+"""
+
+import ast
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import CO_OPTIMIZED
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import megatron.core
+
+CORE = Path(str(megatron.core.__file__)).parent
+# Public names that begin with an underscore, as they do in Megatron.
+MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
+# Functions without a name of their own belong to the function around them.
+_UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A function that was entered. path: from megatron/core/; qualname: as Python has it, `Class.method`."""
+
+    path: str
+    qualname: str
+
+    @property
+    def owner(self) -> str | None:
+        """The class that the function, or the function around it, is a method of."""
+        outermost = self.qualname.partition(".<locals>")[0]
+        return outermost.rpartition(".")[0] or None
+
+    def __str__(self) -> str:
+        return f"{Path(self.path).stem}: {self.qualname}"
+
+
+@contextmanager
+def traced(packages: Iterable[Path]) -> Iterator[list[Entered]]:
+    """Yields a list to which the functions of `packages` that are entered inside are added, each once.
+
+    A package is a folder; its folders count too.
+    """
+    entered: list[Entered] = []
+    seen: set[CodeType] = set()
+    found: set[Entered] = set()
+    folders = tuple(packages)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code in seen:
+            return
+        seen.add(code)
+        one = _entered(code, folders)
+        if one is not None and one not in found:
+            found.add(one)
+            entered.append(one)
+
+    before = sys.getprofile()
+    # Threads that start inside are traced as well. On a CPU, autograd runs backward on the thread that calls it.
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield entered
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)
+
+
+def paths(entered: Iterable[Entered]) -> list[str]:
+    """Returns the files that were entered, each once, in order of first entry."""
+    return list(dict.fromkeys(one.path for one in entered))
+
+
+def lines(entered: Iterable[Entered]) -> list[str]:
+    """Returns `file: qualname` of each function that was entered, each once, in order of first entry."""
+    return list(dict.fromkeys(map(str, entered)))
+
+
+def public_classes(entered: Iterable[Entered]) -> list[str]:
+    """Returns the public classes that own a function which was entered, each once, in order of first entry."""
+    owners = dict.fromkeys(one.owner for one in entered if one.owner)
+    return [owner for owner in owners if not owner.startswith("_") or owner in MEGATRON_CLASSES]
+
+
+def count_statements(files: Iterable[Path]) -> int:
+    """Counts the statements of Python files, without docstrings."""
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    return sum(isinstance(node, ast.stmt) and not _is_docstring(node) for node in nodes)
+
+
+def count_lines(files: Iterable[Path]) -> int:
+    """Counts the lines of files."""
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def _entered(code: CodeType, packages: tuple[Path, ...]) -> Entered | None:
+    # Bodies of modules and classes run when they are imported.
+    if not code.co_flags & CO_OPTIMIZED:
+        return None
+    path = Path(code.co_filename)
+    if not any(path.is_relative_to(package) for package in packages):
+        return None
+    qualname = code.co_qualname
+    while qualname.endswith(_UNNAMED):
+        qualname = qualname.rpartition(".")[0].removesuffix(".<locals>")
+    return Entered(path.relative_to(CORE).as_posix(), qualname)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
