@@ -12,8 +12,7 @@ from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.paged_stash import EventKind, StashEvent
-from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
+from megatron.core.transformer.moe.paged_stash import EventKind, StashEvent, layer_name
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.recompute import Recomputed
 from megatron.core.transformer.transformer_block import TransformerBlock

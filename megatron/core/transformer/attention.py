@@ -20,8 +20,7 @@ from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.layer_parts import run_and_keep
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -42,7 +42,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatron.core.agreement import any_rank
 from megatron.core.graph_capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
-from megatron.core.transformer.layer_parts import Run, run
+from megatron.core.transformer.module import Run, run
 
 logger = logging.getLogger(__name__)
 

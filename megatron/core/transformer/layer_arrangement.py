@@ -12,8 +12,7 @@ from torch import nn
 from megatron.core.device import default_device
 from megatron.core.transformer.activation_offload import ActivationOffloader, Offloaded
 from megatron.core.transformer.activation_offload.plan import WHOLE_LAYER, plan_offload
-from megatron.core.transformer.layer_parts import LayerParts, Run, run
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import LayerParts, MegatronModule, Run, run
 from megatron.core.transformer.recompute import LayerRecompute, Recomputed, may_draw, plan_recompute, recomputed_parts
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -1,14 +1,66 @@
-"""Base class of modules with a configuration, and the wrapper that runs a model in half precision."""
+"""The base class of layers, the runners of their named parts, and the wrapper that runs a model in half precision."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
-from megatron.core.transformer.layer_parts import LayerParts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import ModelWrapper
+
+# Run(function, *args, **kwargs) returns function(*args, **kwargs).
+Run = Callable[..., Any]
+# RunAndRelease(function, *args) returns (function(*args), release). The caller hands release what it computed from
+# the output, a tensor that all of the output's gradients come through; the output may not be read after that.
+RunAndRelease = Callable[..., tuple[Any, Callable[[Tensor], None]]]
+
+
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns function(*args, **kwargs): the Run of a part that nothing is done for."""
+    return function(*args, **kwargs)
+
+
+def run_and_keep(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
+    """Returns function(*args), tensors of any shape and dtype, and a release that does nothing.
+
+    The output is freed when nothing refers to it.
+    """
+    return function(*args), _release_nothing
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Decides how each named part of a layer is run: plainly, recomputed, offloaded, or from CUDA graphs.
+
+    The names are those of --recompute-modules, --offload-modules and --cuda-graph-modules. A layer calls its parts
+    through these runners; layer_arrangement.py chooses the runners, and graphed_layers.py those of CUDA graphs.
+
+    attn: the whole attention layer. mla_up_proj: queries, keys and values of latent attention from the compressed
+    projection, inside qkv_linear. mlp: the whole feed-forward layer, dense or with experts. moe_preprocess: the router
+    and the dispatcher's work before it sends rows. moe_router: the router alone, inside moe_preprocess.
+    """
+
+    attn_norm: RunAndRelease = run_and_keep
+    attn: Run = run
+    qkv_linear: Run = run
+    mla_up_proj: RunAndRelease = run_and_keep
+    core_attn: Run = run
+    attn_proj: Run = run
+    mlp_norm: RunAndRelease = run_and_keep
+    mlp: Run = run
+    moe_preprocess: Run = run
+    moe_router: Run = run
+    experts: Run = run
+    expert_fc1: Run = run
+    moe_act: RunAndRelease = run_and_keep
+    shared_experts: Run = run
+
+
+def _release_nothing(consumed: Tensor) -> None:
+    pass
 
 
 class MegatronModule(CopiedWithGroups):
@@ -17,7 +69,7 @@ class MegatronModule(CopiedWithGroups):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        # Inside a transformer block, those of its layer: see layer_arrangement.py.
+        # A transformer block replaces them by those that layer_arrangement.py chose for the layer.
         self.parts = LayerParts()
 
 

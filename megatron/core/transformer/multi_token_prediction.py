@@ -19,8 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.layer_arrangement import arrange_layer
-from megatron.core.transformer.layer_parts import Run
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, Run
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.recompute import Recomputed, plan_recompute

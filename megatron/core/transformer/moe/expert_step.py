@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.dispatch import RowDemand
-from megatron.core.transformer.moe.paged_stash import PagedStash, RowTensors, StashGroup
-from megatron.core.transformer.moe.paged_stash.captured_part import CapturedPart, ReplayedForward
-from megatron.core.transformer.moe.paged_stash.stash_order import layer_name
+from megatron.core.transformer.moe.paged_stash import (
+    CapturedPart,
+    PagedStash,
+    ReplayedForward,
+    RowTensors,
+    StashGroup,
+    layer_name,
+)
 from megatron.core.transformer.recompute import Recorder
 
 

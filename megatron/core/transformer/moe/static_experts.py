@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.transformer.layer_parts import LayerParts, run_and_keep
+from megatron.core.transformer.module import LayerParts, run_and_keep
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm
 from megatron.core.transformer.moe.paged_stash import (
     ActivationForm,

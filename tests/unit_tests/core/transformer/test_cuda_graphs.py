@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.graph_tape import TapeGraphs
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
-from megatron.core.transformer.layer_parts import run
+from megatron.core.transformer.module import run
 
 Call = Callable[..., Any]
 

@@ -1,5 +1,6 @@
 """The paged stash: live rows of what experts save for backward, in pages. Needs torch, and Triton on GPUs; no more."""
 
+from megatron.core.transformer.moe.paged_stash.captured_part import CapturedPart, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.expert_biases import add_expert_bias
 from megatron.core.transformer.moe.paged_stash.low_rank import add_low_rank
@@ -22,10 +23,11 @@ from megatron.core.transformer.moe.paged_stash.rungs import (
     recompute_gate_up,
 )
 from megatron.core.transformer.moe.paged_stash.stash_manager import PagedStash
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder, layer_name
 
 __all__ = [
     "ActivationForm",
+    "CapturedPart",
     "Counter",
     "EventKind",
     "PagePool",
@@ -34,6 +36,7 @@ __all__ = [
     "PoolLayout",
     "Priority",
     "Recompute",
+    "ReplayedForward",
     "RowTensors",
     "StashEvent",
     "StashGroup",
@@ -45,6 +48,7 @@ __all__ = [
     "gated_activation",
     "get_paged_stash_context",
     "grouped_gemm",
+    "layer_name",
     "paged_stash_group_commit",
     "paged_stash_group_start",
     "paged_stash_reset",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.activation_offload import ActivationOffloader, Offloaded
 from megatron.core.transformer.activation_offload.host_buffers import HostBuffers, buffer_size
-from megatron.core.transformer.layer_parts import run
+from megatron.core.transformer.module import run
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from megatron.core.transformer.layer_parts import LayerParts
+from megatron.core.transformer.module import LayerParts
 from megatron.core.transformer.moe.paged_stash import (
     ActivationForm,
     PagedStash,
