@@ -1,13 +1,30 @@
-"""Losses that hang inside the model: their formulas, their way into backward, and what a step's record keeps of them.
+"""Auxiliary losses of routers, and everything else that keeps the loads of experts even.
 
-Which router adds which loss is in router.py and load_balancing.py; the loss scale comes from the training schedule.
+For losses: which ones a router adds, their formulas, how backward reaches them, and the record that the log reads.
+Without losses: the update of the routing bias, and noise in place of logits for benchmarks. The router itself is in
+router.py.
+
+T tokens, E experts, K top-k, S positions, B sequences, L layers.
+
+[Note: auxiliary losses in backward]
+An auxiliary loss belongs to a layer deep inside the model, and pipeline stages before the last never see the main loss.
+So it is not added to the main loss. `attach` gives a tensor of the layer one more edge in the autograd graph, to the
+loss, and backward sends `backward_scale` through that edge: the factor that the schedule also applies to the main loss
+(microbatches, loss scale). The values of the forward are unchanged.
+
+[Note: recomputed layers]
+With activation recompute the forward of a layer runs a second time during backward. Its losses must be attached again,
+but sums and counts may not be recorded twice: `recomputing` stops recording. The global-batch loss depends on what was
+counted so far, which by then includes later microbatches of a pipeline. The first forward therefore keeps its average
+for the second one. Microbatches go through backward in the order of their forwards, so that a queue per layer suffices.
 """
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +33,108 @@ from torch import Tensor, nn
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.recompute import Recorder
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Names in the log.
 LOAD_BALANCING_LOSS = "load_balancing_loss"
 SEQ_LOAD_BALANCING_LOSS = "seq_load_balancing_loss"
 GLOBAL_LOAD_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
-MTP_LOSS = "mtp_{} loss"  # of one depth of multi-token prediction
+MTP_LOSS = "mtp_{} loss"  # the loss of one depth of multi-token prediction
+
+
+# --- The losses of one micro-batch ---
+
+
+class BalancingLoss(NamedTuple):
+    """A load-balancing loss: its name in the log, and a scalar that includes its coefficient."""
+
+    name: str
+    value: Tensor
+    coefficient: float
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The routing of one micro-batch of T = S x B tokens, position before sequence.
+
+    logits: [T, E], fp32 or fp64. indices: [T, K], int64. group: the ranks that hold the other positions of the
+    micro-batch. average_counts: turns this rank's counts [E] into their mean over the micro-batches of all ranks in
+    the step so far.
+    """
+
+    logits: Tensor
+    indices: Tensor
+    num_sequences: int
+    group: dist.ProcessGroup | None
+    average_counts: Callable[[Tensor], Tensor]
+
+    @functools.cached_property
+    def tokens_per_expert(self) -> Tensor:
+        """Assignments of each expert: [E], int64, computed once."""
+        return count_tokens(self.indices, self.logits.shape[-1])
+
+
+class LoadBalancing:
+    """The load-balancing losses that a configuration enables."""
+
+    def __init__(self, config: TransformerConfig, normalised_scores: Callable[[Tensor], Tensor]) -> None:
+        """normalised_scores: turns logits [T, E] into scores of the same shape that sum to one per token."""
+        assert config.num_moe_experts is not None
+        self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
+        self.normalised_scores = normalised_scores
+        # The losses shape the scores. A choice that a bias or expert groups changed says nothing about the scores, so
+        # that the losses then count the choice that the scores alone would make.
+        self.counts_actual_choice = not config.moe_router_enable_expert_bias and config.moe_router_num_groups is None
+        kinds = (
+            ("aux_loss", LOAD_BALANCING_LOSS, self._of_microbatch),
+            ("seq_aux_loss", SEQ_LOAD_BALANCING_LOSS, self._of_sequences),
+            ("global_aux_loss", GLOBAL_LOAD_BALANCING_LOSS, self._of_global_batch),
+        )
+        coefficients = [(name, config.aux_loss_coefficient(kind), loss) for kind, name, loss in kinds]
+        self.wanted = [(name, coefficient, loss) for name, coefficient, loss in coefficients if coefficient > 0]
+
+    def losses(self, routed: Routed) -> list[BalancingLoss]:
+        """Computes this rank's share of each enabled loss of one micro-batch. Collective over routed.group."""
+        if not self.wanted:
+            return []
+        # Over all experts, unlike the routing weights: an expert that was not chosen needs a gradient as well.
+        scores = self.normalised_scores(routed.logits)
+        if not self.counts_actual_choice:
+            routed = replace(routed, indices=scores.topk(self.topk, dim=-1).indices)
+        return [
+            BalancingLoss(name, loss(scores, routed, coefficient=coefficient), coefficient)
+            for name, coefficient, loss in self.wanted
+        ]
+
+    def _of_microbatch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
+        counts = summed_counts(routed.tokens_per_expert, routed.group)
+        return self._switch_loss(scores, counts, group=routed.group, coefficient=coefficient)
+
+    def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
+        """Averages the losses of the single sequences; each (sequence, expert) pair is a column."""
+        num_sequences = routed.num_sequences
+        sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
+        counts = count_tokens(sequence * self.num_experts + routed.indices, num_sequences * self.num_experts)  # [B * E]
+        by_sequence = scores.view(-1, len(counts))  # [S, B * E]
+        counts = summed_counts(counts, routed.group)
+        return self._switch_loss(by_sequence, counts, group=routed.group, coefficient=coefficient) / num_sequences
+
+    def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
+        counts = routed.average_counts(routed.tokens_per_expert)
+        return self._switch_loss(scores, counts.to(scores.dtype), group=routed.group, coefficient=coefficient)
+
+    def _switch_loss(
+        self, scores: Tensor, counts: Tensor, *, group: dist.ProcessGroup | None, coefficient: float
+    ) -> Tensor:
+        return switch_load_balancing_loss_func(
+            scores,
+            counts,
+            total_num_tokens=len(scores) * group_size(group),
+            topk=self.topk,
+            num_experts=self.num_experts,
+            moe_aux_loss_coeff=coefficient,
+        )
 
 
 def switch_load_balancing_loss_func(
@@ -34,9 +147,10 @@ def switch_load_balancing_loss_func(
 ) -> Tensor:
     """coeff * E * sum over experts of (share of the assignments) * (mean probability).
 
-    probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype.
-    Returns a scalar of the probs' dtype; it is `coeff` when tokens and probabilities are spread evenly. Where ranks
-    share the tokens, each with its own probs, tokens_per_expert and total_num_tokens of all: shares that sum to it.
+    probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype. Returns
+    a scalar of the probs' dtype, which equals `coeff` when tokens and probabilities are spread evenly. Where several
+    ranks share the tokens, each passes its own probs with the tokens_per_expert and total_num_tokens of all ranks; the
+    results of the ranks then sum to the loss.
     """
     factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
     return (probs.sum(dim=0) * tokens_per_expert).sum() * factor
@@ -45,6 +159,25 @@ def switch_load_balancing_loss_func(
 def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     """coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype."""
     return torch.logsumexp(logits, dim=-1).square().mean() * z_loss_coeff
+
+
+def count_tokens(expert_indices: Tensor, num_experts: int) -> Tensor:
+    """Assignments of each expert; expert_indices: [T, K], int64 -> [E], int64, on the same device, without a sync."""
+    slots = expert_indices.reshape(-1)
+    # Not bincount, which reads the largest index on the host. Integers: the same sum in any order.
+    return slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
+
+
+def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the sum over the group's ranks as a new tensor; tokens: any shape, int64. Collective."""
+    total = tokens.clone()
+    if group_size(group) > 1:
+        # Integers: the same sum in any order.
+        dist.all_reduce(total, group=group)
+    return total
+
+
+# --- The record of a step ---
 
 
 @dataclass(frozen=True)
@@ -59,15 +192,16 @@ class LayerTotals:
     tokens_per_expert: Tensor
 
     def plus(self, other: "LayerTotals") -> "LayerTotals":
-        """The two added up: of chunks with other layers of the same model."""
+        """Adds the totals of another chunk of the same model, which recorded other layers."""
         return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
 
 
 class AuxLossRecorder(Recorder, nn.Module):
-    """One per model chunk: the factor of auxiliary gradients, and what its routers count in a step, on the device.
+    """Records a model chunk's auxiliary losses and expert loads during a step, and scales the losses' gradients.
 
-    Losses are kept until they are taken, tokens per expert until `finalize_step`.
-    groups: tp_dp_cp are the ranks whose tokens `average_counts` counts, tp_cp those that share a micro-batch.
+    One per model chunk, shared by its routers; everything is on the device. Losses are recorded until they are taken,
+    tokens per expert until `finalize_step`. groups: `average_counts` counts the tokens of the ranks of tp_dp_cp; the
+    ranks of tp_cp share a micro-batch.
     """
 
     backward_scale: Tensor
@@ -87,15 +221,15 @@ class AuxLossRecorder(Recorder, nn.Module):
         groups: ProcessGroupCollection | None = None,
         more_names: Sequence[str] = (),
     ) -> None:
-        """dtype: of the sums of losses. more_names: of losses that are not the routers'."""
+        """dtype: dtype of the sums of losses. more_names: names of losses that no router adds."""
         super().__init__()
         device = device or default_device()
         self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS, *more_names)
         self.groups = groups or ProcessGroupCollection()
-        # Of each layer, one a microbatch, for the second forward of those whose backward is still to come.
+        # By layer, one entry for each microbatch whose backward is still to come. See [Note: recomputed layers].
         self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
-        self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each, by layer
+        self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
         self._recording = True
         losses = torch.zeros(len(self.names), num_layers, dtype=dtype, device=device)
         tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
@@ -110,30 +244,36 @@ class AuxLossRecorder(Recorder, nn.Module):
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent=False)
 
+    # Into backward
+
     def set_backward_scale(self, scale: Tensor) -> None:
-        """Sets what auxiliary gradients are multiplied with from now on; scale: scalar or [1], any float dtype."""
-        # In place: graphs that were recorded before still read this tensor. Not copy_: fill_ takes a number of the host
-        # along with its launch, where a copy from pageable memory would wait for the device.
+        """Sets the factor of auxiliary gradients for the backwards to come; scale: scalar or [1], any float dtype."""
+        # In place, since captured graphs read this tensor. Not copy_: fill_ passes a host number along with its launch,
+        # where a copy from pageable memory would synchronize with the device.
         self.backward_scale.fill_(scale.detach().reshape(()))
+
+    def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
+        """Returns `activation` with an edge through which backward also reaches `loss`.
+
+        activation: any shape, float; loss: scalar, float. Returns the activation's shape and dtype. The loss gets the
+        backward scale as its gradient. See [Note: auxiliary losses in backward].
+        """
+        return _AttachLoss.apply(activation, loss, self.backward_scale)
+
+    # In forward
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Stops recording inside the block, where a layer's forward is recomputed for its backward.
 
-        Losses are still attached. The first forward must run with gradients enabled, or its losses count nowhere.
+        Losses are still attached. The first forward must run with gradients enabled, since routers record nothing
+        without. See [Note: recomputed layers].
         """
         recorded, self._recording = self._recording, False
         try:
             yield
         finally:
             self._recording = recorded
-
-    def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
-        """`activation`, through which backward also reaches `loss`, with a gradient of the backward scale.
-
-        activation: any shape, float; loss: scalar, float. Returns the activation's shape and dtype.
-        """
-        return _AttachLoss.apply(activation, loss, self.backward_scale)
 
     def record(self, name: str, value: Tensor, *, layer_number: int, count: Tensor | int = 1) -> None:
         """Adds one microbatch's value, or a sum of `count`; both scalar, float, on the device; layer_number: from 1."""
@@ -151,21 +291,11 @@ class AuxLossRecorder(Recorder, nn.Module):
         if self._passes is not None:
             self._passes.setdefault(layer_number, []).append(tokens_per_expert)
 
-    def keep_passes(self) -> None:
-        """Starts to record the tokens of each microbatch separately, until they are taken."""
-        self._passes = {}
-
-    def take_passes(self) -> dict[int, list[Tensor]]:
-        """Returns and clears the counts of `count_tokens`: layer number -> [E], int64, of each microbatch, in order."""
-        passes = self._passes or {}
-        self._forget_passes()
-        return passes
-
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int, runs_again: bool = True) -> Tensor:
-        """The mean of `tokens_per_expert`, [E], int64, over the micro-batches of all ranks so far. Collective.
+        """Mean of the counts over the micro-batches of all ranks in the step so far. Collective.
 
-        Returns [E], fp64; when a layer runs again in backward, what its first forward had: by then later microbatches
-        of a pipeline have been counted. layer_number: from 1. runs_again: False where none does, and nothing is kept.
+        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64: in a recomputed forward the result of
+        the first one. runs_again: whether the layer may be recomputed; if not, the result is not kept.
         """
         layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
@@ -175,17 +305,31 @@ class AuxLossRecorder(Recorder, nn.Module):
             if runs_again:
                 averages.append(average)
             return average
-        # Microbatches go through backward in the order in which they went through forward.
         return averages.popleft()
 
+    def keep_passes(self) -> None:
+        """Starts to record the tokens of each microbatch separately, in addition to their sum."""
+        self._passes = {}
+
+    # Between steps
+
+    def take_passes(self) -> dict[int, list[Tensor]]:
+        """Returns and clears the counts of each microbatch, in order: layer number -> tensors of [E], int64."""
+        passes = self._passes or {}
+        self._forget_passes()
+        return passes
+
     def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
-        """Has `update` called at the end of each step with the layer's tokens per expert over all ranks, [E], int64."""
+        """Registers `update`, which each `finalize_step` calls with the layer's tokens per expert over all ranks.
+
+        update: takes [E], int64. layer_number: from 1.
+        """
         self._bias_updates[layer_number] = update
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
-        """Ends a step, after its last microbatch: moves the biases, forgets the tokens. Collective.
+        """Ends a step after its last microbatch: updates the routing biases and clears the tokens. Collective.
 
-        group: all ranks that see different tokens, which count together; None for this rank alone.
+        group: all ranks that see different tokens, whose counts are summed; None: this rank alone.
         """
         if self._bias_updates:
             totals = summed_counts(self.tokens_per_expert, group)
@@ -194,13 +338,13 @@ class AuxLossRecorder(Recorder, nn.Module):
         self._forget_tokens()
 
     def forget_step(self) -> None:
-        """Drops what a step recorded that is run again, or given up: it counts nowhere."""
+        """Clears the records of a step that is discarded."""
         self._forget_losses()
         self._forget_tokens()
         self._forget_passes()
 
     def layer_totals(self) -> LayerTotals:
-        """Returns this rank's records by layer, since losses were last taken and the last step ended."""
+        """Returns this rank's records by layer: losses since they were last taken, tokens of the current step."""
         losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
         return LayerTotals(self.names, losses, self.tokens_per_expert)
 
@@ -209,7 +353,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         return LayerTotals((), self.sums.new_zeros(0, len(self.tokens_per_expert), 2).double(), self.tokens_per_expert)
 
     def take_totals(self) -> dict[str, Tensor]:
-        """Each loss's (sum, count) over layers and microbatches since the last call: [2], fp64, on the device."""
+        """Returns and clears each loss's sum and count over layers and microbatches: [2], fp64, on the device."""
         # [names, 2]; fp64, because these are summed over ranks next.
         totals = torch.stack([self.sums.double().sum(dim=1), self.counts.double().sum(dim=1)], dim=1)
         self._forget_losses()
@@ -229,14 +373,6 @@ class AuxLossRecorder(Recorder, nn.Module):
         self._averages.clear()
 
 
-def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over the ranks, a copy; tokens: any shape, int64. Whole numbers: the same sum in any order. Collective."""
-    total = tokens.clone()
-    if group_size(group) > 1:
-        dist.all_reduce(total, group=group)
-    return total
-
-
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -249,3 +385,45 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         # A copy: gradients are accumulated in place, and the scale is shared by all layers.
         return grad, ctx.scale.to(ctx.loss_dtype, copy=True), None
+
+
+# --- Even loads without a loss ---
+
+
+def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float) -> Tensor:
+    """Returns the routing bias after a step: higher for experts with fewer tokens than the mean, lower for others.
+
+    tokens_per_expert: [*, E], integer or float, summed over the global batch; expert_bias: [*, E], fp32.
+    Returns [*, E], fp32; an entry changes by expert_bias_update_rate or not at all.
+    """
+    with torch.no_grad():
+        # Both sides times E: integers, so that an expert with exactly the mean keeps its bias.
+        missing = tokens_per_expert.sum(dim=-1, keepdim=True) - tokens_per_expert.shape[-1] * tokens_per_expert
+        return expert_bias + missing.sign() * expert_bias_update_rate
+
+
+def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
+    """Replaces the logits by uniform noise, and passes gradients on to them.
+
+    logits: [T, E], fp32 or fp64. Returns [T, E], same dtype. The noise depends on `seed` and the position alone: it
+    uses no generator and is the same in each step and on each device.
+    """
+    mask = 0xFFFFFFFF
+    numbers = torch.arange(logits.numel(), device=logits.device) + (seed * 0x9E3779B9 & mask)
+    for _ in range(2):
+        # An integer hash, which maps neighbours to unrelated numbers.
+        numbers = ((numbers ^ (numbers >> 16)) * 0x45D9F3B) & mask
+    noise = ((numbers ^ (numbers >> 16)).double() / mask).view_as(logits).to(logits.dtype)
+    return _StraightThrough.apply(logits, noise)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Returns the second tensor, and passes its gradient to the first."""
+
+    @staticmethod
+    def forward(ctx: object, logits: Tensor, noise: Tensor) -> Tensor:
+        return noise.view_as(noise)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

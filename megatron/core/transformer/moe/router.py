@@ -1,6 +1,14 @@
-"""The router: its weights, bias and losses; what becomes of logits is in routing.py, balance in load_balancing.py."""
+"""The router: scores every expert for every token, chooses K of them, and weighs the choice.
+
+From top to bottom: the router with its weights and bias, then the routes, which are pure functions from logits to the
+choice. Losses and everything else that keeps loads even are in aux_losses.py.
+
+T tokens, H hidden, E experts, K top-k, G groups of experts.
+"""
 
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,24 +27,32 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.aux_losses import Z_LOSS, AuxLossRecorder, z_loss_func
-from megatron.core.transformer.moe.load_balancing import (
+from megatron.core.transformer.moe.aux_losses import (
+    Z_LOSS,
+    AuxLossRecorder,
     LoadBalancing,
     Routed,
     get_updated_expert_bias,
     with_even_loads,
+    z_loss_func,
 )
-from megatron.core.transformer.moe.routing import Route, build_route, build_sinkhorn_routes
 from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# (logits [T, E], expert bias [E] or None) -> weights [T, K] and expert indices [T, K].
+Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# (scores [T, E]) -> the K highest scores and their indices, as torch.topk returns them.
+_Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Avoids a division by zero for a token whose scores are all zero.
+_EPSILON = 1e-20
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(MegatronModule, Drawing):
-    """Scores every expert for every token; a subclass turns scores into choices.
+    """Scores every expert for every token; subclasses choose experts by the scores.
 
-    bias: [E], of the scores, learned, where linear layers have biases (add_bias_linear); else None.
+    weight: [E, H]. bias: [E], learned and added to the scores, where linear layers have biases (add_bias_linear); else
+    None.
     """
 
     bias: nn.Parameter | None
@@ -58,15 +74,18 @@ class Router(MegatronModule, Drawing):
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether tokens are jittered."""
+        """Whether the router multiplies tokens with random numbers (moe_input_jitter_eps)."""
         return self.jitter_eps > 0
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the random parameters start, by name."""
+        """Returns the init methods of this module's own parameters, by name."""
         return {"weight": self.init_method, **({} if self.bias is None else {"bias": ConstantInit(0)})}
 
     def gating(self, tokens: Tensor) -> Tensor:
-        """Scores; tokens: [T, H], parameter dtype -> [T, E], fp32 (fp64 in fp64 models), or moe_router_dtype."""
+        """Computes the logits; tokens: [T, H], parameter dtype.
+
+        Returns [T, E] in moe_router_dtype if that is set, else fp32 (fp64 in fp64 models).
+        """
         if self.dtype is not None:
             return _LinearIn.apply(tokens, self.weight, self.bias, self.dtype)
         logits = F.linear(tokens, self.weight, self.bias)
@@ -74,25 +93,29 @@ class Router(MegatronModule, Drawing):
 
     @abstractmethod
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [S, B, E] or [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64."""
+        """Chooses K experts for each token; logits: [S, B, E] or [T, E], fp32 or fp64.
+
+        Returns weights [T, K], same dtype, and expert indices [T, K], int64.
+        """
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states: [S, B, H] or [T, H], parameter dtype -> weights [T, K], fp32 (fp64 in fp64 models), and expert
-        indices [T, K], int64.
+        """Routes tokens; hidden_states: [S, B, H] or [T, H], parameter dtype.
+
+        Returns weights [T, K], fp32 (fp64 in fp64 models), and expert indices [T, K], int64.
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.training and self.jitter_eps > 0:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
         weights, indices = self.routing(self.gating(tokens).view(*hidden_states.shape[:-1], self.num_experts))
-        # Experts multiply in fp32, or fp64 in fp64 models, in whatever precision the routing was.
+        # The experts multiply in fp32 (fp64 in fp64 models), whichever precision the routing used.
         return weights.to(torch.promote_types(self.weight.dtype, torch.float32)), indices
 
 
 class TopKRouter(Router):
-    """The K best experts of each token, weighted by their scores; which way is decided by the configuration.
+    """Chooses the K best experts of each token and weighs them by their scores, in the way the configuration selects.
 
-    expert_bias: [E], fp32, moved by the end of each step so that experts with few tokens are chosen more; None without
-    moe_router_enable_expert_bias.
+    expert_bias: [E], fp32, added to the scores for the choice alone. The end of each step raises it for experts with
+    few tokens. None without moe_router_enable_expert_bias.
     """
 
     expert_bias: Tensor | None
@@ -101,24 +124,27 @@ class TopKRouter(Router):
         super().__init__(config, pg_collection)
         self.topk = config.moe_router_topk
         groups = pg_collection or existing_process_groups()
-        # The ranks that have parts of the same sequences. Their shares of a loss add up: over tensor-parallel ranks
-        # when the router's gradients are summed, over context-parallel ones in a mean, which their number makes a sum.
+        # The ranks that hold parts of the same sequences. Each computes a share of a loss, and the gradients of the
+        # shares add up: tensor-parallel ranks sum the router's gradients. Context-parallel ranks average them, which
+        # num_averaged in _add_loss turns into a sum.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
         self.num_averaged = group_size(groups.cp)
         self.training_route, self.evaluation_route = _build_routes(config)
-        self.balancing = LoadBalancing(config)
+        self.balancing = LoadBalancing(
+            config, partial(normalised_scores, score_function=config.moe_router_score_function)
+        )
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
         self.forces_balance = config.moe_router_force_load_balancing
         bias = None
         if config.moe_router_enable_expert_bias:
-            # fp32 in any model: steps of 1e-3 would be lost in half precision.
+            # fp32 in any model: half precision would round updates of 1e-3 away.
             bias = torch.zeros(self.num_experts, dtype=torch.float32, device=device_for_buffers(self.weight))
         self.register_buffer("expert_bias", bias)
         self._groups = groups
         self.set_layer_number(1)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Gives the router a recorder of its own, so that a layer works outside a model; the model replaces it."""
+        """Creates a recorder for this router alone, so that a layer works outside a model; a model replaces it."""
         own = AuxLossRecorder(
             num_layers=layer_number,
             device=device_for_buffers(self.weight),
@@ -128,37 +154,38 @@ class TopKRouter(Router):
         self.report_to(own, layer_number=layer_number)
 
     def report_to(self, recorder: AuxLossRecorder, *, layer_number: int, runs_again: bool = True) -> None:
-        """Hands the losses and counts of this router to the model's recorder; layer_number: from 1.
+        """Sets the recorder of losses and counts; layer_number: from 1.
 
-        runs_again: whether the router may have a second forward, for its backward.
+        runs_again: whether activation recompute may run the router's forward a second time.
         """
         self.aux_losses, self.layer_number, self.runs_again = recorder, layer_number, runs_again
         if self.expert_bias is not None:
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
     def keep_passes(self) -> None:
-        """Has the recorder keep the tokens of each microbatch from now on, of what is learned from."""
+        """Makes the recorder record the tokens of each training microbatch separately from now on."""
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
-        """Moves the bias by one step, in place; tokens_per_expert: [E], int64, of the whole step over all ranks."""
+        """Updates the bias in place; tokens_per_expert: [E], int64, summed over the whole step and all ranks."""
         assert self.expert_bias is not None
         rate = self.config.moe_router_bias_update_rate
         self.expert_bias.copy_(get_updated_expert_bias(tokens_per_expert, self.expert_bias, rate))
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits: [S, B, E] or [T, E], fp32 or fp64 -> weights [T, K], same dtype, and expert indices [T, K], int64.
+        """Chooses experts, and in training attaches losses and records loads.
 
-        Without sequences told apart, [T, E] is one sequence.
+        logits: [S, B, E] or [T, E], fp32 or fp64; [T, E] counts as one sequence. Returns weights [T, K], same dtype,
+        and expert indices [T, K], int64.
         """
         num_sequences = logits.shape[1] if logits.dim() == 3 else 1
         logits = logits.flatten(0, -2)
         if self.forces_balance:
             logits = with_even_loads(logits, seed=self.layer_number)
-        # Losses and counts are for what a step learns: evaluation neither adds nor records them.
+        # Evaluation adds no losses and records no counts.
         learning = self.training and torch.is_grad_enabled()
         if learning and self.z_loss_coeff > 0:
-            logits = self._add_z_loss(logits)  # the same values, one more edge to backward
+            logits = self._add_z_loss(logits)  # the same values, with one more edge for backward
         route = self.training_route if self.training else self.evaluation_route
         weights, indices = route(logits, self.expert_bias)
         if learning:
@@ -182,35 +209,22 @@ class TopKRouter(Router):
         )
 
     def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float) -> Tensor:
-        """activation: [T, E] or [T, K], float; loss: [], this rank's share. Returns the same, with an edge to it."""
-        # The log has the mean over ranks.
+        """Records a loss and attaches it; activation: [T, E] or [T, K], float; loss: [], this rank's share.
+
+        Returns the activation with an edge to the loss.
+        """
+        # The log shows the mean over ranks.
         self.aux_losses.record(name, loss / coeff * self.num_shares, layer_number=self.layer_number)
         if self.config.calculate_per_token_loss:
-            # The main loss is then a sum over tokens that is divided by their number at the end of the step.
+            # The main loss is then a sum over tokens, which the end of the step divides by their number.
             loss = loss * (len(activation) * self.num_shares)
         else:
             loss = loss * self.num_averaged
         return self.aux_losses.attach(activation, loss)
 
 
-def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
-    """For training and for evaluation."""
-    if config.uses_sinkhorn:
-        return build_sinkhorn_routes(config.moe_router_topk)
-    route = build_route(
-        config.moe_router_topk,
-        pre_softmax=config.moe_router_pre_softmax,
-        num_groups=config.moe_router_num_groups,
-        group_topk=config.moe_router_group_topk,
-        group_score=config.moe_router_group_score,
-        scaling_factor=config.moe_router_topk_scaling_factor,
-        score_function=config.moe_router_score_function,
-    )
-    return route, route
-
-
 class _LinearIn(torch.autograd.Function):
-    """tokens @ weight.T + bias in another dtype, forward and backward; keeps tokens and weight in their own."""
+    """tokens @ weight.T + bias, computed in `dtype`; saves tokens and weight for backward in their own dtypes."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -226,3 +240,161 @@ class _LinearIn(torch.autograd.Function):
         grad_weight = (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_tokens, grad_weight, grad_bias, None
+
+
+# --- Routes: from logits to experts and weights ---
+
+
+def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
+    """Returns the routes for training and for evaluation."""
+    if config.uses_sinkhorn:
+        return build_sinkhorn_routes(config.moe_router_topk)
+    route = build_route(
+        config.moe_router_topk,
+        pre_softmax=config.moe_router_pre_softmax,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        group_score=config.moe_router_group_score,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function,
+    )
+    return route, route
+
+
+def build_route(
+    topk: int,
+    *,
+    pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    group_score: str = "sum",
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+) -> Route:
+    """Builds the route that the options describe, so that no option is tested in forward."""
+    choose: _Choose = partial(torch.topk, k=topk, dim=-1)
+    if num_groups is not None and group_topk is not None:
+        counted = 1 if group_score == "max" else topk // group_topk
+        choose = partial(
+            group_limited_topk, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted
+        )
+    if score_function == "softmax" and not pre_softmax:
+        route: Route = partial(_softmax_of_chosen, choose=choose)
+    else:
+        # Softmax scores sum to one over all experts. The others are normalised over the chosen experts.
+        share = score_function != "softmax" and topk > 1
+        route = partial(
+            _scores_of_chosen,
+            score=_SCORES[score_function],
+            choose=choose,
+            finish=_normalised if share else _unchanged,
+        )
+    return route if scaling_factor is None else partial(_scaled, route=route, factor=scaling_factor)
+
+
+def build_sinkhorn_routes(topk: int) -> tuple[Route, Route]:
+    """Builds the route for training, which balances each micro-batch, and the one for evaluation, which does not."""
+    score = _SCORES["sigmoid" if topk == 1 else "softmax"]
+    plain: _Choose = partial(torch.topk, k=topk, dim=-1)
+    evaluation = partial(_scores_of_chosen, score=score, choose=plain, finish=_unchanged)
+    return partial(_sinkhorn_route, score=score, choose=plain), evaluation
+
+
+def group_limited_topk(
+    scores: Tensor, *, topk: int, num_groups: int, group_topk: int, scores_per_group: int
+) -> tuple[Tensor, Tensor]:
+    """Chooses the K best experts within the group_topk best groups of each token.
+
+    A group is ranked by the sum of its scores_per_group best scores. scores: [T, E], fp32 or fp64; a group is a run of
+    E / G neighbours. Returns the scores of the chosen [T, K], same dtype, and their indices [T, K], int64.
+    """
+    by_group = scores.unflatten(-1, (num_groups, -1))  # [T, G, E / G]
+    group_scores = by_group.topk(scores_per_group, dim=-1).values.sum(dim=-1)  # [T, G]
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool)
+    allowed.scatter_(1, group_scores.topk(group_topk, dim=-1).indices, True)
+    return torch.topk(by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(1), k=topk, dim=-1)
+
+
+def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Scores all experts so that they sum to one per token; logits: [T, E], fp32 or fp64 -> [T, E], same dtype."""
+    scores = _SCORES[score_function](logits)
+    return scores if score_function == "softmax" else _normalised(scores)
+
+
+def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50) -> Tensor:
+    """Scales rows and columns of exp(cost) in turn until the experts share the tokens evenly.
+
+    cost: [T, E], fp32 or fp64. Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. The factors are
+    frozen once those of the columns change by less than `tol` on average, which the device decides without a sync.
+    """
+    num_tokens, num_experts = cost.shape
+    # Subtracting the maximum scales a row, which cancels out, and keeps exp from overflowing.
+    matrix = (cost - cost.amax(dim=1, keepdim=True)).exp()
+    columns = cost.new_ones(num_experts)
+    rows, done = cost.new_zeros(num_tokens), torch.zeros((), dtype=torch.bool, device=cost.device)
+    for _ in range(max_iterations):
+        new_rows = _inverse(matrix @ columns, num_tokens)
+        new_columns = _inverse(new_rows @ matrix, num_experts)
+        error = (new_columns - columns).abs().mean()
+        rows, columns = torch.where(done, rows, new_rows), torch.where(done, columns, new_columns)
+        done = done | (error <= tol)
+    return columns * matrix * rows.unsqueeze(1)
+
+
+def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> tuple[Tensor, Tensor]:
+    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    # Softmax over the chosen: the K weights of a token sum to one.
+    chosen, indices = choose(logits)
+    return chosen.softmax(dim=-1), indices
+
+
+def _scores_of_chosen(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    *,
+    score: Callable[[Tensor], Tensor],
+    choose: _Choose,
+    finish: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    scores = score(logits)
+    # The bias affects the choice, never the weights.
+    _, indices = choose(scores if expert_bias is None else scores + expert_bias)
+    return finish(scores.gather(1, indices)), indices
+
+
+def _sinkhorn_route(
+    logits: Tensor, expert_bias: Tensor | None, *, score: Callable[[Tensor], Tensor], choose: _Choose
+) -> tuple[Tensor, Tensor]:
+    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    with torch.no_grad():
+        _, indices = choose(sinkhorn(logits))
+    return score(logits).gather(1, indices), indices
+
+
+def _scaled(logits: Tensor, expert_bias: Tensor | None, *, route: Route, factor: float) -> tuple[Tensor, Tensor]:
+    weights, indices = route(logits, expert_bias)
+    return weights * factor, indices
+
+
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    # Where softplus is zero the slope of the square root is infinite, and the gradient would be NaN.
+    return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
+
+
+def _normalised(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(dim=-1, keepdim=True) + _EPSILON)
+
+
+def _unchanged(scores: Tensor) -> Tensor:
+    return scores
+
+
+def _inverse(sums: Tensor, count: int) -> Tensor:
+    return 1 / (count * (sums + 1e-8))
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}

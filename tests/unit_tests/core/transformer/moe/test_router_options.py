@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralT
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
-from megatron.core.transformer.moe.load_balancing import get_updated_expert_bias
+from megatron.core.transformer.moe.aux_losses import get_updated_expert_bias
 from megatron.core.transformer.moe.moe_utils import permute, sinkhorn, topk_routing_with_score_function, unpermute
 from megatron.core.transformer.moe.router import TopKRouter
 from tests.counts import long_count, slow

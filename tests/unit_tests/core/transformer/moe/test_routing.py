@@ -5,7 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, switch_load_balancing_loss_func, z_loss_func
+from megatron.core.transformer.moe.aux_losses import (
+    AuxLossRecorder,
+    count_tokens,
+    switch_load_balancing_loss_func,
+    z_loss_func,
+)
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.permutation import (
     permute_probs,
@@ -14,7 +19,6 @@ from megatron.core.transformer.moe.permutation import (
     unpermute_tokens,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.routing import count_tokens
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, loss_of, small_config, small_model
 
 EXPERTS = 5
