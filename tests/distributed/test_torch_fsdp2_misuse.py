@@ -383,7 +383,7 @@ def test_where_one_rank_fails_the_others_are_told(where: str) -> None:
 def _refusals() -> None:
     empty = Net()
     empty.extra = nn.Parameter(torch.zeros(0, 3))
-    with pytest.raises(ValueError, match=r"parameter extra has shape \(0, 3\), no elements"):
+    with pytest.raises(ValueError, match=r"parameter extra has shape \(0, 3\), without elements"):
         wrap_net(empty)
     # Nobody calls a list or dict of parameters, so nothing would gather it.
     for collection in (nn.ParameterList([torch.ones(4)]), nn.ParameterDict({"gain": torch.ones(4)})):

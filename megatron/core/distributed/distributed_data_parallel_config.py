@@ -1,4 +1,4 @@
-"""DistributedDataParallelConfig: how gradients are stored, reduced and overlapped; no process group is known here."""
+"""DistributedDataParallelConfig: settings for storage, reduction and overlap of gradients, without process groups."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,15 +8,19 @@ from megatron.core.config_field import config_field, run_checks, validate_fields
 
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig:
-    """Settings of DistributedDataParallel and of the buffers that a distributed optimizer shards."""
+    """Settings of DistributedDataParallel, and of the buffers that a distributed optimizer shards.
+
+    Its methods raise ValueError that names fields and values. Gradients have a *bucket lifetime* if their memory exists
+    only from the first gradient of a bucket to the end of its reduction.
+    """
 
     cli_group: ClassVar[str] = "data parallelism"
 
     grad_reduce_in_fp32: bool = config_field(
-        False, flags=(), help="Accumulate and reduce gradients in fp32, not in the parameters' type."
+        False, flags=(), help="Accumulate and reduce gradients in fp32, not in the parameters' dtype."
     )
     overlap_grad_reduce: bool = config_field(
-        False, help="Reduce each bucket of gradients as soon as it is complete, while backward goes on."
+        False, help="Reduce each bucket of gradients as soon as it is complete, during backward."
     )
     overlap_param_gather: bool = config_field(
         False,
@@ -33,63 +37,63 @@ class DistributedDataParallelConfig:
     shard_gradients: bool = config_field(
         False,
         flags=(),
-        help="With a sharded optimizer: reduce gradients in every backward, and keep this rank's shard alone (ZeRO-2).",
+        help="With a sharded optimizer: reduce gradients in every backward and store only this rank's shard (ZeRO-2).",
     )
     release_gradients: bool = config_field(
         False,
         flags=(),
-        help="Free each bucket of gradients when hooks and the optimizer have had it, in the last backward of a step "
+        help="Free each bucket of gradients after hooks and optimizer have used it, in the last backward of a step "
         "(docs/hooks.md).",
     )
     num_distributed_optimizer_instances: int = config_field(
         1,
         at_least=1,
-        help="Groups of data-parallel ranks that each share a whole optimizer.",
+        help="Number of groups of data-parallel ranks that each hold a complete sharded optimizer.",
     )
     check_for_nan_in_grad: bool = config_field(
-        False, flags=(), help="Stop, with the ranks and parameters, when a gradient is not finite before reduction."
+        False, flags=(), help="Stop and name ranks and parameters if a gradient is not finite before reduction."
     )
     check_for_large_grads: bool = config_field(
-        False, help="Warn when the gradient of a parameter is far larger than it ever was."
+        False, help="Warn if the gradient norm of a parameter is ten times its largest so far."
     )
     bucket_size: int | None = config_field(
         None,
         flags=("--ddp-bucket-size",),
         dest="ddp_bucket_size",
         at_least=1,
-        help="Elements from which on a bucket of gradients is closed.",
+        help="Elements at which a bucket of gradients is closed.",
     )
     num_buckets: int | None = config_field(
         None,
         flags=("--ddp-num-buckets",),
         dest="ddp_num_buckets",
         at_least=1,
-        help="Number of buckets of gradients, instead of their size.",
+        help="Number of gradient buckets of each buffer, instead of their size.",
     )
     pad_buckets_for_high_nccl_busbw: bool = config_field(
         False,
         flags=("--ddp-pad-buckets-for-high-nccl-busbw",),
         dest="ddp_pad_buckets_for_high_nccl_busbw",
-        help="End buckets at multiples of 65536 elements, which NCCL moves faster.",
+        help="End buckets at multiples of 65536 elements, which NCCL transfers faster.",
     )
     average_in_collective: bool = config_field(
         False,
         flags=("--ddp-average-in-collective",),
         dest="ddp_average_in_collective",
-        help="Let the collective take the mean over ranks, instead of scaling gradients before it.",
+        help="Average over ranks in the collective, instead of scaling gradients before it.",
     )
     reduce_scatter_with_fp32_accumulation: bool = config_field(
         False,
         flags=("--ddp-reduce-scatter-with-fp32-accumulation",),
         dest="ddp_reduce_scatter_with_fp32_accumulation",
-        help="Send gradients in their own type, but add up those of all ranks in fp32.",
+        help="Send gradients in their own dtype, but add those of all ranks in fp32.",
     )
     param_name_patterns_for_fp32_local_accumulation: list[str] = config_field(
         default_factory=list,
         flags=("--ddp-param-name-patterns-for-fp32-local-accumulation",),
         dest="ddp_param_name_patterns_for_fp32_local_accumulation",
         nargs="+",
-        help="Parameters, by patterns of names or `all`, whose micro-batches add up in fp32 though they are reduced "
+        help="Parameters, by name patterns or `all`, whose micro-batches accumulate in fp32 although they are reduced "
         "in 16 bits.",
     )
     overlap_param_gather_with_optimizer_step: bool = config_field(
@@ -97,7 +101,7 @@ class DistributedDataParallelConfig:
     )
     ddp_debug: bool = config_field(
         False,
-        help="Stop, with the parameter's name, at reads and writes of buffers at the wrong time; compare launches of "
+        help="Stop at reads and writes of buffers at the wrong time, naming the parameter, and compare launches of "
         "ranks; slow.",
     )
 
@@ -131,7 +135,7 @@ class DistributedDataParallelConfig:
         if self.reduce_scatter_with_fp32_accumulation and self.average_in_collective:
             raise ValueError(
                 "DistributedDataParallelConfig.reduce_scatter_with_fp32_accumulation and average_in_collective are "
-                "both set: a sum that is not the collective's cannot be averaged by it"
+                "both set: gradients are then added after the collective, which cannot average them; set only one"
             )
         if self.reduce_scatter_with_fp32_accumulation and self.num_distributed_optimizer_instances > 1:
             raise ValueError(
@@ -143,12 +147,12 @@ class DistributedDataParallelConfig:
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
                 "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
-                f"{patterns!r}: must be a list of patterns of names, strings"
+                f"{patterns!r}: must be a list of strings, patterns of parameter names"
             )
         if patterns and self.grad_reduce_in_fp32:
             raise ValueError(
                 "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
-                f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already, leave out one of them"
+                f"{patterns}: grad_reduce_in_fp32 accumulates all parameters in fp32 already; leave out one of them"
             )
 
     def validate_bucket_lifetime_grads(self) -> None:
@@ -158,19 +162,19 @@ class DistributedDataParallelConfig:
             return
         if self.ddp_debug:
             raise ValueError(
-                f"DistributedDataParallelConfig.ddp_debug and {name} are both set: its checks are of gradients "
-                f"that stand in buffers and are reduced once a step; debug without {name}"
+                f"DistributedDataParallelConfig.ddp_debug and {name} are both set: it checks gradients that are "
+                f"persistent in buffers and reduced once a step; debug without {name}"
             )
         patterns = self.param_name_patterns_for_fp32_local_accumulation
         if patterns:
             raise ValueError(
                 f"DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is {patterns} and "
-                f"{name} is set: no micro-batches add up before they are reduced; set grad_reduce_in_fp32 for "
-                "sums in fp32, or leave out one of the two"
+                f"{name} is set: micro-batches are reduced before they accumulate; set grad_reduce_in_fp32 to "
+                "accumulate in fp32, or leave out one of the two"
             )
 
     def without_effect(self, *, has_16_bit_grads: bool) -> list[str]:
-        """Returns settings without effect, in words; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
+        """Describes settings without effect; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
         narrow = ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation")
         found = {
             "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.cuts_buckets,
@@ -184,12 +188,12 @@ class DistributedDataParallelConfig:
 
     @property
     def cuts_buckets(self) -> bool:
-        """Whether there is anything to gain from more than one bucket: time, or memory that is free earlier."""
+        """Whether several buckets help: to overlap reductions, or to free memory earlier."""
         return self.overlap_grad_reduce or self.has_bucket_lifetime_grads
 
     @property
     def has_bucket_lifetime_grads(self) -> bool:
-        """Whether whole gradients have memory only from the first of a bucket to the end of its reduction."""
+        """Whether unsharded gradients have memory only until their bucket is reduced."""
         return self.shard_gradients or self.release_gradients
 
     @property

@@ -1,8 +1,8 @@
 """TorchFullyShardedDataParallel: torch's fully_shard under the interface of the other data-parallel wrappers.
 
-Also ScaledReduceScatter, its reduction by our own collectives. Units and the flat tensors of their shards are in
-torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, an iteration's begin and end in
-torch_fsdp2_iteration.py, values of parameters on the meta device in torch_fsdp2_init.py.
+Also ScaledReduceScatter, a reduction by our own collectives. Units and the flat tensors of their shards are in
+torch_fsdp2_shards.py, torch's private state in torch_fsdp2_state.py, the begin and end of an iteration in
+torch_fsdp2_iteration.py, and values of parameters on the meta device in torch_fsdp2_init.py.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -161,7 +161,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._iteration = self._build_iteration(groups)
         self._iteration.watch(module)
         self.launch_order = self._iteration
-        # What torch was told about the next backwards.
+        # The flags that torch has for the next backwards.
         self._is_last, self._is_reducing = True, True
 
     @property
@@ -206,12 +206,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Does nothing: each backward has reduced its gradients."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Ends the iteration's gradients; call after the last microbatch. Collective.
+        """Completes the iteration's gradients; call after the last microbatch. Collective.
 
         Raises NonFiniteGradientError on all ranks if the check is on and any rank's shard is NaN or infinite. Raises
         ValueError on a rank whose last backward was in `no_sync`, or whose parameters were frozen or replaced since
-        wrapping. Other ranks raise RemoteRankError then, and if a rank has called reset_iteration. force_all_reduce:
-        must be False, because no rank has memory for all sums.
+        wrapping. The other ranks then raise RemoteRankError, as they do if a rank has called reset_iteration.
+        force_all_reduce: must be False, because no rank has memory for all sums.
         """
         if force_all_reduce:
             raise ValueError(
@@ -230,9 +230,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def reset_iteration(self) -> None:
         """Drops an iteration after an error, so that the next step does not depend on it.
 
-        Call it on the ranks that caught the error. Ranks that have reached finish_grad_sync, or the optimizer's step,
-        raise RemoteRankError there and must call this too. A rank that waits for this one in a forward or backward is
-        not released.
+        Call it on the ranks that caught the error. Ranks that reach finish_grad_sync, or the optimizer's step, raise
+        RemoteRankError there and must call it too. A rank that waits for this one in a forward or backward continues to
+        wait.
         """
         reset_passes(self.module)
         self._tell_torch(is_last=True, is_reducing=True)
@@ -265,7 +265,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for param in params:
             param.grad = None
         result = super()._apply(fn, recurse)
-        # torch has swapped the contents of these objects.
+        # torch has swapped the contents of these objects, so attributes and hooks are set again.
         for param, of_param in marks.items():
             vars(param).update(of_param)
         for param, called in hooks.items():
@@ -280,8 +280,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a TorchFullyShardedDataParallel cannot be copied, because its process groups cannot: wrap another module "
-            "and load this state_dict into it"
+            "a TorchFullyShardedDataParallel cannot be copied, because process groups cannot be copied: wrap another "
+            "module and load this state_dict into it"
         )
 
     # Inside.
@@ -321,9 +321,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _fully_shard(self, unit: Unit) -> None:
         half = unit.dtype_of_half
         for param in unit.module.parameters():
-            # Parameters of units inside are cut already.
+            # Parameters of inner units are sharded already.
             if param.requires_grad and param.dtype == half:
-                # Unit by unit, so that only one exists in both dtypes.
+                # One unit at a time, so that only one unit exists in both dtypes.
                 param.data = param.data.float()
         config, is_root = self.ddp_config, unit.module is self.module
         reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
@@ -385,7 +385,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         releases = self.ddp_config.release_gradients
         by_kind: dict[UnitKind, list[UnitShards]] = {}
         for unit in order:
-            # Parts that are completed at the end must not hold up the rest.
+            # Gradients that are completed at the end must not delay the release of the others.
             parts = shards[unit].split(is_later) if releases else [shards[unit]]
             by_kind.setdefault(unit.kind, []).extend(part for part in parts if part.shards)
         buffer_type = ReleasedShardBuffer if releases else ShardedFlatBuffer
@@ -416,7 +416,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
 
 class ScaledReduceScatter(ReduceScatter):
-    """Scales gradients, then sums them with our own collectives. policy: the way of summing."""
+    """Reduce-scatter for fully_shard that scales gradients and sums them with collectives.py, by `policy`."""
 
     def __init__(self, scale: float, policy: ReductionPolicy) -> None:
         self._scale, self._policy = scale, policy
@@ -489,7 +489,10 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferr
     """Raises ValueError if a module cannot be wrapped with these groups."""
     check_torch()
     if not dist.is_initialized():
-        raise ValueError("TorchFullyShardedDataParallel before init_process_group: torch's fully_shard needs a group")
+        raise ValueError(
+            "TorchFullyShardedDataParallel was built before torch.distributed.init_process_group: call that first, "
+            "because fully_shard needs a process group"
+        )
     check_params(module)
     deferred.check()
     if group_size(groups.pp) > 1:
@@ -500,8 +503,8 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferr
     for name, param in module.named_parameters():
         if not param.numel():
             raise ValueError(
-                f"parameter {name} has shape {tuple(param.shape)}, no elements: fully_shard has nothing to cut; leave "
-                "it out of the module"
+                f"parameter {name} has shape {tuple(param.shape)}, without elements: fully_shard cannot shard it; "
+                "remove it from the module"
             )
         if not param.dim() or not param.is_contiguous():
             raise ValueError(
@@ -511,7 +514,7 @@ def _check_settings(module: nn.Module, groups: ProcessGroupCollection, *, deferr
 
 
 def _check_classes(units: Iterable[Unit]) -> None:
-    """Raises ValueError for a unit of a class that torch cannot subclass and assign to the object."""
+    """Raises ValueError for a unit whose class torch cannot replace by a subclass."""
     for unit in units:
         base = type(unit.module)
         while base.__base__ not in (object, None):

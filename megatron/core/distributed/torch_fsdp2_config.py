@@ -1,4 +1,4 @@
-"""TorchFullyShardedDataParallelConfig: settings of the wrapper around torch's fully_shard; no process group is here."""
+"""TorchFullyShardedDataParallelConfig: settings of the wrapper around torch's fully_shard, without process groups."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,19 +24,19 @@ class FullyShardConfig:
     data_parallel_sharding_strategy: str = config_field(
         "optim_grads_params",
         choices=_STRATEGIES,
-        help="What data-parallel ranks share under --use-torch-fsdp2: all of it; other modes have flags of their own.",
+        help="State that --use-torch-fsdp2 shards: optim_grads_params, all of it; other modes have flags of their own.",
     )
     reshard_after_forward: bool = config_field(
         True,
         flags=("--torch-fsdp2-no-reshard-after-forward",),
         dest="torch_fsdp2_reshard_after_forward",
-        help="Keep gathered parameters from forward to backward: less is sent, more memory is held.",
+        help="Keep parameters gathered from forward to backward: less communication, more memory.",
     )
     forward_prefetch: int = config_field(
-        0, flags=(), at_least=0, help="Layers that are gathered ahead in forward; 0: torch's own choice."
+        0, flags=(), at_least=0, help="Layers to gather ahead in forward; 0 leaves the choice to torch."
     )
     backward_prefetch: int = config_field(
-        0, flags=(), at_least=0, help="Layers that are gathered ahead in backward; 0: torch's own choice, one."
+        0, flags=(), at_least=0, help="Layers to gather ahead in backward; 0 leaves the choice to torch, one."
     )
     cpu_offload: bool = config_field(
         False, flags=(), help="Keep shards of parameters and gradients, and the optimizer's state, on the host."
@@ -46,32 +46,34 @@ class FullyShardConfig:
         validate_fields(self)
         if self.data_parallel_sharding_strategy in _OTHER_MODES:
             raise ValueError(
-                f"data_parallel_sharding_strategy is {self.data_parallel_sharding_strategy}: fully_shard shares "
-                "parameters, gradients and optimizer state, optim_grads_params; for that mode "
+                f"data_parallel_sharding_strategy is {self.data_parallel_sharding_strategy}: must be "
+                "optim_grads_params with fully_shard; for that mode "
                 f"{_OTHER_MODES[self.data_parallel_sharding_strategy]}"
             )
 
 
-# Settings of buckets and collectives that torch decides by itself here, each with the reason to leave it out.
+# Settings of buckets and collectives that have no effect with fully_shard, each with the reason.
 _NOT_HERE = {
-    "use_distributed_optimizer": "each rank has and steps a shard anyway",
+    "use_distributed_optimizer": "each rank stores and steps only its shard anyway",
     "overlap_grad_reduce": "torch reduces each unit during backward anyway",
     "overlap_param_gather": "torch gathers each unit during forward and backward anyway",
-    "bucket_size": "a unit, as a transformer layer, is what is reduced together",
-    "num_buckets": "a unit, as a transformer layer, is what is reduced together",
-    "pad_buckets_for_high_nccl_busbw": "torch lays out what it sends",
-    "average_in_collective": "torch chooses how means are taken",
+    "bucket_size": "gradients are reduced by units, such as transformer layers",
+    "num_buckets": "gradients are reduced by units, such as transformer layers",
+    "pad_buckets_for_high_nccl_busbw": "torch lays out its messages itself",
+    "average_in_collective": "torch chooses how gradients are averaged",
     "reduce_scatter_with_fp32_accumulation": "gradients are reduced in fp32, or by torch's own collective",
-    "param_name_patterns_for_fp32_local_accumulation": "shards of gradients add up in fp32 anyway",
+    "param_name_patterns_for_fp32_local_accumulation": "shards of gradients accumulate in fp32 anyway",
     "overlap_param_gather_with_optimizer_step": "parameters are gathered before the module that needs them",
-    "ddp_debug": "its checks are of buffers that are reduced once a step",
+    "ddp_debug": "it checks buffers that are reduced once a step",
 }
 
 
 @dataclass(kw_only=True)
 class TorchFullyShardedDataParallelConfig(FullyShardConfig, DistributedDataParallelConfig):
-    """Settings of TorchFullyShardedDataParallel; of DistributedDataParallelConfig's, the checks of gradients and the
-    type they are reduced in.
+    """Settings of TorchFullyShardedDataParallel.
+
+    Of the fields of DistributedDataParallelConfig, those for checks of gradients, the dtype of reductions and the
+    release of gradients have an effect; others are refused or ignored.
     """
 
     def __post_init__(self) -> None:
@@ -79,9 +81,9 @@ class TorchFullyShardedDataParallelConfig(FullyShardConfig, DistributedDataParal
         FullyShardConfig.__post_init__(self)
         for name, why in _NOT_HERE.items():
             if vars(self)[name]:
-                raise ValueError(f"{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; leave one of them out")
+                raise ValueError(f"{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; leave out one of them")
         if self.num_distributed_optimizer_instances > 1:
             raise ValueError(
                 f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} with "
-                "use_torch_fsdp2, whose shards are spread over all data-parallel ranks: must be 1"
+                "use_torch_fsdp2, which shards over all data-parallel ranks: must be 1"
             )

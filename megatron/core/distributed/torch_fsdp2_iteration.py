@@ -32,9 +32,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class UnitRelease(Protocol):
-    """Decides when hooks and optimizer get units. error: what one of these raised in backward, kept for the end.
+    """Policy for the release of units to hooks and optimizer.
 
-    is_evaluating: whether the whole model runs a forward that has no backward.
+    error: an error that a hook or an optimizer raised in backward, stored until the iteration ends. is_evaluating:
+    whether the whole model runs a forward that has no backward.
     """
 
     is_last_backward: bool
@@ -58,8 +59,8 @@ class UnitRelease(Protocol):
 class FsdpIteration:
     """An iteration from zero_grad_buffer to finish_grad_sync, after which an optimizer may step.
 
-    The optimizer uses it like the scheduler of DistributedDataParallel. checks: what units measure of gradients, if
-    anything. find_change: describes a change since wrapping that makes the module unusable.
+    The optimizer uses it like the scheduler of DistributedDataParallel. checks: the checks that units apply to their
+    gradients; None for none. find_change: describes a change since wrapping that makes the module unusable.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class FsdpIteration:
         self._start()
 
     def finish(self) -> None:
-        """Completes the gradients: all are reduced, in their places and, if that is checked, finite. Collective.
+        """Completes the gradients: all are reduced, in place and, if that is checked, finite. Collective.
 
         Raises on all ranks: NonFiniteGradientError; or this rank's ValueError or error of a hook or an optimizer in
         backward, and RemoteRankError for that of another rank.

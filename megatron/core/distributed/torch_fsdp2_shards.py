@@ -1,4 +1,4 @@
-"""Units, and this rank's shards of them as flat tensors: what fully_shard gathers and reduces together.
+"""Units, which fully_shard gathers and reduces together, and this rank's shards of them as flat tensors.
 
 A unit is a module that fully_shard is applied to. ShardedFlatBuffer holds the shards of many units and of their
 gradients, each in one flat tensor; in a ReleasedShardBuffer, gradients have memory only while they are needed.

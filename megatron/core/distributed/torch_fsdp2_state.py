@@ -438,7 +438,10 @@ class WrappedShards:
         return next((shard.param for shard in self._shards if shard.whole is param), param)
 
     def find_problem(self) -> str | None:
-        """Describes the first change that makes gradients or updates miss a parameter; None if there is none."""
+        """Describes the first change that makes gradients or updates miss a parameter; None if there is none.
+
+        module_change_finder (consistency.py) does the same for modules in DistributedDataParallel.
+        """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name, param in now.items():
             shard = self._by_name.get(name)

@@ -16,17 +16,17 @@ def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
         (
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
-            "gradients get their memory during each backward, which graphs have standing",
+            "gradients are allocated during each backward, but graphs need persistent ones",
         ),
         (
             "--ddp-debug is given",
             args.ddp_debug,
-            "its checks are of gradients that stand in buffers and are reduced once a step",
+            "it checks gradients that are persistent in buffers and reduced once a step",
         ),
         (
             "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
             patterns,
-            "no micro-batches add up before they are reduced, --accumulate-allreduce-grads-in-fp32 reduces in fp32",
+            "micro-batches are reduced before they accumulate, --accumulate-allreduce-grads-in-fp32 reduces in fp32",
         ),
     ]
     for words, is_set, why in contradictions:
@@ -43,18 +43,18 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         return
     clip, patterns = args.optimizer_in_backward_clip, args.ddp_param_name_patterns_for_fp32_local_accumulation
     refused = [
-        (f"--cuda-graph-impl is {args.cuda_graph_impl}", args.cuda_graph_impl != "none", "graphs have standing ones"),
-        ("--ddp-debug is given", args.ddp_debug, "its checks are of gradients that stand in buffers"),
+        (f"--cuda-graph-impl is {args.cuda_graph_impl}", args.cuda_graph_impl != "none", "graphs need persistent ones"),
+        ("--ddp-debug is given", args.ddp_debug, "it checks gradients that are persistent in buffers"),
         (
             "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
             patterns,
-            "--accumulate-allreduce-grads-in-fp32 adds up and reduces in fp32",
+            "--accumulate-allreduce-grads-in-fp32 accumulates and reduces in fp32",
         ),
     ]
     for words, is_set, why in refused:
         if is_set:
             yield (
-                f"{words} and --optimizer-in-backward is given: gradients get their memory during each backward, and "
+                f"{words} and --optimizer-in-backward is given: gradients are allocated during each backward, and "
                 f"{why}; leave out one of the two"
             )
     if clip == "exact":
