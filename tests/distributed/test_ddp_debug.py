@@ -18,9 +18,8 @@ from megatron.core.distributed import (
     distributed_data_parallel,
 )
 from megatron.core.distributed.bucket_group import ParamState
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
+from megatron.core.distributed.bucket_storage import GradState, PersistentGrads
 from megatron.core.distributed.ddp_debug import find_coverage_problem
-from megatron.core.distributed.flat_buffer import _ParamAndGradBuffer as Buffer
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.distributed.layout import BufferLayout, Span
 from megatron.core.distributed.scheduler import CollectiveScheduler
@@ -105,17 +104,22 @@ def launch_nothing_that_is_incomplete(run):
         step(run, [0, 1, 3, 4])
 
 
-def take_into_the_bucket(self, param):
-    self._bucket_of[param].buffer.take(param)
+accumulate = PersistentGrads.accumulate
+
+
+def accumulate_in_flight(self, param):
+    state, self.state = self.state, GradState.COLLECTING
+    accumulate(self, param)
+    self.state = state
 
 
 def add_a_late_gradient_to_a_bucket_under_way(run):
-    with patch.object(Group, "take", take_into_the_bucket):
+    with patch.object(PersistentGrads, "accumulate", accumulate_in_flight):
         step(run, [0, -1, -1, 2, 3, 4])
 
 
 def reduce_every_microbatch(run):
-    with patch.object(Group, "take", take_into_the_bucket):
+    with patch.object(PersistentGrads, "accumulate", accumulate_in_flight):
         with patch.object(DistributedDataParallel, "no_sync", lambda self: nullcontext()):
             step(run, EVERY, microbatches=2)
 
@@ -143,7 +147,7 @@ def scale_after_the_launch(run):
     run.ddp.start_grad_sync()
     # What scale_gradients did once, and now refuses.
     for buffer in run.ddp.buffers:
-        buffer.scale_grads(0.5)
+        buffer.scale_gradients(0.5)
     run.ddp.finish_grad_sync()
 
 
@@ -159,7 +163,7 @@ def launch_in_an_order_of_its_own(run):
 
 
 def zero_nothing(run):
-    with patch.object(Buffer, "zero_grads", lambda self: self._filled.clear()):
+    with patch.object(PersistentGrads, "zero", lambda self: self._with_grad.clear()):
         step(run, EVERY)
 
 

@@ -13,9 +13,9 @@ import torch
 
 import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, collectives
-from megatron.core.distributed.data_parallel_base import FlatBuffer
+from megatron.core.distributed.bucket_storage import MessagePool
 from megatron.core.distributed.iteration import CollectiveTrace
-from megatron.core.distributed.transient_buffer import MessageMemory, TransientBuffer
+from megatron.core.distributed.layout import FlatBuffer
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import group_rank, group_size
@@ -229,15 +229,15 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
 @contextmanager
 def _sent_as_on_gpus(does: bool) -> Iterator[None]:
     """Inside, sums and gathers are made of the messages that GPUs get, whose memory is freed with them."""
-    made = MessageMemory.__init__
+    made = MessagePool.__init__
 
-    def make(memory: MessageMemory, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
+    def make(memory: MessagePool, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
         made(memory, dtype, device, is_kept=False)
 
     if not does:
         yield
         return
-    with patch.dict(vars(collectives), _is_on_host=lambda flat: False), patch.object(MessageMemory, "__init__", make):
+    with patch.dict(vars(collectives), _is_on_host=lambda flat: False), patch.object(MessagePool, "__init__", make):
         yield
 
 
@@ -330,8 +330,7 @@ def _paddings(run: TrainingRun) -> Iterator[int]:
 
 def _standing_grads(buffer: FlatBuffer) -> list[torch.Tensor]:
     """What of a buffer's gradients has memory from step to step."""
-    sums = [buffer.shard_grads] if isinstance(buffer, TransientBuffer) else []
-    return [grads for grads in (buffer.grad_data, *sums) if not grads.is_meta]
+    return [grads for grads in (buffer.grad_data, *buffer.persistent_grads) if not grads.is_meta]
 
 
 def _logged(run: TrainingRun) -> dict[str, Any]:

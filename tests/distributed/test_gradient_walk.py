@@ -6,7 +6,7 @@ from tests.distributed.gradient_walk import report, trace_walk
 from tests.distributed.walks import paths, public_classes
 
 # What a step enters today. Lower them with the code; a new file or class on the way needs a reason.
-FILES, FILES_WITH_WRAPPING_AND_SAVING, PUBLIC_CLASSES = 20, 25, 25
+FILES, FILES_WITH_WRAPPING_AND_SAVING, PUBLIC_CLASSES = 21, 26, 24
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
 from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.bucket_storage import BucketLifetimeGrads, _ParamAndGradBucket
 from megatron.core.distributed.grad_hooks import ReadyBucket
-from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count
@@ -28,30 +28,36 @@ IN_BACKWARD: Flags = {"optimizer-in-backward": True, "ddp-bucket-size": 1001, "l
 STEPS, CLIP = long_count(2, soak=4), 0.02
 
 
+def num_bytes(bucket: _ParamAndGradBucket) -> int:
+    """Bytes of gradients that have memory."""
+    assert isinstance(bucket.grads, BucketLifetimeGrads)
+    return bucket.grads.num_bytes
+
+
 class Released:
     """Checks in each hand-out that the buckets so far have nothing left, and at the end of a step that none has."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self.run, self.given = run, list[TransientGroup]()
-        found = [group for chunk in run.model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
-        self.groups = [group for group in found if isinstance(group, TransientGroup)]
-        assert found and self.groups == found
-        self._group_of = {slot.param: group for group in self.groups for slot in group.slots}
+        self.run, self.given = run, list[_ParamAndGradBucket]()
+        groups = [group for chunk in run.model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
+        self.buckets = [bucket for group in groups for bucket in group.buckets]
+        assert len(self.buckets) == len(groups) > 0
+        self._bucket_of = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
         for chunk in run.model:
             chunk.register_bucket_ready_hook(self._look)
             for buffer in chunk.all_buffers:
-                assert buffer.grad_data.is_meta and buffer.shard_grads.is_meta
+                assert buffer.grad_data.is_meta and not buffer.persistent_grads
 
     def _look(self, bucket: ReadyBucket) -> None:
-        self.given.append(self._group_of[bucket.params[0]])
+        self.given.append(self._bucket_of[bucket.params[0]])
         assert bucket.grad.numel() == bucket.shard.numel()
-        assert not any(group.num_bytes for group in self.given)
+        assert not any(num_bytes(bucket) for bucket in self.given)
 
     def after_step(self, held: int) -> None:
         """held: bytes that were made in the step and are alive."""
-        assert len(set(self.given)) == len(self.given) == len(self.groups), "each bucket once"
+        assert len(set(self.given)) == len(self.given) == len(self.buckets), "each bucket once"
         self.given.clear()
-        assert not any(group.num_bytes for group in self.groups)
+        assert not any(num_bytes(bucket) for bucket in self.buckets)
         whole = sum(4 * buffer.layout.numel for chunk in self.run.model for buffer in chunk.all_buffers)
         assert held < 0.05 * whole, (held, whole)
 

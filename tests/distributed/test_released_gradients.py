@@ -19,8 +19,8 @@ from megatron.core.distributed import (
     GraphedReductions,
     finalize_model_grads,
 )
+from megatron.core.distributed.bucket_storage import BucketLifetimeGrads
 from megatron.core.distributed.grad_hooks import ReadyBucket
-from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.training.data_parallel import join_schedule
 from tests.distributed.hook_runs import SHARDED, Counted, Kept, backward, in_each_mode, once, trained, wrap
@@ -56,13 +56,14 @@ def _measure(kind: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
     model = wrap(module, released(kind, WIDTH * WIDTH))
-    groups = [group for group in model.bucket_groups if isinstance(group, TransientGroup)]
-    assert len(groups) == DEPTH
+    found = [bucket.grads for group in model.bucket_groups for bucket in group.buckets]
+    storages = [grads for grads in found if isinstance(grads, BucketLifetimeGrads)]
+    assert len(storages) == DEPTH
     most: list[int] = []
 
     def count(bucket: ReadyBucket) -> None:
         # What is given, what is on its way, and what fills.
-        most.append(1 + sum(group.num_bytes for group in groups) // BUCKET)
+        most.append(1 + sum(grads.num_bytes for grads in storages) // BUCKET)
 
     model.register_bucket_ready_hook(count)
     x, held = torch.ones(1, WIDTH), 0

@@ -24,7 +24,7 @@ from megatron.core.distributed.grad_hooks import (
     StateProvider,
 )
 from megatron.core.distributed.iteration import Iteration
-from megatron.core.distributed.layout import BufferLayout, ParamSlot, Span
+from megatron.core.distributed.layout import FlatBuffer
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -33,56 +33,6 @@ from megatron.core.utils import ModelWrapper
 
 # What optimizers step and all back ends add up.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class FlatBuffer(Protocol):
-    """An optimizer's view of a wrapper's buffer: parameters and gradients of one dtype each, at the same places.
-
-    param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
-    this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
-    the ranks that own the rest. model_dtype: what modules compute in, perhaps narrower than what is stepped.
-    """
-
-    param_data: torch.Tensor
-    grad_data: torch.Tensor
-
-    @property
-    def slots(self) -> Sequence[ParamSlot]: ...
-    @property
-    def layout(self) -> BufferLayout: ...
-    @property
-    def model_dtype(self) -> torch.dtype: ...
-    @property
-    def is_expert(self) -> bool: ...
-    @property
-    def is_sharded(self) -> bool: ...
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None: ...
-    @property
-    def persistent_params(self) -> list[torch.Tensor]:
-        """Memory of parameters that persists between steps: [N] each, param_data's dtype."""
-        ...
-
-    @property
-    def persistent_grads(self) -> list[torch.Tensor]:
-        """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
-        ...
-
-    def owned_spans(self) -> list[Span]:
-        """Returns the spans that this rank's optimizer steps, bucket by bucket, in order."""
-        ...
-
-    def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
-        """Returns the parts of a parameter's gradient whose sum this rank gets: [N] each, grad_data's dtype, views."""
-        ...
-
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the reduced gradients of one owned span, a view: [span.numel], grad_data's dtype."""
-        ...
-
-    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, lies at an address."""
-        ...
 
 
 class WrapperOrder(Protocol):

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed.bucket_group import BucketGroupBase, Traffic
+from megatron.core.distributed.bucket_group import Traffic, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_storage import _ParamAndGradBucket
 from megatron.core.distributed.collectives import shard_of
-from megatron.core.distributed.flat_buffer import _ParamAndGradBucket, _ParamAndGradBuffer
-from megatron.core.distributed.layout import ALIGNMENT, ParamSlot, Span
+from megatron.core.distributed.layout import ALIGNMENT, FlatBuffer, ParamSlot, Span
 from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
@@ -42,7 +42,7 @@ class DdpDebug:
 
     def __init__(self, tell_others: Callable[[str], None]) -> None:
         self._tell_others = tell_others
-        self._groups: list[BucketGroupBase] = []
+        self._groups: list[_ParamAndGradBucketGroup] = []
         self._reductions: Counter[str] = Counter()
         self._is_first_grad = True
         # By group: checksums of its gradients under reduction.
@@ -50,7 +50,7 @@ class DdpDebug:
         self._under_way: set[str] = set()
         self._reads = _StaleReads(self._stop)
 
-    def attach(self, groups: Sequence[BucketGroupBase], module: nn.Module) -> None:
+    def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
         """Starts to check these groups. Collective: the ranks' shards must cover every element once."""
         for group in groups:
             self._check_views(group)
@@ -67,18 +67,18 @@ class DdpDebug:
         self._sent_grads.clear()
         self._is_first_grad = True
 
-    def before_grad(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Checks before the first gradient that all are zero, except those that kernels have already added."""
         if self._is_first_grad:
             self._is_first_grad = False
             for other in self._groups:
                 self._check_zero_sync(other, "when the first gradient of the iteration came")
 
-    def after_grad(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Checks that a late gradient was kept apart from gradients already sent."""
         self._check_grads_unchanged(group, "its gradient came")
 
-    def before_launch(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def before_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is Traffic.GATHER:
             self._check_poison_sync(group)
             return
@@ -89,19 +89,19 @@ class DdpDebug:
             if self._reductions[group.name] > 1:
                 self._stop(f"gradients of {_names(group)} are reduced twice in one iteration")
 
-    def after_launch(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def after_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is Traffic.GATHER:
             self._under_way.add(group.name)
         elif group.can_repeat:
             self._sent_grads[group.name] = [_checksum_sync(slot.comm_view) for slot in group.slots]
 
-    def before_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def before_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is not Traffic.GATHER:
             self._check_grads_unchanged(group, "someone waited for the sum")
             # The wait itself changes them.
             self._sent_grads.pop(group.name, None)
 
-    def after_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def after_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is Traffic.GATHER:
             self._under_way.discard(group.name)
             self._reads.allow(group.slots)
@@ -122,50 +122,47 @@ class DdpDebug:
                 )
             self._check_views(group)
             for bucket in group.buckets:
-                if bucket.buffer.is_sharded:
+                if group.is_sharded:
                     _poison(bucket.grad_data, bucket)
 
     # Parameters.
 
-    def gather_due(self, group: BucketGroupBase) -> None:
+    def gather_due(self, group: _ParamAndGradBucketGroup) -> None:
         """Poisons the parameter shards of other ranks and forbids reads of them until the gather."""
         if group.name in self._under_way:
             self._stop(f"{_names(group)} were updated while their gather was under way: it was never waited for")
         self._check_views(group)
         for bucket in group.buckets:
             _poison(bucket.param_data, bucket)
-            own = shard_of(bucket.param_data, bucket.buffer.data_parallel_group)
+            own = shard_of(bucket.param_data, bucket.settings.group)
             self._reads.forbid(bucket.slots, own=own)
 
     # Inside.
 
-    def _check_zero_sync(self, group: BucketGroupBase, when: str) -> None:
+    def _check_zero_sync(self, group: _ParamAndGradBucketGroup, when: str) -> None:
         for slot in group.slots:
             if not added_to_main_grad(slot.param) and int(slot.main_grad.count_nonzero()):
                 self._stop(f"gradient of {slot.name} was not exactly zero {when}")
 
-    def _check_grads_unchanged(self, group: BucketGroupBase, when: str) -> None:
+    def _check_grads_unchanged(self, group: _ParamAndGradBucketGroup, when: str) -> None:
         before = self._sent_grads.get(group.name, [])
         for slot, checksum in zip(group.slots, before):
             if _checksum_sync(slot.comm_view) != checksum:
                 self._stop(f"gradient of {slot.name} was written after its reduction had started; seen when {when}")
 
-    def _check_views(self, group: BucketGroupBase) -> None:
+    def _check_views(self, group: _ParamAndGradBucketGroup) -> None:
         """Stops where a parameter or its gradient is not what lies in the buffers, in their types."""
         for bucket in group.buckets:
-            kind = bucket.buffer.kind
+            dtype = bucket.param_data.dtype
             for slot in bucket.slots:
                 if not _is_at(slot.param, _slice_of(bucket.param_data, slot, bucket=bucket)):
                     self._stop(f"parameter {slot.name} is no view of its buffer any more: its data was replaced")
                 if not _is_at(slot.comm_view, _slice_of(bucket.grad_data, slot, bucket=bucket)):
                     self._stop(f"gradient of {slot.name} is no view of its buffer any more")
-                if slot.param.dtype != kind.param_dtype or bucket.grad_data.dtype != kind.grad_dtype:
-                    self._stop(
-                        f"parameter {slot.name} is {slot.param.dtype} and its gradient is sent as "
-                        f"{bucket.grad_data.dtype}: {kind.param_dtype} and {kind.grad_dtype} were wrapped"
-                    )
+                if slot.param.dtype != dtype:
+                    self._stop(f"parameter {slot.name} is {slot.param.dtype}: {dtype} was wrapped")
 
-    def _check_poison_sync(self, group: BucketGroupBase) -> None:
+    def _check_poison_sync(self, group: _ParamAndGradBucketGroup) -> None:
         """Others' shards are NaN until they arrive; this rank's own is being updated."""
         with self._reads.paused():
             for bucket in group.buckets:
@@ -192,7 +189,7 @@ def _slice_of(flat: torch.Tensor, slot: ParamSlot, *, bucket: _ParamAndGradBucke
 
 def _shards_of_others(flat: torch.Tensor, bucket: _ParamAndGradBucket) -> list[torch.Tensor]:
     """Returns the parts of a bucket's flat tensor before and after this rank's shard; views."""
-    group = bucket.buffer.data_parallel_group
+    group = bucket.settings.group
     rows, rank = flat.view(group_size(group), -1), group_rank(group)
     return [rows[:rank], rows[rank + 1 :]]
 
@@ -207,7 +204,7 @@ def _checksum_sync(tensor: torch.Tensor) -> int:
     return int(bits.sum(dtype=torch.int64).item())
 
 
-def _names(group: BucketGroupBase) -> str:
+def _names(group: _ParamAndGradBucketGroup) -> str:
     return ", ".join(slot.name for slot in group.slots)
 
 
@@ -349,13 +346,13 @@ class _Watch(TorchDispatchMode):
 # Whether the ranks' shards of a buffer are a partition of it: every element owned, none twice.
 
 
-def _check_coverage(buffer: _ParamAndGradBuffer) -> None:
+def _check_coverage(buffer: FlatBuffer) -> None:
     """Raises ValueError on all ranks that share `buffer`, naming a parameter, unless each element has one owner.
 
     Collective over buffer.data_parallel_group.
     """
     of_ranks = gather_objects(buffer.owned_spans(), buffer.data_parallel_group)
-    problem = find_coverage_problem(of_ranks, numel=buffer.numel)
+    problem = find_coverage_problem(of_ranks, numel=buffer.layout.numel)
     if problem is not None:
         element, what = problem
         names = [slot.name for slot in buffer.slots if slot.span.start <= element < slot.span.padded_end]

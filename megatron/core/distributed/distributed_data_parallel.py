@@ -16,7 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import SideStream, default_device
-from megatron.core.distributed.bucket_group import BucketGroupBase, ParamState, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_storage import (
+    BucketLifetimeGrads,
+    BufferSettings,
+    GradStorage,
+    MessagePool,
+    PersistentGrads,
+    ReleasedSum,
+    ShardSum,
+    _ParamAndGradBucket,
+)
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import (
     GradChecks,
@@ -36,22 +46,20 @@ from megatron.core.distributed.data_parallel_base import (
 )
 from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import (
-    BufferKind,
-    BufferSettings,
-    _ParamAndGradBuffer,
-    buffer_kind,
-    partition_buckets,
-)
 from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
 from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.param_and_grad_buffer import (
+    BufferKind,
+    BufferType,
+    _ParamAndGradBuffer,
+    buffer_kind,
+    partition_buckets,
+)
 from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
-from megatron.core.distributed.transient_buffer import MemoryPolicy, SumMemory, TransientBuffer
-from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.graph_capture import GraphParticipant
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
@@ -130,11 +138,13 @@ class DistributedDataParallel(_BaseDataParallel):
         )
         follow_owner(module, self.pg_collection.embd)
         self.launch_order = launch_order or build_launch_order(self.pg_collection, ddp_config)
+        self.checks = GradChecks.of(ddp_config, module)
         built = _build_buffers(
             module,
             self.pg_collection,
             config=config,
             ddp_config=ddp_config,
+            checks=self.checks,
             # Later stages end their last backward earlier: cuts hide nothing there, and only free memory.
             single_bucket=disable_bucketing
             or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.has_bucket_lifetime_grads),
@@ -145,8 +155,9 @@ class DistributedDataParallel(_BaseDataParallel):
         self.buffers = dense  # type: ignore[assignment,method-assign]
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
         self._every_buffer = built
-        self.checks = GradChecks.of(ddp_config, module)
-        build = partial(_build_groups, force_single=disable_bucketing, checks=self.checks)
+        # Buckets of gradients that are freed one by one are reduced one by one.
+        force_single = disable_bucketing and not ddp_config.has_bucket_lifetime_grads
+        build = partial(_build_groups, force_single=force_single)
         chunk = f"chunk {self.launch_order.num_chunks}"
         self.bucket_groups = build(dense, name=f"{chunk} dense")
         self.expert_parallel_bucket_groups = build(self.expert_parallel_buffers, name=f"{chunk} experts")
@@ -234,7 +245,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 f"register_grad_ready was given {next(names, 'a parameter of another module')}: must be a parameter of "
                 "the wrapped module that required grad when it was wrapped"
             )
-        if not isinstance(group, _ParamAndGradBucketGroup):
+        if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
                 f"register_grad_ready with DistributedDataParallelConfig.{self._transient}: there is no main_grad to "
                 f"add to; return the gradient to autograd, or leave {self._transient} out"
@@ -243,9 +254,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
-        if not self.ddp_config.has_bucket_lifetime_grads:
-            # Else the end of each backward has done it.
-            self.launch_order.start_grad_sync(self._groups)
+        self.launch_order.start_grad_sync(self._groups)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces what is left and waits for all of it; call after the last microbatch. Collective.
@@ -276,9 +285,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "last microbatch or after finish_grad_sync"
             )
         for buffer in self.all_buffers:
-            buffer.scale_grads(scaling_factor)
-        for group in self._groups:
-            group.take_sums()
+            buffer.scale_gradients(scaling_factor)
 
     def reset_iteration(self) -> None:
         """Makes the next step one that never saw this one's error; for all chunks with the same scheduler.
@@ -302,7 +309,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 f"named_main_grads with DistributedDataParallelConfig.{self._transient}: no rank has whole gradients; "
                 "owned_grads of all_buffers gives this rank's parts, register_bucket_ready_hook what is released"
             )
-        return (item for buffer in self.all_buffers for item in buffer.named_grads())
+        return ((slot.name, slot.main_grad) for buffer in self.all_buffers for slot in buffer.slots)
 
     # Parameters.
 
@@ -447,16 +454,16 @@ class DistributedDataParallel(_BaseDataParallel):
         if isinstance(self._intake, _StreamingIntake):
             self._intake.forget()
         for buffer in self.all_buffers:
-            buffer.zero_grads()
+            buffer.reset()
 
-    def _pre_hook(self, groups: Callable[[], Sequence[BucketGroupBase]]) -> WaitForGroups:
+    def _pre_hook(self, groups: Callable[[], Sequence[_ParamAndGradBucketGroup]]) -> WaitForGroups:
         return WaitForGroups(groups, need=partial(self._need, prefetch=self._prefetches))
 
-    def _need(self, groups: Iterable[BucketGroupBase], *, prefetch: bool) -> None:
+    def _need(self, groups: Iterable[_ParamAndGradBucketGroup], *, prefetch: bool) -> None:
         for group in groups:
             self.launch_order.need(group, prefetch=prefetch)
 
-    def _in_order_of_backward(self) -> list[BucketGroupBase]:
+    def _in_order_of_backward(self) -> list[_ParamAndGradBucketGroup]:
         # A bucket is complete when backward has come to the first of its modules.
         places = {param: place for place, param in enumerate(self.module.parameters())}
         return sorted(self._groups, key=lambda group: -min(places[slot.param] for slot in group.slots))
@@ -478,7 +485,7 @@ class _GradIntake:
     """
 
     def __init__(
-        self, group_of: Mapping[nn.Parameter, BucketGroupBase], order: CollectiveScheduler, *, is_fused: bool
+        self, group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup], order: CollectiveScheduler, *, is_fused: bool
     ) -> None:
         self._group_of, self._order = group_of, order
         for param in group_of:
@@ -512,7 +519,7 @@ class _StreamingIntake:
 
     def __init__(
         self,
-        group_of: Mapping[nn.Parameter, BucketGroupBase],
+        group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup],
         order: CollectiveScheduler,
         *,
         hook_runner: GradHookRunner,
@@ -730,6 +737,7 @@ def _build_buffers(
     *,
     config: ModelParallelConfig,
     ddp_config: DistributedDataParallelConfig,
+    checks: GradChecks | None,
     single_bucket: bool,
 ) -> list[_ParamAndGradBuffer]:
     """Moves the parameters that require grad into buffers, one for each kind; of experts apart where they are reduced
@@ -768,7 +776,7 @@ def _build_buffers(
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
         )
-        buffers.append(_new_buffer(kind, named_params, settings=settings, ddp_config=ddp_config))
+        buffers.append(_new_buffer(kind, named_params, settings=settings, ddp_config=ddp_config, checks=checks))
     return buffers
 
 
@@ -797,26 +805,28 @@ def _new_buffer(
     *,
     settings: BufferSettings,
     ddp_config: DistributedDataParallelConfig,
+    checks: GradChecks | None,
 ) -> _ParamAndGradBuffer:
     if not ddp_config.has_bucket_lifetime_grads:
-        return _ParamAndGradBuffer(kind, named_params, settings=settings)
+        persistent = partial(PersistentGrads, checks=checks)
+        return _ParamAndGradBuffer(kind, named_params, settings=settings, storage=persistent)
     is_released = ddp_config.release_gradients and not kind.completed_later
-    memory = MemoryPolicy(sums=SumMemory.RELEASED if is_released else SumMemory.STANDING)
-    return TransientBuffer(kind, named_params, settings=settings, memory=memory)
+    # A released sum may be a part of a message, which then is not returned.
+    pool = MessagePool(kind.grad_dtype, named_params[0][1].device, is_kept=not is_released)
+
+    def storage(bucket: _ParamAndGradBucket) -> GradStorage:
+        total = ReleasedSum(bucket) if is_released else ShardSum(bucket)
+        return BucketLifetimeGrads(bucket, memory=pool, total=total, checks=checks)
+
+    return _ParamAndGradBuffer(kind, named_params, settings=settings, storage=storage, flats={BufferType.PARAM})
 
 
 def _build_groups(
-    buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool, checks: GradChecks | None
-) -> list[BucketGroupBase]:
-    """The bucket groups of buffers; name: what theirs begin with. force_single: one group, where gradients persist."""
-    groups: list[BucketGroupBase] = []
-    for buckets in partition_buckets(buffers, force_single_bucket_group=force_single):
-        if isinstance(buckets[0].buffer, TransientBuffer):
-            for bucket in buckets:
-                groups.append(TransientGroup(bucket, name=f"{name} {len(groups)}", checks=checks))
-        else:
-            groups.append(_ParamAndGradBucketGroup(buckets, name=f"{name} {len(groups)}", checks=checks))
-    return groups
+    buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool
+) -> list[_ParamAndGradBucketGroup]:
+    """The bucket groups of buffers; name: what theirs begin with. force_single: one group."""
+    partition = partition_buckets(buffers, force_single_bucket_group=force_single)
+    return [_ParamAndGradBucketGroup(buckets, name=f"{name} {index}") for index, buckets in enumerate(partition)]
 
 
 def _warn_of_settings(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.core.device import CompletionMarks, TimeMark, mark_time, seconds_between
-from megatron.core.distributed.bucket_group import BucketGroupBase, Traffic
+from megatron.core.distributed.bucket_group import Traffic, _ParamAndGradBucketGroup
 
 _KEPT_STEPS = 4
 
@@ -45,7 +45,7 @@ class StepTimes:
 class _Marks:
     """Time marks of a transfer while it runs. group: None for the agreement of all ranks."""
 
-    group: BucketGroupBase | None
+    group: _ParamAndGradBucketGroup | None
     traffic: Traffic
     ready: TimeMark | None
     launched: TimeMark
@@ -82,7 +82,7 @@ class EventLog:
 
     # BucketObserver.
 
-    def attach(self, groups: Sequence[BucketGroupBase], module: nn.Module) -> None:
+    def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
         """Does nothing: groups are recorded when they are launched."""
 
     def begin_iteration(self) -> None:
@@ -90,19 +90,19 @@ class EventLog:
         self._last_grad.clear()
         self._marks = [marks for marks in self._marks if marks.traffic is Traffic.GATHER]
 
-    def before_grad(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Records nothing: only the time after a gradient counts."""
 
-    def after_grad(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if self._is_recording:
             self._last_grad[group.name] = self._now()
 
-    def before_launch(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def before_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if self._is_recording:
             ready = (self._due if traffic is Traffic.GATHER else self._last_grad).get(group.name)
             self._marks.append(_Marks(group, traffic, ready, self._now()))
 
-    def after_launch(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def after_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         marks = self._find(traffic, group)
         if marks is not None:
 
@@ -113,12 +113,12 @@ class EventLog:
             marks.num_messages = len(works)
             self._completion.mark(works, note)
 
-    def before_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def before_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         marks = self._find(traffic, group)
         if marks is not None:
             marks.waits.append([self._now()])
 
-    def after_wait(self, traffic: Traffic, group: BucketGroupBase) -> None:
+    def after_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         marks = self._find(traffic, group)
         if marks is not None:
             marks.waits[-1].append(self._now())
@@ -138,7 +138,7 @@ class EventLog:
         self._last_grad, self._due, self._marks = {}, {}, []
         self._start, self._is_asked = (self._now() if self._is_asked else None), False
 
-    def gather_due(self, group: BucketGroupBase) -> None:
+    def gather_due(self, group: _ParamAndGradBucketGroup) -> None:
         if self._is_recording:
             self._due[group.name] = self._now()
 
@@ -151,7 +151,7 @@ class EventLog:
     def _now(self) -> TimeMark:
         return mark_time(self._device)
 
-    def _find(self, traffic: Traffic, group: BucketGroupBase) -> _Marks | None:
+    def _find(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> _Marks | None:
         if not self._is_recording:
             return None
         found = (marks for marks in reversed(self._marks) if marks.group is group and marks.traffic is traffic)
@@ -184,7 +184,7 @@ def _step_times(start: TimeMark, last_grad: dict[str, TimeMark], *, marked: list
     return StepTimes(tuple(transfers), max(map(seconds, last_grad.values()), default=0.0))
 
 
-def _num_bytes(group: BucketGroupBase, traffic: Traffic) -> int:
+def _num_bytes(group: _ParamAndGradBucketGroup, traffic: Traffic) -> int:
     tensors = [bucket.param_data if traffic is Traffic.GATHER else bucket.grad_data for bucket in group.buckets]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed.bucket_group import BucketGroupBase
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 
 
 class ForwardWaits:
@@ -26,14 +26,14 @@ class ForwardWaits:
     """
 
     def __init__(
-        self, groups_of: Mapping[nn.Parameter, Sequence[BucketGroupBase]], *, root: nn.Module | None = None
+        self, groups_of: Mapping[nn.Parameter, Sequence[_ParamAndGradBucketGroup]], *, root: nn.Module | None = None
     ) -> None:
         self._root, self._groups_of = root, groups_of
         # Keys: the module, its training mode, and whether autograd is on.
         self._called: set[tuple[nn.Module, bool, bool]] = set()
-        self._known: dict[tuple[nn.Module, bool, bool], Sequence[BucketGroupBase]] = {}
+        self._known: dict[tuple[nn.Module, bool, bool], Sequence[_ParamAndGradBucketGroup]] = {}
 
-    def before(self, module: nn.Module) -> Sequence[BucketGroupBase]:
+    def before(self, module: nn.Module) -> Sequence[_ParamAndGradBucketGroup]:
         """Returns the groups that a forward of `module` needs; called when the forward begins."""
         mode = (self._root or module).training, torch.is_grad_enabled()
         key = (module, *mode)
@@ -49,7 +49,7 @@ class ForwardWaits:
         self._known[key] = list(groups)
         return self._known[key]
 
-    def own(self, module: nn.Module) -> list[BucketGroupBase]:
+    def own(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
         """Returns the groups of the module's own parameters."""
         held = (self._groups_of.get(param, ()) for param in module.parameters(recurse=False))
         return list(dict.fromkeys(group for groups in held for group in groups))
@@ -58,7 +58,7 @@ class ForwardWaits:
         """Drops the results, because other parameters are gathered from now on."""
         self._known.clear()
 
-    def below(self, module: nn.Module) -> list[BucketGroupBase]:
+    def below(self, module: nn.Module) -> list[_ParamAndGradBucketGroup]:
         """Returns the groups of all parameters of the module and its submodules."""
         return list(dict.fromkeys(group for part in module.modules() for group in self.own(part)))
 
@@ -77,7 +77,10 @@ class WaitForGroups:
     """
 
     def __init__(
-        self, groups: Callable[[], Iterable[BucketGroupBase]], *, need: Callable[[Iterable[BucketGroupBase]], None]
+        self,
+        groups: Callable[[], Iterable[_ParamAndGradBucketGroup]],
+        *,
+        need: Callable[[Iterable[_ParamAndGradBucketGroup]], None],
     ) -> None:
         self._groups, self._need = groups, need
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.layout import BucketLayout, ParamRange, ParamSlot, Span
+from megatron.core.distributed.layout import BucketLayout, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -293,29 +293,22 @@ def _joined(first: dict[int, Any], other: Mapping[int, Any] | None) -> dict[int,
 # The release of reduced buckets to hooks, and to an optimizer in backward.
 
 
-class ReleasedBuffer(Protocol):
-    """A buffer of parameters and gradients; param_data: [N], what this rank owns of it are owned_spans."""
-
-    param_data: torch.Tensor
-
-    @property
-    def is_sharded(self) -> bool: ...
-    def owned_spans(self) -> list[Span]: ...
-
-
 class ReleasedBucket(Protocol):
-    """A bucket of it; see _ParamAndGradBucket."""
+    """A bucket, or this rank's shards of an FSDP2 unit."""
 
     @property
-    def buffer(self) -> ReleasedBuffer: ...
+    def buffer(self) -> FlatBuffer: ...
     @property
     def layout(self) -> BucketLayout: ...
     @property
     def slots(self) -> list[ParamSlot]: ...
+    def reduced_grad(self) -> torch.Tensor:
+        """This rank's part of the gradients: [n], their dtype; without persistent memory, it becomes the caller's."""
+        ...
 
 
 class ReleasedGroup(Protocol):
-    """Buckets that are reduced together; see BucketGroupBase."""
+    """Buckets that are reduced together."""
 
     name: str
 
@@ -323,12 +316,8 @@ class ReleasedGroup(Protocol):
     def slots(self) -> Sequence[ParamSlot]: ...
     @property
     def buckets(self) -> Sequence[ReleasedBucket]: ...
-    def reduced_grad(self, bucket: Any) -> torch.Tensor:
-        """This rank's part of a bucket's gradient: [n], the gradients' dtype."""
-        ...
-
-    def take_sums(self) -> None:
-        """Moves sums that hooks have changed to their places."""
+    def copy_from_comm(self) -> None:
+        """Copies sums, which hooks may have changed, to all other places that hold them."""
         ...
 
 
@@ -502,7 +491,7 @@ class GradHookRunner:
         self._is_broken = True
         for place in self._places[group]:
             # Taken in any case: what nobody wants is free.
-            ready = ReadyBucket(place.name, place.slices, place.shard, group.reduced_grad(place.bucket))
+            ready = ReadyBucket(place.name, place.slices, place.shard, place.bucket.reduced_grad())
             if self.consumer is None and self.hooks.is_empty:
                 continue
             ready.find_states = partial(self._states_of, place)
@@ -523,7 +512,7 @@ class GradHookRunner:
                 if self.consumer is not None:
                     self.consumer.take(free, freed.bucket)
         # Hooks may have changed them.
-        group.take_sums()
+        group.copy_from_comm()
         self._is_broken = False
 
     def _states_of(self, place: _Place) -> Sequence[RunState]:

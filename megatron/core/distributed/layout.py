@@ -2,15 +2,17 @@
 
 `lay_out` is a pure function of sizes. All modes share its layout: parameters start, and shards start and end, at
 multiples of ALIGNMENT elements. ParamSlot is a parameter's place in a buffer; ParamRange is the part of a parameter in
-any flat tensor.
+any flat tensor; FlatBuffer is what optimizers and hooks see of a buffer.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 # Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
@@ -113,15 +115,6 @@ class BucketLayout:
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """The part of a parameter that lies in one bucket. span: in the buffer; start: in the flattened parameter."""
-
-    param: int
-    span: Span
-    start: int
-
-
-@dataclass(frozen=True)
 class BufferLayout:
     """spans: one a parameter, in the order of the sizes. buckets: back to back from 0. num_shards: ranks that share
     each bucket equally.
@@ -146,11 +139,55 @@ class BufferLayout:
         """A rank's shards of all buckets, in their order."""
         return [self.shard(bucket.index, rank) for bucket in self.buckets]
 
-    def fragments(self, bucket_index: int) -> list[Fragment]:
-        """The parts of parameters in a bucket, in the order of their places; of empty parameters none."""
-        bucket = self.buckets[bucket_index]
-        parts = [(index, self.spans[index].intersection(bucket.span)) for index in bucket.params]
-        return [Fragment(index, part, part.start - self.spans[index].start) for index, part in parts if part.numel]
+
+class FlatBuffer(Protocol):
+    """An optimizer's view of a wrapper's buffer: parameters and gradients of one dtype each, at the same places.
+
+    param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
+    this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
+    the ranks that own the rest. model_dtype: what modules compute in, perhaps narrower than what is stepped.
+    """
+
+    param_data: torch.Tensor
+    grad_data: torch.Tensor
+
+    @property
+    def slots(self) -> Sequence[ParamSlot]: ...
+    @property
+    def layout(self) -> BufferLayout: ...
+    @property
+    def model_dtype(self) -> torch.dtype: ...
+    @property
+    def is_expert(self) -> bool: ...
+    @property
+    def is_sharded(self) -> bool: ...
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None: ...
+    @property
+    def persistent_params(self) -> list[torch.Tensor]:
+        """Memory of parameters that persists between steps: [N] each, param_data's dtype."""
+        ...
+
+    @property
+    def persistent_grads(self) -> list[torch.Tensor]:
+        """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
+        ...
+
+    def owned_spans(self) -> list[Span]:
+        """Returns the spans that this rank's optimizer steps, bucket by bucket, in order."""
+        ...
+
+    def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
+        """Returns the parts of a parameter's gradient whose sum this rank gets: [N] each, grad_data's dtype, views."""
+        ...
+
+    def grad_of(self, span: Span) -> torch.Tensor:
+        """Returns the reduced gradients of one owned span, a view: [span.numel], grad_data's dtype."""
+        ...
+
+    def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
+        """Returns whether element `start` of a flattened parameter, any shape, lies at an address."""
+        ...
 
 
 def lay_out(

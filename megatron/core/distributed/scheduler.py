@@ -32,7 +32,8 @@ from torch import nn
 from torch.autograd import Variable
 from torch.profiler import record_function
 
-from megatron.core.distributed.bucket_group import BucketGroupBase, BucketObserver, GradState, ParamState, Traffic
+from megatron.core.distributed.bucket_group import BucketObserver, ParamState, Traffic, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_storage import GradState
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, MethodNames
@@ -55,7 +56,7 @@ class ChunkSync:
     hooks afterwards. checks and hook_runner may be None.
     """
 
-    groups: Sequence[BucketGroupBase]
+    groups: Sequence[_ParamAndGradBucketGroup]
     module: nn.Module
     find_problem: Callable[[], str | None]
     zero_grads: Callable[[], None]
@@ -98,16 +99,16 @@ class CollectiveScheduler:
         self._passes = _BackwardPasses(reduce_scope, max_in_flight=max_in_flight)
         # Late gradients only wait for the next backward pass, so nothing has to be seen first or kept meanwhile.
         self._sequence = LaunchSequence(is_armed=reduce_scope is not ReduceScope.ITERATION)
-        self._groups: list[BucketGroupBase] = []
+        self._groups: list[_ParamAndGradBucketGroup] = []
         # Of this rank; other ranks of the stage may have more.
-        self._by_number: dict[int, BucketGroupBase] = {}
+        self._by_number: dict[int, _ParamAndGradBucketGroup] = {}
         # In the order in which they were attached.
         self._chunks: list[ChunkSync] = []
-        self._runner_of: dict[BucketGroupBase, GradHookRunner] = {}
+        self._runner_of: dict[_ParamAndGradBucketGroup, GradHookRunner] = {}
         # Who has begun the iteration.
         self._begun_by: set[Hashable] = set()
         # Groups of which more may be started before the end.
-        self._launched: deque[BucketGroupBase] = deque()
+        self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
         # Weakly: an end leads to an optimizer, which must be freed once nobody uses it.
         self._ends: list[weakref.ref[BackwardEnd]] = []
@@ -134,16 +135,17 @@ class CollectiveScheduler:
         numbers = self._sequence.add([name in own for name in names])
         self._passes.add_chunk(numbers)
         for number, group in ((number, own[name]) for number, name in zip(numbers, names) if name in own):
+            is_everywhere = group.name in same_everywhere
             group.attach(
                 number,
+                trace=self.trace if is_everywhere else None,
                 mark_grad_ready=self.mark_grad_ready,
                 start_grad_sync=self.start_grad_sync,
                 start_param_sync=self.start_param_sync,
                 need=self.need,
             )
             self._by_number[number] = group
-            if group.name in same_everywhere:
-                group.trace = self.trace
+            if is_everywhere:
                 self.trace.name_bucket(group.name, [slot.name for slot in group.slots])
         self._groups += chunk.groups
         self._chunks.append(chunk)
@@ -263,18 +265,18 @@ class CollectiveScheduler:
         self._begun_by = {*begun_by, caller}
         self.open()
 
-    def accumulate(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def accumulate(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Moves a gradient that autograd left in `param.grad`, if it left one, to its bucket, and counts it."""
         with self._taking(group, param):
-            group.take(param)
+            group.accumulate(param)
         self.mark_grad_ready(group, param)
 
-    def add_gradient(self, group: BucketGroupBase, param: nn.Parameter, *, new: WeightGrad) -> None:
+    def add_gradient(self, group: _ParamAndGradBucketGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
         """Lets a gradient be added where it is computed; it is counted when `accumulate` follows."""
         with self._taking(group, param):
             group.add(param, new)
 
-    def mark_grad_ready(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def mark_grad_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Counts a gradient that is in its place, and launches what need not wait any longer."""
         self._check_collecting(group, param)
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
@@ -294,13 +296,16 @@ class CollectiveScheduler:
             self._launch(self._sequence.mark_ready(group.number))
         self._advance_early()
 
-    def start_grad_sync(self, groups: Sequence[BucketGroupBase]) -> None:
-        """Launches these groups and all before them, with whatever gradients they have."""
-        for group in groups:
+    def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Launches these groups and all before them, with whatever gradients they have.
+
+        Does nothing where the end of each backward has launched them.
+        """
+        for group in groups if self._passes.scope is ReduceScope.ITERATION else ():
             self._launch(self._sequence.up_to(group.number))
 
     @record_function("CollectiveScheduler.end_backward_pass")
-    def end_backward_pass(self, groups: Sequence[BucketGroupBase]) -> None:
+    def end_backward_pass(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches what is left of a backward pass of these groups, without waiting; see [Note: backward passes].
 
         Collective.
@@ -312,7 +317,7 @@ class CollectiveScheduler:
         self._sequence.start()
         for group in groups:
             group.learn_counts()
-        if any(group.keeps_memory for group in groups):
+        if any(group.reuses_memory for group in groups):
             # What comes next is collected where these reductions are under way.
             for number in self._passes.all_in_flight():
                 self._by_number[number].settle()
@@ -406,14 +411,14 @@ class CollectiveScheduler:
     # Parameters. Their gathers go in `gather_order`.
 
     @property
-    def gather_order(self) -> list[BucketGroupBase]:
+    def gather_order(self) -> list[_ParamAndGradBucketGroup]:
         """All groups, about in the order in which forward needs their parameters; the same on all ranks.
 
         The reverse of the reductions' order, which LaunchSequence learns. Gathers launch a prefix of it.
         """
         return self._in_order()[::-1]
 
-    def mark_stale(self, groups: Sequence[BucketGroupBase]) -> None:
+    def mark_stale(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Marks groups as stale after owners have updated their shards, so that they are gathered before use.
 
         Called for the same groups on all ranks.
@@ -426,7 +431,7 @@ class CollectiveScheduler:
                 for observer in self.observers:
                     observer.gather_due(group)
 
-    def start_param_sync(self, groups: Sequence[BucketGroupBase], *, again: bool = False) -> None:
+    def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
         """Launches the gathers of stale parameters; if all groups are current, or `again`, of all. Collective."""
         if again or all_current(groups):
             self.mark_stale(groups)
@@ -434,14 +439,14 @@ class CollectiveScheduler:
             if group in groups:
                 self._launch_gathers(up_to=group)
 
-    def finish_param_sync(self, groups: Sequence[BucketGroupBase]) -> None:
+    def finish_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches what is left of the gathers and waits for them. Collective."""
         for group in self.gather_order:
             if group in groups:
                 self.need(group, prefetch=False)
                 group.param_state = ParamState.CURRENT
 
-    def need(self, group: BucketGroupBase, *, prefetch: bool) -> None:
+    def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
         """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
         if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
             group.arrival.wait()
@@ -472,7 +477,7 @@ class CollectiveScheduler:
     # In a CUDA graph, whose capture ranks begin and end alike.
 
     @contextmanager
-    def captured_iteration(self, gathered: Sequence[BucketGroupBase]) -> Iterator[None]:
+    def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
         """Context of the passes that a CUDA graph captures: their gathers and reductions start and end inside.
 
         The launch order is frozen. gathered: groups whose gathers are captured. The agreement at the end of an
@@ -497,7 +502,7 @@ class CollectiveScheduler:
         finally:
             self.observers = observers
 
-    def forget_captured(self, gathered: Sequence[BucketGroupBase]) -> None:
+    def forget_captured(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Begins an iteration after a capture, complete or aborted, since nothing of it has run."""
         self.iteration.resume()
         self.is_open = False
@@ -508,7 +513,7 @@ class CollectiveScheduler:
         for group in gathered:
             group.param_state = ParamState.STALE
 
-    def note_replayed(self, gathered: Sequence[BucketGroupBase]) -> None:
+    def note_replayed(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Records that a graph has run a captured iteration; gathered: as when it was captured."""
         self.iteration.check_usable()
         for group in self._groups:
@@ -531,7 +536,7 @@ class CollectiveScheduler:
         return self._passes.scope is ReduceScope.CHUNK
 
     @contextmanager
-    def _taking(self, group: BucketGroupBase, param: nn.Parameter) -> Iterator[None]:
+    def _taking(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
         self.open()
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
@@ -546,7 +551,7 @@ class CollectiveScheduler:
         for observer in self.observers:
             observer.after_grad(group, param)
 
-    def _check_collecting(self, group: BucketGroupBase, param: nn.Parameter) -> None:
+    def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if not self.iteration.is_collecting:
             self.iteration.refuse_gradient(f"the gradient of {group.name_of(param)}")
 
@@ -561,7 +566,7 @@ class CollectiveScheduler:
             self._break_off(problem)
             raise RuntimeError(problem)
         self._launch_gathers()
-        has_gradients = any(len(group.unfilled()) < len(group.slots) for group in self._groups)
+        has_gradients = any(len(group.missing()) < len(group.slots) for group in self._groups)
         if self.iteration.highest_sync(int(has_gradients)):
             raise RuntimeError(problem)
 
@@ -582,30 +587,30 @@ class CollectiveScheduler:
         for observer in self.observers:
             observer.begin_iteration()
 
-    def _in_order(self) -> list[BucketGroupBase]:
+    def _in_order(self) -> list[_ParamAndGradBucketGroup]:
         return [self._by_number[number] for number in self._sequence.order if number in self._by_number]
 
     def _late_here(self) -> list[bool]:
         late = {group.number for group in self._groups if group.is_late}
         return [number in late for number in range(len(self._sequence.order))]
 
-    def _launch_gathers(self, *, up_to: BucketGroupBase | None = None) -> None:
+    def _launch_gathers(self, *, up_to: _ParamAndGradBucketGroup | None = None) -> None:
         for group in self.gather_order:
             if group.param_state is ParamState.STALE:
                 self._launch_gather(group)
             if group is up_to:
                 return
 
-    def _launch_gather(self, group: BucketGroupBase) -> None:
+    def _launch_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.launching(Traffic.GATHER, group):
             group.launch_gathers()
 
-    def _wait_if_skipped(self, group: BucketGroupBase) -> None:
+    def _wait_if_skipped(self, group: _ParamAndGradBucketGroup) -> None:
         # Forward skipped its modules, and the optimizer is about to write to where it arrives.
         if group.param_state is ParamState.IN_FLIGHT:
             self._wait_for_gather(group)
 
-    def _wait_for_gather(self, group: BucketGroupBase) -> None:
+    def _wait_for_gather(self, group: _ParamAndGradBucketGroup) -> None:
         with self.observers.waiting(Traffic.GATHER, group):
             group.complete_gathers()
 
@@ -626,7 +631,7 @@ class CollectiveScheduler:
                     self._wait_if_skipped(oldest)
                     self._release(oldest)
 
-    def _release(self, group: BucketGroupBase) -> None:
+    def _release(self, group: _ParamAndGradBucketGroup) -> None:
         if group in self._runner_of:
             self._runner_of[group].release(group)
 
@@ -665,7 +670,7 @@ class CollectiveScheduler:
         for group in in_order:
             if late[group.number]:
                 with self.observers.launching(Traffic.LATE, group):
-                    group.start_second_round()
+                    group.launch_second_round()
                 if (oldest := self._passes.launched(group.number)) is not None:
                     self._by_number[oldest].settle()
         traffic = {group.number: Traffic.LATE if late[group.number] else Traffic.REDUCE for group in in_order}
@@ -682,7 +687,7 @@ class CollectiveScheduler:
         self._passes.all_settled()
 
     def _warn_of_unused(self) -> None:
-        unused = [name for group in self._groups for name in group.unfilled() if name not in self._warned]
+        unused = [name for group in self._groups for name in group.missing() if name not in self._warned]
         if unused:
             self._warned.update(unused)
             logger.warning("no gradient came for %s: zeros are reduced in their place", ", ".join(unused))
@@ -752,7 +757,7 @@ class _Observers:
             observer.after_agreement()
 
     @contextmanager
-    def launching(self, traffic: Traffic, group: BucketGroupBase) -> Iterator[None]:
+    def launching(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
         """Tells every observer before and after its body, which launches the group's collectives."""
         for observer in self._observers:
             observer.before_launch(traffic, group)
@@ -761,7 +766,7 @@ class _Observers:
             observer.after_launch(traffic, group)
 
     @contextmanager
-    def waiting(self, traffic: Traffic, group: BucketGroupBase) -> Iterator[None]:
+    def waiting(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
         """Tells every observer before and after its body, which waits for the group's collectives."""
         for observer in self._observers:
             observer.before_wait(traffic, group)
@@ -770,13 +775,13 @@ class _Observers:
             observer.after_wait(traffic, group)
 
 
-def all_current(groups: Iterable[BucketGroupBase]) -> bool:
+def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
     """Whether all ranks have the parameters of all these groups; the same on all ranks."""
     return all(group.param_state is ParamState.CURRENT for group in groups)
 
 
 def _groups_of_stage(
-    groups: Sequence[BucketGroupBase], stage_group: dist.ProcessGroup | None
+    groups: Sequence[_ParamAndGradBucketGroup], stage_group: dist.ProcessGroup | None
 ) -> tuple[list[str], frozenset[str]]:
     """Names of one chunk's groups on any rank of the stage, and those that are the same on all of them. Collective.
 
@@ -788,7 +793,7 @@ def _groups_of_stage(
     return list(names), frozenset(name for name, _ in same)
 
 
-def _fingerprint(group: BucketGroupBase) -> int:
+def _fingerprint(group: _ParamAndGradBucketGroup) -> int:
     buckets = [
         (bucket.layout.span.numel, str(bucket.grad_data.dtype), [slot.name for slot in bucket.slots])
         for bucket in group.buckets

@@ -445,6 +445,10 @@ class UnitBucket:
     layout: BucketLayout
     slots: list[ParamSlot]
 
+    def reduced_grad(self) -> torch.Tensor:
+        """Returns this rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
+        return self.buffer.grad_of(self.layout.span)
+
 
 class UnitGroup:
     """A unit, or a part of it that is released separately, as a group of one bucket. name: the same on all ranks."""
@@ -465,11 +469,7 @@ class UnitGroup:
         """Returns parameter names with this rank's shards of their gradients, views: [n] each, fp32 or fp64."""
         return self._buffer.named_grads(self._index)
 
-    def reduced_grad(self, bucket: UnitBucket) -> torch.Tensor:
-        """Returns this rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
-        return bucket.buffer.grad_of(bucket.layout.span)
-
-    def take_sums(self) -> None:
+    def copy_from_comm(self) -> None:
         """Copies gradients that hooks have replaced to their places."""
         self.close()
 

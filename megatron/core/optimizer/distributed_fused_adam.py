@@ -18,16 +18,16 @@ from torch.profiler import record_function
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
-from megatron.core.distributed.bucket_group import BucketGroupBase
+from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_storage import _ParamAndGradBucket
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import MethodNames
 from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.scheduler import CollectiveScheduler
-from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam import AdamRates, GradScale, GradUse, adam_step
 from megatron.core.optimizer.fused_adam_grads import GradAccumulator, GradMode, ShardScaling, check_free
-from megatron.core.optimizer.fused_adam_params import FusedRange, RankGrid, SegmentPlan, ShardedParams
+from megatron.core.optimizer.fused_adam_params import FusedRange, RankGrid, SegmentPlan, ShardedParams, poison
 from megatron.core.optimizer.fused_adam_settings import (
     AdamMemory,
     Params,
@@ -498,7 +498,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
         return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))
 
-    def _need(self, groups: Iterable[BucketGroupBase]) -> None:
+    def _need(self, groups: Iterable[_ParamAndGradBucketGroup]) -> None:
         for group in groups:
             self._order.need(group, prefetch=True)
 
@@ -509,17 +509,18 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
-        by_group: dict[TransientGroup, list[FusedRange]] = {group: [] for group in groups}
+        runs_in: dict[_ParamAndGradBucket, list[FusedRange]] = {}
         for run in self._shards.runs:
-            by_group[run.group].append(run)
-        under_way: deque[BucketGroupBase] = deque()
+            runs_in.setdefault(run.bucket, []).append(run)
+        under_way: deque[_ParamAndGradBucketGroup] = deque()
         for group in self._order.gather_order:
-            assert isinstance(group, TransientGroup), "the order has no others"
-            if scale.skip is not None:
+            # Each group has one.
+            (bucket,) = group.buckets
+            if scale.skip is not None and bucket.staged is not None:
                 # What a skipped update leaves alone is sent all the same.
-                group.fill_stage()
+                bucket.staged.fill()
             for key, rate in enumerate(rates):
-                updates = [run.update() for run in by_group[group] if run.key == key]
+                updates = [run.update() for run in runs_in.get(bucket, ()) if run.key == key]
                 adam_step(updates, rate, scale=scale, grads=grad_use)
             if self._forward is None:
                 self._order.start_param_sync([group])
@@ -528,7 +529,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                     # Each may hold a message of a bucket's size.
                     self._order.need(under_way.popleft(), prefetch=False)
             elif self._debug:
-                group.poison()
+                poison(bucket)
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
         self._grads.note_step()
@@ -570,9 +571,9 @@ class _ForwardGathers:
     def __init__(
         self,
         params: Collection[nn.Parameter],
-        groups_of: Mapping[nn.Parameter, Sequence[BucketGroupBase]],
+        groups_of: Mapping[nn.Parameter, Sequence[_ParamAndGradBucketGroup]],
         *,
-        need: Callable[[Iterable[BucketGroupBase]], None],
+        need: Callable[[Iterable[_ParamAndGradBucketGroup]], None],
     ) -> None:
         self._params, self._groups_of, self._need = params, groups_of, need
         self._num_gathered = len(groups_of)
@@ -621,7 +622,7 @@ class _ForwardGathers:
             self._handles.append(module.register_state_dict_pre_hook(wait))
             self._handles.append(module.register_load_state_dict_pre_hook(wait))
 
-    def wait(self, groups: Callable[[ForwardWaits], Iterable[BucketGroupBase]]) -> None:
+    def wait(self, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]) -> None:
         """Waits for groups that are looked up now."""
         if len(self._groups_of) != self._num_gathered:
             # Others are gathered than it has learnt of.
@@ -633,7 +634,9 @@ class _ForwardGathers:
 class _Wait:
     """A hook of a module; weakly, as above, and of a module that is stored or copied it does nothing."""
 
-    def __init__(self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[BucketGroupBase]]) -> None:
+    def __init__(
+        self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]
+    ) -> None:
         self._gathers, self._groups = weakref.ref(gathers), groups
 
     @torch.compiler.disable

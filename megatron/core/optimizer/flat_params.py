@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
-from megatron.core.distributed.data_parallel_base import FlatBuffer
-from megatron.core.distributed.layout import ALIGNMENT, ParamRange, ParamSlot, Span
+from megatron.core.distributed.layout import ALIGNMENT, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     Plain,

@@ -146,7 +146,7 @@ class GradAccumulator:
         """Records, inside a backward, that a kernel has written a gradient to its persistent memory."""
         self._resume_accumulation()
         for group in self._params.groups_of[param]:
-            group.note_added(param)
+            group.mark_added(param)
             self._order.mark_grad_ready(group, param)
         if self._mode is GradMode.SYNC:
             self._pass.note()

@@ -17,19 +17,25 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.dense_memory import flat_view
 from megatron.core.device import SideStream
-from megatron.core.distributed.bucket_group import ParamState
+from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
+from megatron.core.distributed.bucket_storage import (
+    BucketLifetimeGrads,
+    BufferSettings,
+    KernelMemory,
+    MessagePool,
+    ShardSum,
+    _ParamAndGradBucket,
+    elements_of,
+)
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import bits_sync
-from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings
 from megatron.core.distributed.layout import ParamRange, Span
+from megatron.core.distributed.param_and_grad_buffer import BufferKind, BufferType, _ParamAndGradBuffer
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler
-from megatron.core.distributed.transient_buffer import ParamMemory
-from megatron.core.distributed.transient_grads import TransientGroup
 from megatron.core.group_collectives import gather_objects
 from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradUse, Masters, StateForm, write_parameters
 from megatron.core.optimizer.flat_params import ranges_in
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
-from megatron.core.optimizer.late_buffer import LateBuffer
 from megatron.core.optimizer.state_dict import StateRange
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
@@ -135,8 +141,8 @@ class SegmentPlan:
 class FusedRange:
     """Neighbours in a buffer that this rank owns and that one parameter group has. key: that group's place.
 
-    grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of the bucket of `group`.
-    model: [N], the parameters, a view; None where they are sent from elsewhere. ranges: what is no padding.
+    grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of `bucket`.
+    model: [N], the parameters, a view; None where a message has them. ranges: what is no padding.
     """
 
     key: int
@@ -144,7 +150,7 @@ class FusedRange:
     state: FlatAdam
     form: StateForm
     grad: torch.Tensor
-    group: TransientGroup
+    bucket: _ParamAndGradBucket
     start: int
     model: torch.Tensor | None
     ranges: Sequence[tuple[int, int]]
@@ -171,7 +177,7 @@ class FusedRange:
         """Makes masters what their parameters are where these are not what the masters were rounded to."""
         if self.form.masters is Masters.COPY:
             main, values = self.state.main, self._parameters()
-            rounded = torch.empty_like(values, dtype=self.group.comm_dtype)
+            rounded = torch.empty_like(values, dtype=self.bucket.settings.comm_dtype)
             write_parameters(self.state, rounded)
             own = main.read(0, main.numel)
             main.write(0, torch.where(values == rounded.to(values.dtype), own, values.to(own.dtype)))
@@ -183,8 +189,8 @@ class FusedRange:
     def _target(self) -> torch.Tensor | None:
         """Where new parameters go: to their place, or to that from which they are sent; None: they are the masters."""
         if self.model is None:
-            staged = self.group.staged_shard()
-            return staged[self.start : self.start + self.grad.numel()]
+            assert self.bucket.staged is not None, "else parameters are views of the bucket"
+            return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
         return self.model if self.form.masters is Masters.COPY else None
 
 
@@ -201,13 +207,13 @@ class ShardedParams:
         self._segments: list[_Segment] = []
         self.names: dict[nn.Parameter, str] = {}
         self.keys: dict[nn.Parameter, int] = {}
-        self.groups_of: dict[nn.Parameter, list[TransientGroup]] = {}
+        self.groups_of: dict[nn.Parameter, list[_ParamAndGradBucketGroup]] = {}
         self._versions: dict[nn.Parameter, int] = {}
         # Those whose first gradient came before they were taken over, in that order.
         self._arrived: dict[nn.Parameter, None] = {}
 
     @property
-    def groups(self) -> list[TransientGroup]:
+    def groups(self) -> list[_ParamAndGradBucketGroup]:
         """All buckets."""
         return [group for segment in self._segments for group in segment.groups]
 
@@ -358,9 +364,9 @@ class ShardedParams:
 
     def mark_awaited(self) -> None:
         """Lets reads of all parameters raise until their gathers, which are due, have come."""
-        _refuse_reads(param for param, groups in self.groups_of.items() if any(group.is_awaited for group in groups))
+        _refuse_reads(param for param, groups in self.groups_of.items() if _is_awaited(groups))
 
-    def _mark_arrived(self, group: TransientGroup) -> None:
+    def _mark_arrived(self, group: _ParamAndGradBucketGroup) -> None:
         states = (ParamState.ARRIVED, ParamState.CURRENT)
         own = [slot.param for slot in group.slots]
         _allow_reads(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
@@ -433,14 +439,13 @@ class _Segment:
         self._keys = keys
         self._runs: list[FusedRange] | None = None
         self._note_addresses()
-        self._groups_of = {
-            buffer: [
-                TransientGroup(bucket, name=f"{name}, bucket {index} of {buffer.kind.param_dtype}")
-                for index, bucket in enumerate(buffer.buckets)
-            ]
+        self.groups = [
+            _ParamAndGradBucketGroup(
+                [bucket], name=f"{name}, bucket {bucket.layout.index} of {buffer.kind.param_dtype}"
+            )
             for buffer in self.buffers
-        }
-        self.groups = [group for groups in self._groups_of.values() for group in groups]
+            for bucket in buffer.buckets
+        ]
 
     @property
     def runs(self) -> list[FusedRange]:
@@ -451,9 +456,10 @@ class _Segment:
         """Gives the parameters their places, and this rank's runs of them states, unless they have them."""
         if self._runs is None:
             self._runs = []
-            for buffer, groups in self._groups_of.items():
-                buffer.move_in()
-                self._runs += _runs(buffer, groups, memory=self.memory, keys=self._keys)
+            for buffer in self.buffers:
+                if self.memory.is_flat:
+                    buffer.move_in()
+                self._runs += _runs(buffer, memory=self.memory, keys=self._keys)
             self._note_addresses()
         return self._runs
 
@@ -468,7 +474,7 @@ class _Segment:
             addresses = [param.data_ptr() for param in self.params]
         return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
 
-    def groups_of(self) -> Iterator[tuple[nn.Parameter, TransientGroup]]:
+    def groups_of(self) -> Iterator[tuple[nn.Parameter, _ParamAndGradBucketGroup]]:
         """Each parameter with each bucket that has a part of it."""
         return ((slot.param, group) for group in self.groups for slot in group.slots)
 
@@ -477,7 +483,9 @@ class _Segment:
         self._addresses = [param.data_ptr() for param in self.params]
 
 
-def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, plan: SegmentPlan) -> LateBuffer:
+def _buffer(
+    members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, plan: SegmentPlan
+) -> _ParamAndGradBuffer:
     first = members[0][1]
     kind = BufferKind(first.dtype, memory.grad_dtype(first), is_expert=False)
     device = first.device
@@ -492,25 +500,30 @@ def _buffer(members: Sequence[tuple[str, nn.Parameter]], memory: AdamMemory, *, 
             side=SideStream(device) if plan.overlap and group_size(plan.grid.replicas) > 1 else None,
         ),
         split=True,
+        comm_dtype=memory.comm_dtype(first),
     )
-    return LateBuffer(kind, members, settings=settings, memory=memory.policy(first))
+    pool = MessagePool(kind.grad_dtype, device, is_kept=True)
+
+    def storage(bucket: _ParamAndGradBucket) -> BucketLifetimeGrads:
+        is_persistent = memory.contiguous_grad_buffer
+        return BucketLifetimeGrads(
+            bucket, memory=KernelMemory(bucket.grad_data) if is_persistent else pool, total=ShardSum(bucket)
+        )
+
+    # Parameters move in later: buffers are built after a first backward, when the model has whole gradients. A second
+    # copy of all parameters has room once these are reduced and freed.
+    flats = {BufferType.GRAD} if memory.contiguous_grad_buffer else ()
+    return _ParamAndGradBuffer(kind, members, settings=settings, storage=storage, flats=flats)
 
 
-def _runs(
-    buffer: LateBuffer,
-    groups: Sequence[TransientGroup],
-    *,
-    memory: AdamMemory,
-    keys: Mapping[nn.Parameter, int],
-) -> Iterator[FusedRange]:
-    form, owned = memory.form(buffer.slots[0].param), buffer.owned_spans()
-    is_flat, device = buffer.memory.params is ParamMemory.FLAT, buffer.shard_grads.device
-    for found in ranges_in(buffer, owned, groups=keys):
-        span = found.span
+def _runs(buffer: _ParamAndGradBuffer, *, memory: AdamMemory, keys: Mapping[nn.Parameter, int]) -> Iterator[FusedRange]:
+    form = memory.form(buffer.slots[0].param)
+    for found in ranges_in(buffer, buffer.owned_spans(), groups=keys):
+        bucket, span = buffer.buckets[found.place], found.span
         model = (
             buffer.param_data[span.start : span.end]
-            if is_flat
-            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=device)
+            if memory.is_flat
+            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=bucket.device)
         )
         yield FusedRange(
             key=found.key,
@@ -518,11 +531,29 @@ def _runs(
             state=FlatAdam.of_form(model, form),
             form=form,
             grad=buffer.grad_of(span),
-            group=groups[found.place],
-            start=span.start - owned[found.place].start,
-            model=None if buffer.is_staged else model,
+            bucket=bucket,
+            start=span.start - bucket.owned.start,
+            model=model if bucket.staged is None else None,
             ranges=_joined([member.span for member in found.members]),
         )
+
+
+def poison(bucket: _ParamAndGradBucket) -> None:
+    """Fills values that are not current before the gather with NaN, for debugging."""
+    # In a message, new values have not come to this rank's own part either.
+    own = bucket.owned_part
+    current = Span(own.start, own.numel if bucket.staged is None else 0)
+    for part in bucket.ranges:
+        flat, here = elements_of(part), part.span.intersection(current)
+        first = max(0, min(here.start - part.span.start, part.span.numel))
+        flat[:first].fill_(float("nan"))
+        flat[first + here.numel :].fill_(float("nan"))
+
+
+def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
+    """Whether parameters have old values on this rank between an update and the end of the gather."""
+    buckets = [bucket for group in groups for bucket in group.buckets]
+    return any(bucket.staged is not None or group_size(bucket.settings.group) > 1 for bucket in buckets)
 
 
 def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:

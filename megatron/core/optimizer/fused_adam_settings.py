@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.distributed.transient_buffer import GradMemory, MemoryPolicy, ParamMemory
 from megatron.core.optimizer.adam import Masters, StateForm
 
 # What torch.optim.Optimizer takes.
@@ -103,16 +102,14 @@ class AdamMemory:
         """In which gradients of a parameter, any shape and dtype, are added up and reduced."""
         return self.grad_sync_dtype or self._state_dtype(param)
 
-    def policy(self, param: nn.Parameter) -> MemoryPolicy:
-        """Where the parameters and gradients of its buffer lie."""
-        # Where the parameters are a part of what is stepped they lie as the step has it.
-        is_flat = self.contiguous_param_buffer or not self.store_params
-        sync = self.param_sync_dtype
-        return MemoryPolicy(
-            grads=GradMemory.STANDING if self.contiguous_grad_buffer else GradMemory.TRANSIENT,
-            params=ParamMemory.FLAT if is_flat else ParamMemory.OWN,
-            comm_dtype=None if sync == param.dtype else sync,
-        )
+    @property
+    def is_flat(self) -> bool:
+        """Whether parameters become views of a flat tensor; where they are stepped themselves, the step needs that."""
+        return self.contiguous_param_buffer or not self.store_params
+
+    def comm_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """The all-gather dtype of a parameter, any shape and dtype."""
+        return self.param_sync_dtype or param.dtype
 
     def form(self, param: nn.Parameter) -> StateForm:
         """Form in which the states of a buffer's parameters are kept."""
@@ -127,12 +124,10 @@ class AdamMemory:
     def _masters(self, param: nn.Parameter) -> Masters:
         if self.store_param_remainders:
             return Masters.REMAINDERS
-        policy = self.policy(param)
         # A copy would have the same numbers twice.
         is_same = (
-            policy.params is ParamMemory.FLAT
-            and policy.comm_dtype is None
-            and param.dtype == self._state_dtype(param)
+            self.is_flat
+            and self.comm_dtype(param) == param.dtype == self._state_dtype(param)
             and not self.with_scaled_states
         )
         return Masters.NONE if is_same or not self.store_params else Masters.COPY

@@ -18,8 +18,7 @@ from torch import nn
 from megatron.core.dense_memory import dense_strides
 from megatron.core.dist_checkpointing.flat_ranges import range_views
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.data_parallel_base import FlatBuffer
-from megatron.core.distributed.layout import BufferLayout, ParamRange, ParamSlot, Span
+from megatron.core.distributed.layout import BufferLayout, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.distributed.data_parallel_base import FlatBuffer, _BaseDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
-from megatron.core.distributed.layout import Span, locate
+from megatron.core.distributed.layout import FlatBuffer, Span, locate
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import (

@@ -9,7 +9,8 @@ from dataclasses import astuple, dataclass, replace
 import torch
 
 from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.distributed.data_parallel_base import FlatBuffer, _BaseDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.distributed.layout import FlatBuffer
 from megatron.core.optimizer.optimizer_config import DTYPES, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer.stored_floats import BLOCK

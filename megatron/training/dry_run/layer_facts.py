@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
-from megatron.core.distributed.flat_buffer import BufferKind, buffer_kind
+from megatron.core.distributed.param_and_grad_buffer import BufferKind, buffer_kind
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.param_attributes import param_facts

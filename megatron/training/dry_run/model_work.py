@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.distributed.flat_buffer import buffer_kind
+from megatron.core.distributed.param_and_grad_buffer import buffer_kind
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model

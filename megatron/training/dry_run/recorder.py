@@ -37,7 +37,6 @@ _PHASES = {
     "FSDP::post_backward_reduce": REDUCE,
     "_ParamAndGradBucketGroup.launch_reductions": REDUCE,
     "_ParamAndGradBucketGroup.complete_reductions": REDUCE,
-    "TransientGroup.launch_reductions": REDUCE,
     "finalize_model_grads": REDUCE,
     "MegatronOptimizer.step": OPTIMIZER,
     "Iteration.agree_sync": AGREEMENT,

@@ -11,8 +11,8 @@ from functools import lru_cache, partial
 import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.flat_buffer import BufferKind
 from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, lay_out, resolve_bucket_size, round_up
+from megatron.core.distributed.param_and_grad_buffer import BufferKind
 from megatron.core.optimizer.flat_params import host_elements
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes

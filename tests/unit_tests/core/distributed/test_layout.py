@@ -67,15 +67,16 @@ def test_every_element_is_owned_exactly_once(drawn, instances):
 
 
 @given(layouts())
-def test_fragments_of_all_buckets_are_the_parameters_in_order_and_without_a_gap(drawn):
+def test_parameters_lie_in_their_buckets_in_order_and_without_a_gap(drawn):
     sizes, own, split, layout = drawn
     covered = [0] * len(sizes)
     for bucket in layout.buckets:
         assert split or len(bucket.params) == 1 or not own & set(bucket.params)
-        for part in layout.fragments(bucket.index):
-            assert part.start == covered[part.param] and part.span.start == layout.spans[part.param].start + part.start
-            assert split or part.span == layout.spans[part.param]
-            covered[part.param] += part.span.numel
+        for index in bucket.params:
+            part = layout.spans[index].intersection(bucket.span)
+            assert not part.numel or part.start == layout.spans[index].start + covered[index]
+            assert split or part.numel == sizes[index]
+            covered[index] += part.numel
     assert covered == sizes
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.flat_buffer import BufferKind, BufferSettings, _ParamAndGradBuffer
+from megatron.core.distributed.bucket_storage import BufferSettings
 from megatron.core.distributed.layout import Span
+from megatron.core.distributed.param_and_grad_buffer import BufferKind, _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig, adam, flat_params
 from megatron.core.optimizer.adam import FusedRule, GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges

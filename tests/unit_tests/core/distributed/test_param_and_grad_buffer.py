@@ -5,14 +5,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.distributed.flat_buffer import (
-    BufferKind,
-    BufferSettings,
-    buffer_kind,
-)
+from megatron.core.distributed.bucket_storage import BufferSettings
 from megatron.core.distributed.param_and_grad_buffer import (  # the path of users' plug-ins
+    BufferKind,
     _ParamAndGradBucketGroup,
     _ParamAndGradBuffer,
+    buffer_kind,
     partition_buckets,
 )
 
@@ -23,13 +21,14 @@ def buffer_of(model, grad_dtype=torch.float32, **settings):
     buffer = _ParamAndGradBuffer(
         kind, named, settings=BufferSettings(**{"group": None, "bucket_size": None, **settings})
     )
-    for _, param in named:
-        param.register_post_accumulate_grad_hook(buffer.take)
+    for bucket in buffer.buckets:
+        for slot in bucket.slots:
+            slot.param.register_post_accumulate_grad_hook(bucket.grads.accumulate)
     return buffer
 
 
 def grads(buffer):
-    return dict(buffer.named_grads())
+    return {slot.name: slot.main_grad for slot in buffer.slots}
 
 
 def test_parameters_and_gradients_are_views_of_flat_tensors():
@@ -38,7 +37,7 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     model[1].weight.shared_embedding = True
     buffer = buffer_of(model, bucket_size=1)
     assert [len(bucket.slots) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0]] == [1] * 4
-    last = _ParamAndGradBucketGroup(partition_buckets([buffer])[-1], name="last", checks=None)
+    last = _ParamAndGradBucketGroup(partition_buckets([buffer])[-1], name="last")
     assert [slot.name for slot in last.slots] == ["0.weight"]
     for (name, param), value, slot in zip(model.named_parameters(), values, buffer.slots):
         assert slot.name == name and torch.equal(param, value)
@@ -51,7 +50,7 @@ def test_gradients_of_microbatches_add_up_until_cleared():
     model = nn.Linear(3, 2)
     buffer = buffer_of(model)
     for _ in range(2):
-        buffer.zero_grads()
+        buffer.reset()
         for value in (1.0, 2.0, 4.0):
             model(torch.full((1, 3), value)).sum().backward()
         assert torch.equal(grads(buffer)["weight"], torch.full((2, 3), 7.0))
@@ -71,19 +70,22 @@ def test_sixteen_bit_gradients_are_scaled_and_summed_in_fp32():
 def test_a_kernel_may_add_to_main_grad_itself():
     model = nn.Linear(3, 2, bias=False)
     buffer = buffer_of(model, scale=0.5)
+    grads_of_bucket = buffer.buckets[0].grads
     for zero_out in (False, True):
-        buffer.zero_grads()
+        grads_of_bucket.reset()
+        buffer.reset()
         vars(model.weight).update(grad_added_to_main_grad=True, zero_out_wgrad=zero_out)
         for _ in range(2):
             model.weight.main_grad.add_(4.0)
             model(torch.ones(1, 3)).sum().backward()
-        buffer.complete(buffer.slots)
+        grads_of_bucket.launch(is_last=True)
         assert torch.equal(model.weight.main_grad, torch.full((2, 3), 5.0 if zero_out else 4.0))
-    buffer.zero_grads()
+    grads_of_bucket.reset()
+    buffer.reset()
     assert not model.weight.grad_added_to_main_grad
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(RuntimeError, match="parameter weight has gradients of autograd and others"):
-        buffer.note_added(model.weight)
+        grads_of_bucket.mark_added(model.weight)
 
 
 def test_chosen_parameters_add_up_in_fp32_beside_a_16_bit_buffer():
@@ -91,7 +93,7 @@ def test_chosen_parameters_add_up_in_fp32_beside_a_16_bit_buffer():
     buffer = buffer_of(model, torch.bfloat16, fp32_patterns=("wei*",))
     for value in (256.0, 1.0, 1.0, 1.0):
         model(torch.full((1, 3), value, dtype=torch.bfloat16)).sum().backward()
-    buffer.complete(buffer.slots)
+    buffer.buckets[0].grads.launch(is_last=True)
     assert model.weight.main_grad[0, 0] == 259.0 and model.bias.main_grad.dtype == torch.bfloat16
     assert buffer.slots[0].comm_view[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
 
@@ -143,7 +145,7 @@ def test_a_shared_parameter_is_counted_once():
     model.zero_grad()
     buffer = buffer_of(model)
     model(tokens).square().sum().backward()
-    assert [name for name, _ in buffer.named_grads()] == ["embedding.weight"]
+    assert [slot.name for slot in buffer.slots] == ["embedding.weight"]
     assert torch.equal(grads(buffer)["embedding.weight"], expected)
 
 
@@ -181,7 +183,7 @@ def test_parameters_that_backward_did_not_reach_have_zero_gradients():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     buffer = buffer_of(model)
     for used in (0, 1, 0):
-        buffer.zero_grads()
+        buffer.reset()
         model[used](torch.ones(1, 2)).sum().backward()
         sums = [float(grads(buffer)[f"{i}.weight"].sum()) for i in range(2)]
         assert sums == [4.0 if i == used else 0.0 for i in range(2)]
@@ -191,7 +193,7 @@ def test_an_interrupted_backward_leaves_nothing_behind():
     model = nn.Linear(3, 2)
     buffer = buffer_of(model)
     model(torch.ones(1, 3)).sum().backward()
-    buffer.zero_grads()
+    buffer.reset()
     model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(grads(buffer)["bias"], torch.ones(2))
     assert float(buffer.grad_data.sum()) == 8.0

@@ -1,0 +1,983 @@
+"""A bucket of a flat buffer: where its gradients accumulate, where their sum goes, where its parameters are gathered.
+
+scheduler.py decides when buckets are launched, see [Note: backward passes] in launch_sequence.py for gradients that are
+reduced in each backward. collectives.py sums and gathers. param_and_grad_buffer.py cuts buffers into buckets.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dense_memory import dense_strides, flat_view, in_order_of
+from megatron.core.device import Writers, keep_for_current_stream
+from megatron.core.distributed.collectives import Handle, ReductionPolicy, gather_shards_, reduce_bucket_, shard_of
+from megatron.core.distributed.consistency import GradChecks
+from megatron.core.distributed.iteration import CollectiveTrace
+from megatron.core.distributed.layout import BucketLayout, FlatBuffer, ParamRange, ParamSlot, Span
+from megatron.core.process_groups_config import group_rank
+from megatron.core.tensor_parallel.param_attributes import (
+    added_to_main_grad,
+    clear_added_to_main_grad,
+    has_grad_beside_main_grad,
+    set_main_grad,
+)
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
+
+# As many as are in flight at a time, with one that fills; more are there where nothing is reduced during backward.
+_MOST_SPARE = 3
+
+
+@dataclass(frozen=True, eq=False)
+class BufferSettings:
+    """Settings by which a buffer is cut and reduced.
+
+    group: the ranks that shards are spread over, and gradients summed over; None is this rank alone. is_sharded: each
+    of them owns its shard of every bucket, else everything. scale: factor of every gradient before reduction.
+    fp32_patterns: names, or `all`, of parameters whose gradients accumulate in fp32 while a narrower buffer is reduced.
+    split: buckets cut parameters. comm_dtype: all-gather dtype of parameters; None means their own.
+    """
+
+    group: dist.ProcessGroup | None
+    bucket_size: int | None
+    num_buckets: int | None = None
+    is_sharded: bool = False
+    scale: float = 1.0
+    policy: ReductionPolicy = ReductionPolicy()
+    high_busbw: bool = False
+    fp32_patterns: tuple[str, ...] = ()
+    split: bool = False
+    comm_dtype: torch.dtype | None = None
+
+
+class _ParamAndGradBucket:
+    """Neighbours in a buffer that are reduced and gathered together.
+
+    param_data, grad_data: [N], views of the buffer's flat tensors. owned: the span in the buffer that this rank's
+    optimizer steps; owned_part: the same from the bucket's start. ranges: the parts of parameters that lie here, with
+    spans from the bucket's start; empty parameters have none. grads: where gradients accumulate, as built by `storage`.
+    staged: the message from which gathered parameters are copied; None where they are gathered in place. name: that of
+    its group, for messages. trace: records its collectives, where all ranks of the stage have this bucket.
+    """
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        layout: BucketLayout,
+        slots: list[ParamSlot],
+        *,
+        settings: BufferSettings,
+        storage: "Callable[[_ParamAndGradBucket], GradStorage]",
+    ) -> None:
+        self.buffer, self.layout, self.slots, self.settings = buffer, layout, slots, settings
+        self.param_data = buffer.param_data[layout.span.start : layout.span.end]
+        self.grad_data = buffer.grad_data[layout.span.start : layout.span.end]
+        self.owned = layout.span
+        if settings.is_sharded:
+            self.owned = buffer.layout.shard(layout.index, group_rank(settings.group))
+        self.owned_part = Span(self.owned.start - layout.span.start, self.owned.numel)
+        parts = ((slot, slot.span.intersection(layout.span)) for slot in slots)
+        self.ranges = [
+            ParamRange(
+                slot.name, slot.param, Span(part.start - layout.span.start, part.numel), part.start - slot.span.start
+            )
+            for slot, part in parts
+            if part.numel
+        ]
+        self.name = ""
+        self.trace: CollectiveTrace | None = None
+        self.staged: StagedParams | None = StagedParams(self)
+        self.grads = storage(self)
+
+    def move_in(self, param_data: torch.Tensor) -> None:
+        """Records that the parameters have become views of `param_data`, [N], their dtype."""
+        self.param_data = param_data
+        if self.settings.comm_dtype in (None, param_data.dtype):
+            self.staged = None
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        return self.slots[0].param.device
+
+    def reduced_grad(self) -> torch.Tensor:
+        """This rank's part of the reduced gradients: [owned elements], their dtype; see GradStorage.owned_grad."""
+        return self.grads.owned_grad()
+
+    def reduce(self, flat: torch.Tensor, *, into: torch.Tensor | None = None) -> Handle:
+        """Starts to sum `flat`, [N], floating point, over the ranks; into: see reduce_bucket_. Collective."""
+        settings = self.settings
+        if self.trace is not None:
+            op = "reduce-scatter" if settings.is_sharded else "all-reduce"
+            self.trace.record(op=op, group=settings.group, flat=flat, bucket=self.name)
+        return reduce_bucket_(flat, settings.group, sharded=settings.is_sharded, policy=settings.policy, into=into)
+
+    def gather(self) -> Handle:
+        """Starts to gather the parameters from the ranks that own their shards. Collective."""
+        flat = self.param_data if self.staged is None else self.staged.message()
+        if self.trace is not None:
+            self.trace.record(op="all-gather", group=self.settings.group, flat=flat, bucket=self.name)
+        return gather_shards_(flat, self.settings.group)
+
+    def complete_gather(self) -> None:
+        """Copies gathered parameters to their places, unless they were gathered there."""
+        if self.staged is not None:
+            self.staged.unpack()
+
+
+# Gradients.
+
+
+class GradState(Enum):
+    """The state of a bucket's gradients in an iteration."""
+
+    COLLECTING = "collecting"
+    IN_FLIGHT = "in flight"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction in flight. flat: [bucket elements], the gradients' dtype, the tensor that is summed.
+
+    into: where this rank's part of the sum goes, [owned elements], the same dtype; None: to its place in `flat`.
+    """
+
+    flat: torch.Tensor
+    handle: Handle
+    into: torch.Tensor | None = None
+
+
+class GradStorage(ABC):
+    """The gradients of one bucket: the memory in which they accumulate, and where their sum goes.
+
+    checks: examines gradients before they are reduced; None examines nothing.
+    """
+
+    def __init__(self, bucket: _ParamAndGradBucket, *, checks: GradChecks | None = None) -> None:
+        self._bucket, self._checks = bucket, checks
+        self.state = GradState.COLLECTING
+        self._writers = Writers(bucket.device)
+        # Parameters with a gradient in this iteration.
+        self._with_grad: set[nn.Parameter] = set()
+
+    # In the order of an iteration.
+
+    @abstractmethod
+    def accumulate(self, param: nn.Parameter) -> None:
+        """Moves the gradient in `param.grad`, if any, to its place."""
+
+    @abstractmethod
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """Adds a gradient that is not computed yet to its place; `accumulate` follows."""
+
+    @abstractmethod
+    def mark_added(self, param: nn.Parameter) -> None:
+        """Records that the caller has added a parameter's gradient to its memory, without the scale."""
+
+    def missing(self) -> list[str]:
+        """Names of the parameters without a gradient in this iteration."""
+        return [slot.name for slot in self._bucket.slots if slot.param not in self._with_grad]
+
+    @property
+    @abstractmethod
+    def is_late(self) -> bool:
+        """Whether gradients were added after the reductions that were launched so far."""
+
+    @property
+    @abstractmethod
+    def is_moving(self) -> bool:
+        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
+
+    @abstractmethod
+    def launch(self, *, is_last: bool) -> None:
+        """Starts to reduce the gradients; is_last: those of the iteration's last backward pass. Collective."""
+
+    @abstractmethod
+    def launch_second_round(self, *, is_last: bool) -> None:
+        """Starts to reduce gradients that were late on any rank; on all ranks. Collective."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Starts the second stage of reductions, so that several buckets may run theirs together. Collective."""
+
+    @abstractmethod
+    def advance_early(self) -> bool:
+        """Starts the second stage early, without blocking the host; returns whether all of it is in flight."""
+
+    @abstractmethod
+    def advance_second_round(self) -> None:
+        """Does what `advance` does for the second round; called after `advance` of all buckets. Collective."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Waits for all reductions."""
+
+    @abstractmethod
+    def owned_grad(self) -> torch.Tensor:
+        """This rank's part of the reduced gradients: [owned elements], their dtype.
+
+        A view of persistent memory; else it becomes the caller's, once an iteration.
+        """
+
+    @abstractmethod
+    def copy_from_comm(self) -> None:
+        """Copies reduced values to each main_grad that is wider, after hooks may have changed them."""
+
+    @abstractmethod
+    def works(self) -> list[dist.Work]:
+        """Messages of reductions in flight, for observers."""
+
+    def late_works(self) -> list[dist.Work]:
+        """Messages of the second round."""
+        return self.works()
+
+    # Between iterations.
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Ends reductions in flight and discards their results. Collective."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begins an iteration; no reduction is in flight."""
+
+    @abstractmethod
+    def zero(self) -> None:
+        """Sets all gradients to zero."""
+
+    @abstractmethod
+    def scale_(self, factor: float | torch.Tensor) -> None:
+        """Multiplies all gradients; factor: a number or a tensor [], any float dtype."""
+
+    @property
+    @abstractmethod
+    def persistent(self) -> list[torch.Tensor]:
+        """Gradient memory that persists between steps: [n] each, the gradients' dtype."""
+
+    # Storages that are reduced in each backward pass, see [Note: backward passes] in launch_sequence.py.
+
+    @property
+    def can_be_released(self) -> bool:
+        """Whether the sum is complete and only hooks and optimizers in backward still need it."""
+        return False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether gradients that become ready now could no longer be added."""
+        return False
+
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether all backward passes accumulate gradients in the same memory."""
+        return False
+
+    def hold(self) -> None:
+        """Keeps a sum that could be released, so that late gradients add to it; until the next iteration."""
+        raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
+
+    def settle(self) -> None:
+        """Waits for the oldest reduction, if there is one, and adds it to the sum."""
+        raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
+
+    def resume_accumulation(self) -> None:
+        """Lets further gradients add to a reduced sum."""
+        raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
+
+
+class PersistentGrads(GradStorage):
+    """Gradients that accumulate in grad_data of the bucket from step to step, and are reduced there.
+
+    `main_grad` of each parameter is a view of grad_data, or wider (fp32_patterns) and rounded to it before the
+    reduction. Gradients that become ready while the bucket is in flight are late: they are kept for a second round.
+    """
+
+    def __init__(self, bucket: _ParamAndGradBucket, *, checks: GradChecks | None = None) -> None:
+        super().__init__(bucket, checks=checks)
+        self._scale = bucket.settings.scale
+        self._slot_of = {slot.param: slot for slot in bucket.slots}
+        self._wider = [slot for slot in bucket.slots if slot.main_grad is not slot.comm_view]
+        # Parameters whose gradients kernels added to main_grad, without our scale.
+        self._unscaled: set[nn.Parameter] = set()
+        # In the order in which they became ready.
+        self._late: list[tuple[ParamSlot, torch.Tensor]] = []
+        # The first round, then the second.
+        self._rounds: list[_Reduction] = []
+        for slot in bucket.slots:
+            set_main_grad(slot.param, slot.main_grad)
+
+    def accumulate(self, param: nn.Parameter) -> None:
+        """Moves `param.grad` into main_grad, scaled, and frees autograd's own tensor.
+
+        The first gradient of an iteration overwrites, later ones are added. If a kernel has added the gradient to
+        main_grad already, only what other uses of the parameter left in `param.grad` is added.
+        """
+        slot, grad = self._slot_of[param], plain_grad(param)
+        # While it is still in the cache, for the next one to take its place.
+        param.grad = None
+        if self.state is not GradState.COLLECTING:
+            self._accumulate_late(slot, grad)
+            return
+        self._writers.note()
+        if added_to_main_grad(param):
+            self._mark_unscaled(slot)
+            if grad is not None and has_grad_beside_main_grad(param):
+                slot.main_grad.add_(grad)
+        elif grad is not None:
+            scale = 1.0 if param in self._unscaled else self._scale
+            accumulate_into(slot.main_grad, grad, scale=scale, is_first=param not in self._with_grad)
+        self._with_grad.add(param)
+        if self._checks is not None and self._checks.looks_at(param):
+            self._checks.measure_sum(slot.name, slot.main_grad)
+
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """Lets a gradient be added to main_grad, scaled, where it is computed; a late one is kept."""
+        slot = self._slot_of[param]
+        if self.state is not GradState.COLLECTING:
+            self._keep_late(slot, new.compute())
+            return
+        self._writers.note()
+        scale = 1.0 if param in self._unscaled else self._scale
+        is_zero = param not in self._with_grad and not added_to_main_grad(param)
+        new.add_to(slot.main_grad, scale=scale, is_zero=is_zero)
+        self._with_grad.add(param)
+
+    def mark_added(self, param: nn.Parameter) -> None:
+        slot = self._slot_of[param]
+        if self.state is not GradState.COLLECTING:
+            raise RuntimeError(
+                f"register_grad_ready: the gradient of {slot.name} was added while that was being reduced"
+            )
+        self._writers.note()
+        self._mark_unscaled(slot)
+        self._with_grad.add(param)
+
+    @property
+    def is_late(self) -> bool:
+        return bool(self._late)
+
+    @property
+    def is_moving(self) -> bool:
+        return self.state is GradState.IN_FLIGHT
+
+    def launch(self, *, is_last: bool) -> None:
+        self._writers.join()
+        if self._scale != 1.0:
+            for param in self._unscaled:
+                self._slot_of[param].main_grad.mul_(self._scale)
+        if self._checks is not None:
+            self._checks.measure([(slot.name, slot.main_grad) for slot in self._bucket.slots])
+        self._reduce_grad_data()
+        self.state = GradState.IN_FLIGHT
+
+    def launch_second_round(self, *, is_last: bool) -> None:
+        for _, grad in self._late:
+            keep_for_current_stream(grad)
+        if self._bucket.settings.policy.can_repeat:
+            self._discard()
+            # One by one, as they would have been added had nothing been in flight: the sum has the same bits.
+            for slot, grad in self._late:
+                slot.main_grad.add_(grad, alpha=self._scale)
+            self._reduce_grad_data()
+            return
+        flat, first = torch.zeros_like(self._bucket.grad_data), self._bucket.layout.span.start
+        for slot, grad in self._late:
+            start = slot.span.start - first
+            flat[start : start + slot.span.numel].add_(grad.reshape(-1), alpha=self._scale)
+        self._rounds.append(_Reduction(flat, self._bucket.reduce(flat)))
+
+    def advance(self) -> None:
+        for one in self._rounds[:1]:
+            one.handle.advance()
+
+    def advance_early(self) -> bool:
+        return all(one.handle.advance_early() for one in self._rounds[:1])
+
+    def advance_second_round(self) -> None:
+        for one in self._rounds[1:]:
+            one.handle.advance()
+
+    def complete(self) -> None:
+        for one in self._rounds:
+            one.handle.wait()
+        for late in self._rounds[1:]:
+            self._bucket.grad_data.add_(late.flat)
+        self._drop()
+        self.state = GradState.REDUCED
+        self.copy_from_comm()
+
+    def owned_grad(self) -> torch.Tensor:
+        """This rank's part of grad_data: [owned elements], the gradients' dtype, a view."""
+        own = self._bucket.owned_part
+        return self._bucket.grad_data[own.start : own.end]
+
+    def works(self) -> list[dist.Work]:
+        return [work for one in self._rounds[:1] for work in one.handle.works()]
+
+    def late_works(self) -> list[dist.Work]:
+        # The first round itself, where it was repeated.
+        return [work for one in self._rounds[1:] or self._rounds for work in one.handle.works()]
+
+    def abandon(self) -> None:
+        if self._bucket.settings.policy.can_repeat:
+            self._discard()
+        else:
+            self.advance()
+            for one in self._rounds[:1]:
+                one.handle.wait()
+        self._drop()
+        self.state = GradState.REDUCED
+
+    def reset(self) -> None:
+        self._drop()
+        self.state = GradState.COLLECTING
+
+    def zero(self) -> None:
+        self._bucket.grad_data.zero_()
+        for slot in self._wider:
+            slot.main_grad.zero_()
+        for param in self._unscaled:
+            clear_added_to_main_grad(param)
+        self._with_grad.clear()
+        self._unscaled.clear()
+
+    def scale_(self, factor: float | torch.Tensor) -> None:
+        """Multiplies grad_data and each main_grad; factor: a number or a tensor [], any float dtype."""
+        self._bucket.grad_data.mul_(factor)
+        for slot in self._wider:
+            slot.main_grad.mul_(factor)
+        if self.state is GradState.REDUCED:
+            self.copy_from_comm()
+
+    def copy_from_comm(self) -> None:
+        for slot in self._wider:
+            slot.copy_from_comm()
+
+    @property
+    def persistent(self) -> list[torch.Tensor]:
+        """grad_data alone: [N], the gradients' dtype."""
+        return [self._bucket.grad_data]
+
+    # Inside.
+
+    def _reduce_grad_data(self) -> None:
+        for slot in self._wider:
+            slot.comm_view.copy_(slot.main_grad)
+        flat = self._bucket.grad_data
+        self._rounds.append(_Reduction(flat, self._bucket.reduce(flat)))
+
+    def _accumulate_late(self, slot: ParamSlot, grad: torch.Tensor | None) -> None:
+        if added_to_main_grad(slot.param):
+            raise RuntimeError(
+                f"a kernel added to main_grad of {slot.name} while that was being reduced: wrap all microbatches but "
+                "the last in no_sync, or leave out overlap_grad_reduce"
+            )
+        if grad is not None:
+            # A copy: a CUDA graph may be about to write to it again.
+            self._keep_late(slot, grad.clone())
+
+    def _keep_late(self, slot: ParamSlot, grad: torch.Tensor) -> None:
+        self._late.append((slot, grad))
+        if self._checks is not None:
+            self._checks.measure([(slot.name, grad)])
+
+    def _mark_unscaled(self, slot: ParamSlot) -> None:
+        # What autograd gave has the scale in it already, and the two cannot be told apart in the sum.
+        if slot.param in self._with_grad and slot.param not in self._unscaled and self._scale != 1.0:
+            raise RuntimeError(
+                f"parameter {slot.name} has gradients of autograd and others that were added to main_grad in one "
+                "iteration: must be of one kind"
+            )
+        self._unscaled.add(slot.param)
+
+    def _discard(self) -> None:
+        for one in self._rounds:
+            one.handle.discard()
+        self._rounds.clear()
+
+    def _drop(self) -> None:
+        self._late.clear()
+        self._rounds.clear()
+
+
+class BucketLifetimeGrads(GradStorage):
+    """Gradients that have memory only from the first of a bucket to the end of its reduction. In a backward pass:
+
+    1. the first gradient opens the memory, in which all that become ready accumulate;
+    2. `launch` sends it, and further gradients open memory of their own;
+    3. `settle` adds this rank's part of the result to the sum of all backward passes and closes the memory.
+
+    memory: where gradients accumulate. total: where sums go.
+    """
+
+    def __init__(
+        self,
+        bucket: _ParamAndGradBucket,
+        *,
+        memory: "MessagePool | KernelMemory",
+        total: "ShardSum | ReleasedSum",
+        checks: GradChecks | None = None,
+    ) -> None:
+        super().__init__(bucket, checks=checks)
+        self._memory, self._total = memory, total
+        self._added_scale, self._sent_scale = memory.split_scale(bucket.settings.scale)
+        self._range_of = {part.param: part for part in bucket.ranges}
+        # Of parameters that lie in the bucket as a whole: the order of their memory, whatever order gradients have.
+        self._strides_of = {
+            part.param: dense_strides(part.param) for part in bucket.ranges if part.span.numel == part.param.numel()
+        }
+        self._gaps = _gaps(bucket.layout.span.numel, [part.span for part in bucket.ranges])
+        # Open memory, and the parameters that it has gradients of.
+        self._flat: torch.Tensor | None = None
+        self._filled: set[nn.Parameter] = set()
+        self._in_flight: deque[_Reduction] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the bucket's gradients in memory: accumulating, in flight and reduced."""
+        held = [self._flat, self._total.sum, *(one.flat for one in self._in_flight)]
+        return sum(one.untyped_storage().nbytes() for one in held if one is not None)
+
+    def accumulate(self, param: nn.Parameter) -> None:
+        """Adds `param.grad` to the bucket. The attribute stays set, since other buckets may hold parts of it."""
+        new = plain_grad(param)
+        if new is None:
+            return
+        part = self._range_of.get(param)
+        # A parameter without elements has no range.
+        if part is not None:
+            place, strides = part.view_of(self._open()), self._strides_of.get(param)
+            if strides is not None:
+                place = place.as_strided(param.shape, strides, place.storage_offset())
+            else:
+                new = in_order_of(new, param)[part.start : part.start + part.span.numel]
+            accumulate_into(place, new, scale=self._added_scale, is_first=param not in self._filled)
+        self._mark_filled(param)
+
+    def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        raise AssertionError(f"{self._bucket.name} has no main_grad to add to")
+
+    def mark_added(self, param: nn.Parameter) -> None:
+        if not self._memory.is_reused:
+            raise RuntimeError(f"register_grad_ready: {self._bucket.name} has no persistent gradients to add to")
+        self._open()
+        self._mark_filled(param)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether any gradient was added since the last launch."""
+        return bool(self._filled)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether some gradients were added in this iteration and are not all reduced yet."""
+        return bool(self._with_grad) and self.state is not GradState.REDUCED
+
+    def launch(self, *, is_last: bool) -> None:
+        self._writers.join()
+        flat = self._open()
+        for param, part in self._range_of.items():
+            if param not in self._filled:
+                part.view_of(flat).zero_()
+        for gap in self._gaps:
+            flat[gap].zero_()
+        if self._sent_scale != 1.0:
+            flat.mul_(self._sent_scale)
+        if self._checks is not None:
+            self._checks.measure([(part.name, part.view_of(flat)) for part in self._range_of.values()])
+        into = self._total.place_for(is_first=not self._in_flight, is_last=is_last)
+        self._in_flight.append(_Reduction(flat, self._bucket.reduce(flat, into=into), into))
+        self._flat = None
+        self._filled.clear()
+
+    def settle(self) -> None:
+        if not self._in_flight:
+            return
+        done = self._in_flight.popleft()
+        done.handle.wait()
+        # Another stream may have allocated it, and would hand its memory out while this one reads.
+        keep_for_current_stream(done.flat)
+        settings = self._bucket.settings
+        self._total.add(shard_of(done.flat, settings.group) if settings.is_sharded else done.flat, into=done.into)
+        self._memory.close(done.flat)
+
+    @property
+    def can_be_released(self) -> bool:
+        return self._total.is_closed and not self._in_flight
+
+    @property
+    def is_closed(self) -> bool:
+        return self._total.is_closed
+
+    @property
+    def reuses_memory(self) -> bool:
+        return self._memory.is_reused
+
+    def hold(self) -> None:
+        self._total.hold()
+
+    def launch_second_round(self, *, is_last: bool) -> None:
+        if self._flat is not None:
+            keep_for_current_stream(self._flat)
+        self.launch(is_last=is_last)
+
+    def advance(self) -> None:
+        for one in self._in_flight:
+            one.handle.advance()
+
+    def advance_early(self) -> bool:
+        return all(one.handle.advance_early() for one in self._in_flight)
+
+    def advance_second_round(self) -> None:
+        """Does nothing: `advance` covers the second round."""
+
+    def complete(self) -> None:
+        while self._in_flight:
+            self.settle()
+        self._total.complete()
+        self.state = GradState.REDUCED
+
+    def owned_grad(self) -> torch.Tensor:
+        """The sum of all backward passes: [owned elements], the gradients' dtype."""
+        return self._total.owned_grad()
+
+    def copy_from_comm(self) -> None:
+        """Does nothing: there is no main_grad."""
+
+    def resume_accumulation(self) -> None:
+        self.state = GradState.COLLECTING
+
+    def works(self) -> list[dist.Work]:
+        return [work for one in self._in_flight for work in one.handle.works()]
+
+    def abandon(self) -> None:
+        self._drop()
+        self.state = GradState.REDUCED
+
+    def reset(self) -> None:
+        self._drop()
+        self.state = GradState.COLLECTING
+
+    def zero(self) -> None:
+        """Does nothing: `reset` has dropped all gradients."""
+
+    def scale_(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the sum; factor: a number or a tensor [], any float dtype."""
+        self._total.scale_(factor)
+
+    @property
+    def persistent(self) -> list[torch.Tensor]:
+        """Memory of the sum, and that of gradients: [n] each, the gradients' dtype."""
+        return [*self._total.persistent, *self._memory.persistent]
+
+    # Inside.
+
+    def _open(self) -> torch.Tensor:
+        while self._flat is None:
+            self._flat = self._memory.open(self._bucket.layout.span.numel)
+            if self._flat is None:
+                # It is in flight: a parameter has another gradient in the same backward pass.
+                self.settle()
+        return self._flat
+
+    def _mark_filled(self, param: nn.Parameter) -> None:
+        self._writers.note()
+        self._filled.add(param)
+        self._with_grad.add(param)
+
+    def _drop(self) -> None:
+        for one in self._in_flight:
+            one.handle.wait()
+            self._memory.close(one.flat)
+        self._in_flight.clear()
+        if self._flat is not None:
+            self._memory.close(self._flat)
+        self._flat = None
+        self._memory.reset()
+        self._total.reset()
+        self._filled.clear()
+        self._with_grad.clear()
+
+
+class MessagePool:
+    """A pool of message buffers of one dtype and device, for gradients whose memory is freed after their reduction.
+
+    On a CPU, memory of this size returns to the system when it is freed, and allocating it again zeroes its pages one
+    by one, which costs a tenth of a step. An accelerator's allocator caches it, stream by stream.
+
+    is_kept: all of it is returned by `close`; a few buffers are then kept, also between steps.
+    """
+
+    is_reused = False
+    persistent: Sequence[torch.Tensor] = ()
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
+        self._dtype, self._device = dtype, device
+        self._is_kept = is_kept and device.type == "cpu"
+        # From the smallest on.
+        self._spare: list[torch.Tensor] = []
+        # By the address of what was handed out, a part of it.
+        self._in_use: dict[int, torch.Tensor] = {}
+
+    def split_scale(self, scale: float) -> tuple[float, float]:
+        """Returns the factors of gradients when they are added and when they are sent."""
+        return scale, 1.0
+
+    def open(self, numel: int) -> torch.Tensor:
+        """Returns uninitialised memory: [numel], its dtype."""
+        place = next((place for place, spare in enumerate(self._spare) if spare.numel() >= numel), None)
+        if place is None:
+            # What is too small for one message is so for its bucket's next.
+            del self._spare[:1]
+            whole = torch.empty(numel, dtype=self._dtype, device=self._device)
+        else:
+            whole = self._spare.pop(place)
+        if self._is_kept:
+            self._in_use[whole.data_ptr()] = whole
+        return whole[:numel]
+
+    def close(self, message: torch.Tensor) -> None:
+        """Returns a buffer of `open`, [n], its dtype, to the pool. Ignores tensors it did not allocate."""
+        whole = self._in_use.pop(message.data_ptr(), None)
+        if whole is not None:
+            self._spare = sorted([*self._spare, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
+
+    def reset(self) -> None:
+        """Does nothing: a bucket closes its messages."""
+
+
+class KernelMemory:
+    """A bucket's persistent gradients, to which kernels add without the scale; zeros before each backward pass.
+
+    flat: [bucket elements].
+    """
+
+    is_reused = True
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat, self._is_open = flat, False
+        self.persistent = [flat]
+
+    def split_scale(self, scale: float) -> tuple[float, float]:
+        """Returns the factors of gradients when they are added and when they are sent, all together."""
+        return 1.0, scale
+
+    def open(self, numel: int) -> torch.Tensor | None:
+        """Returns the memory, [numel], the gradients' dtype; None while it is in flight."""
+        if self._is_open:
+            return None
+        self._is_open = True
+        return self._flat
+
+    def close(self, message: torch.Tensor) -> None:
+        """Zeroes the memory, [numel], the gradients' dtype, after its reduction."""
+        self._is_open = False
+        message.zero_()
+
+    def reset(self) -> None:
+        """Zeroes what kernels may have added."""
+        self._is_open = False
+        self._flat.zero_()
+
+
+class ShardSum:
+    """The sum of all backward passes in persistent memory: [owned elements], the gradients' dtype."""
+
+    is_closed = False
+
+    def __init__(self, bucket: _ParamAndGradBucket) -> None:
+        self._is_sharded = bucket.settings.is_sharded
+        self.sum = torch.zeros(bucket.owned.numel, dtype=bucket.grad_data.dtype, device=bucket.device)
+        self.persistent = [self.sum]
+        # Whether something was added in this iteration.
+        self._has_sum = False
+
+    def place_for(self, *, is_first: bool, is_last: bool) -> torch.Tensor | None:
+        """Returns the destination of a reduction, [owned elements], the gradients' dtype; None: its message."""
+        return self.sum if self._is_sharded and is_first and not self._has_sum else None
+
+    def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
+        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or to its message."""
+        if self._has_sum:
+            self.sum.add_(total)
+        elif into is None:
+            self.sum.copy_(total)
+        self._has_sum = True
+
+    def hold(self) -> None:
+        """Does nothing: the sum is kept in any case."""
+
+    def complete(self) -> None:
+        """Ends an iteration: zeros are the sum of no backward passes."""
+        if not self._has_sum:
+            self.sum.zero_()
+        self._has_sum = True
+
+    def owned_grad(self) -> torch.Tensor:
+        """The sum: [owned elements], the gradients' dtype."""
+        return self.sum
+
+    def scale_(self, factor: float | torch.Tensor) -> None:
+        """Multiplies the sum; factor: a number or a tensor [], any float dtype."""
+        self.sum.mul_(factor)
+
+    def reset(self) -> None:
+        """Begins an iteration."""
+        self._has_sum = False
+
+
+class ReleasedSum:
+    """A sum that hooks and an optimizer in backward receive, after which it has no memory.
+
+    The last backward pass of an iteration leaves it in the message, and a gradient that becomes ready then has nothing
+    to add to, unless the sum is held to the end of the iteration.
+    """
+
+    persistent: Sequence[torch.Tensor] = ()
+
+    def __init__(self, bucket: _ParamAndGradBucket) -> None:
+        self._bucket = bucket
+        self.sum: torch.Tensor | None = None
+        self._has_sum = self._is_held = self._is_last_sent = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the last backward pass was sent, and the sum is not held."""
+        return self._is_last_sent and not self._is_held
+
+    def place_for(self, *, is_first: bool, is_last: bool) -> torch.Tensor | None:
+        """Returns the destination of a reduction, [owned elements], the gradients' dtype; None: its message."""
+        self._is_last_sent = is_last
+        # The last one's message has room for the sum.
+        if not self._bucket.settings.is_sharded or self._has_sum or not is_first or (is_last and not self._is_held):
+            return None
+        bucket = self._bucket
+        return torch.empty(bucket.owned.numel, dtype=bucket.grad_data.dtype, device=bucket.device)
+
+    def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
+        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or to its message."""
+        if self._has_sum:
+            assert self.sum is not None, "a sum that was released gets no more"
+            self.sum.add_(total)
+        elif into is not None:
+            self.sum = into
+        else:
+            # With several to come the message would be in the way.
+            self.sum = total.clone() if self._is_held and self._bucket.settings.is_sharded else total
+        self._has_sum = True
+
+    def hold(self) -> None:
+        """Keeps the sum to the end of the iteration, unless it was released already."""
+        self._is_held = self.sum is not None or not self._has_sum
+
+    def complete(self) -> None:
+        """Ends an iteration."""
+        assert self._has_sum, "every iteration has a last backward pass"
+
+    def owned_grad(self) -> torch.Tensor:
+        """Releases the sum, [owned elements], the gradients' dtype, to the caller."""
+        assert self.sum is not None, f"{self._bucket.name} was released, or not reduced"
+        released, self.sum = self.sum, None
+        return released
+
+    def scale_(self, factor: float | torch.Tensor) -> None:
+        """Raises RuntimeError for any factor, a number or a tensor [], any float dtype: hooks have seen the sum."""
+        raise RuntimeError(
+            "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
+            f"the gradient of {self._bucket.buffer.slots[0].name} by then; scale the loss"
+        )
+
+    def reset(self) -> None:
+        """Begins an iteration."""
+        self.sum = None
+        self._has_sum = self._is_held = self._is_last_sent = False
+
+
+def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Returns `param.grad` strided and without a graph: [*parameter shape], the parameter's dtype; None without one."""
+    grad = param.grad
+    if grad is None or not (grad.requires_grad or grad.is_sparse):
+        return grad
+    # Of backward(create_graph=True), which would go on through main_grad; of embeddings with sparse gradients.
+    grad = grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_first: bool) -> None:
+    """Adds `scale` times a gradient to its place; [*shape] both, any float dtypes. is_first: overwrites the place."""
+    if not is_first:
+        place.add_(new, alpha=scale)
+    elif new.dtype == place.dtype:
+        torch.mul(new, scale, out=place)
+    else:
+        # mul would round the product to the narrower type first.
+        place.copy_(new).mul_(scale)
+
+
+def _gaps(numel: int, spans: Iterable[Span]) -> list[slice]:
+    """Returns the ranges of a bucket that belong to no parameter."""
+    gaps, position = [], 0
+    for span in sorted(spans, key=lambda span: span.start):
+        gaps.append(slice(position, span.start))
+        position = span.end
+    gaps.append(slice(position, numel))
+    return [gap for gap in gaps if gap.start < gap.stop]
+
+
+# Parameters.
+
+
+class StagedParams:
+    """Parameters that are gathered in a message, perhaps in a narrower dtype, and copied from it to their places."""
+
+    def __init__(self, bucket: _ParamAndGradBucket) -> None:
+        self._bucket = bucket
+        self.dtype = bucket.settings.comm_dtype or bucket.param_data.dtype
+        self._stage: torch.Tensor | None = None
+
+    def own_shard(self) -> torch.Tensor:
+        """The place to which an optimizer writes this rank's new parameters for the next gather.
+
+        [shard elements], `dtype`.
+        """
+        if self._stage is None:
+            self._stage = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
+        return shard_of(self._stage, self._bucket.settings.group)
+
+    def message(self) -> torch.Tensor:
+        """The gather buffer: [bucket elements], `dtype`, with this rank's shard in its place."""
+        if self._stage is None:
+            self.fill()
+        assert self._stage is not None, "fill allocates it"
+        return self._stage
+
+    def fill(self) -> None:
+        """Makes this rank's part of the message what the parameters are now."""
+        self.own_shard()
+        assert self._stage is not None, "own_shard allocates it"
+        for part in self._bucket.ranges:
+            own = part.span.intersection(self._bucket.owned_part)
+            if own.numel:
+                start = part.start + own.start - part.span.start
+                here = ParamRange(part.name, part.param, own, start)
+                here.view_of(self._stage).copy_(elements_of(here))
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Copies the message to the parameters' places and frees it."""
+        if self._stage is not None:
+            for part in self._bucket.ranges:
+                elements_of(part).copy_(part.view_of(self._stage))
+            self._stage = None
+
+
+def elements_of(part: ParamRange) -> torch.Tensor:
+    """Returns the elements of a range in the memory of its parameter: [part.span.numel], its dtype, a view."""
+    # Also of a parameter that others may not read: what was gathered is put there.
+    with torch._C.DisableTorchFunctionSubclass():
+        return flat_view(part.param)[part.start : part.start + part.span.numel]
