@@ -89,6 +89,13 @@ class _ParamAndGradBucket:
             for slot, part in parts
             if part.numel
         ]
+        # What Megatron's users read.
+        self.params_list = [slot.param for slot in slots]
+        self.params = set(self.params_list)
+        self.params_with_extra_main_grads = [slot.param for slot in slots if slot.main_grad is not slot.comm_view]
+        self.bucket_id, self.offset, self.numel_unpadded = layout.index, layout.span.start, layout.numel_unpadded
+        self.param_index_map = {slot.param: (slot.span.start, slot.span.end, layout.index) for slot in slots}
+        self.gradient_scaling_factor = settings.scale
         self.name = ""
         self.trace: CollectiveTrace | None = None
         self.staged: StagedParams | None = StagedParams(self)

@@ -104,6 +104,16 @@ class _ParamAndGradBuffer:
             for layout in self.layout.buckets
         ]
         self._owned = [bucket.owned for bucket in self.buckets]
+        # What Megatron's users read.
+        self.params = [slot.param for slot in self.slots]
+        self.param_index_map = {
+            param: place for bucket in self.buckets for param, place in bucket.param_index_map.items()
+        }
+        self.param_dtype, self.grad_dtype, self.gradient_scaling_factor = (
+            kind.param_dtype,
+            kind.grad_dtype,
+            settings.scale,
+        )
         self._is_moved_in = False
         if BufferType.PARAM in flats:
             self.move_in()

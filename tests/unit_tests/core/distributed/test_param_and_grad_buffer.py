@@ -46,6 +46,39 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     assert [span.numel for span in buffer.owned_spans()] == [128] * 4
 
 
+def test_buffers_and_buckets_have_what_megatrons_users_read():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)).bfloat16()
+    buffer = buffer_of(model, torch.bfloat16, bucket_size=8, scale=0.5, fp32_patterns=("1.bias",))
+    first, second = buffer.buckets
+    params = dict(model.named_parameters())
+    assert buffer.params == list(params.values())
+    assert (buffer.param_dtype, buffer.grad_dtype, buffer.gradient_scaling_factor) == (torch.bfloat16,) * 2 + (0.5,)
+    assert [[*bucket.params_list] for bucket in buffer.buckets] == [
+        [params["1.bias"], params["1.weight"]],
+        [params["0.bias"], params["0.weight"]],
+    ]
+    for number, bucket in enumerate(buffer.buckets):
+        assert bucket.bucket_id == number and bucket.gradient_scaling_factor == 0.5
+        assert bucket.params == set(bucket.params_list) and bucket.numel_unpadded <= bucket.param_data.numel()
+        assert bucket.param_data.data_ptr() == buffer.param_data[bucket.offset :].data_ptr()
+        assert bucket.grad_data.data_ptr() == buffer.grad_data[bucket.offset :].data_ptr()
+        for param in bucket.params:
+            start, end, bucket_id = buffer.param_index_map[param]
+            assert bucket.param_index_map[param] == (start, end, bucket_id) and bucket_id == number
+            assert torch.equal(buffer.param_data[start:end], param.flatten())
+    assert first.params_with_extra_main_grads == [params["1.bias"]] and second.params_with_extra_main_grads == []
+
+
+def test_gradients_of_a_buffer_are_scaled_and_zeroed_in_place():
+    model = nn.Linear(3, 2).bfloat16()
+    buffer = buffer_of(model, torch.bfloat16, fp32_patterns=("weight",))
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    buffer.scale_gradients(2.0)
+    assert all(torch.equal(grad, torch.full_like(grad, 2.0)) for grad in grads(buffer).values())
+    buffer.reset()
+    assert not any(grad.any() for grad in grads(buffer).values()) and not buffer.grad_data.any()
+
+
 def test_gradients_of_microbatches_add_up_until_cleared():
     model = nn.Linear(3, 2)
     buffer = buffer_of(model)
