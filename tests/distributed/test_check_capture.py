@@ -19,7 +19,7 @@ NAMED = {
     "recompute with dropout": RECOMPUTED,
     "packed documents": ["--reset-attention-mask", "packed_seq_params.py"],
     "dropless over ranks, all-to-all": ["--expert-model-parallel-size", "dispatch_alltoall.py"],
-    "dropless over ranks, all-gather": ["--expert-model-parallel-size", "capacity.py"],
+    "dropless over ranks, all-gather": ["--expert-model-parallel-size", "permutation.py"],
 }
 # With these, every way to break a graph and every module that can be captured. test_capture_replay.py sees that a graph
 # can hold a stash over ranks and models with all that published ones have; test_module_graphs.py, that graphs of parts

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megatron.core import optimizer
-from megatron.core.transformer.moe import paged_stash, static_rows
+from megatron.core.transformer import moe
+from megatron.core.transformer.moe import paged_stash
 from tests.counts import long_count
 
 triton = pytest.importorskip("triton")
@@ -24,7 +25,7 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 def kernel_files() -> Iterator[ModuleType]:
-    for package in (paged_stash, static_rows, optimizer):
+    for package in (paged_stash, moe, optimizer):
         for module in pkgutil.iter_modules(package.__path__):
             if module.name.startswith("triton_"):
                 yield importlib.import_module(f"{package.__name__}.{module.name}")

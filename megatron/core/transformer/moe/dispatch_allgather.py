@@ -17,10 +17,12 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.capacity import build_capacity_limit, order_kept_slots_sync, order_padded_slots
 from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
+    build_capacity_limit,
+    order_kept_slots_sync,
+    order_padded_slots,
     permute_probs,
     permute_tokens,
     sort_by_expert,

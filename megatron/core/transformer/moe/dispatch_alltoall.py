@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
-from megatron.core.transformer.moe.capacity import build_row_order
 from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
+    build_row_order,
     permute_probs,
     permute_tokens,
     sort_by_expert,

@@ -33,9 +33,9 @@ from megatron.core.transformer.moe.static_parts import PartLayout, Parts, PartSi
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
     aligned_rows,
-    gather_rows,
+    gather_live_rows,
     order_by_expert,
-    sum_rows,
+    sum_live_rows,
 )
 from megatron.core.transformer.moe.token_exchange import CollectiveTransport, RowExchange, RowTransport
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,8 +109,8 @@ class StaticRows:
     def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
         """tokens: [N, H], probs: [N, K], float -> [C, H] and [C]; rows beyond num_rows hold any bytes."""
         order = self.order
-        rows = gather_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
-        weights = gather_rows(
+        rows = gather_live_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
+        weights = gather_live_rows(
             probs.reshape(-1, 1),
             order.slot_of_row,
             row_of_slot=order.row_of_slot.view(-1, 1),
@@ -121,7 +121,7 @@ class StaticRows:
     def give_back(self, rows: Tensor) -> Tensor:
         """rows: [C, H], float -> [N, H], the sum of each token's rows."""
         order = self.order
-        return sum_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=self.num_rows)
+        return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=self.num_rows)
 
 
 class MoEStaticTokenDispatcher(MoETokenDispatcher):

@@ -1,19 +1,51 @@
-"""Settings of mixture-of-experts layers; the dense layers' are in ../transformer_config.py."""
+"""Settings of mixture-of-experts layers: experts, dispatch, capacity. Routers have router_config.py, the stash its own.
 
+The settings of dense layers are in ../transformer_config.py.
+"""
+
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
-from megatron.core.transformer.moe.capacity_config import CapacityConfig, validate_capacity
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
 from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
 
 
 @dataclass(kw_only=True)
+class CapacityConfig:
+    """Limits on the tokens of an expert, or of the experts of a rank."""
+
+    cli_group: ClassVar[str] = "moe"
+
+    moe_expert_capacity_factor: float | None = config_field(
+        None,
+        help="Each expert takes at most ceil(tokens x top-k / experts x this) tokens of a micro-batch, the others are "
+        "dropped; unset or negative: none is dropped.",
+    )
+    moe_token_drop_policy: str = config_field(
+        "probs",
+        help="Which tokens a full expert drops: those with the smallest weights, or those that come last.",
+        choices=("probs", "position"),
+    )
+    moe_pad_expert_input_to_capacity: bool = config_field(
+        False, help="Pad each expert's rows to its capacity, so that shapes do not depend on the routing."
+    )
+    moe_expert_rank_capacity_factor: float | None = config_field(
+        None,
+        help="Give the experts of a rank buffers of tokens x top-k x this rows, whatever the routing, so that no shape "
+        "depends on it; a step in which more rows came runs again with more room. Unset: as many rows as come.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
 class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
-    """How many experts, which layers have them, and how their matrix products run."""
+    """The number of experts, the layers that have them, and how tokens reach them."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -69,7 +101,7 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
 def layers_with_experts(
     num_experts: int | None, moe_layer_freq: int | list[int] | str, *, num_layers: int
 ) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one; [num_layers]."""
+    """Returns 1 for each layer with experts and 0 for each dense one: a list of num_layers."""
     if num_experts is None:
         return [0] * num_layers
     if isinstance(moe_layer_freq, str):
@@ -81,7 +113,7 @@ def layers_with_experts(
 
 def validate_moe(config: MoEConfig) -> None:
     """Raises ValueError where fields of the expert layers contradict each other."""
-    # Without experts the other fields are defaults that nobody reads.
+    # Without experts the other fields have no effect.
     if config.num_moe_experts is None:
         if config.moe_grouped_gemm:
             raise ValueError("moe_grouped_gemm is set but num_moe_experts is not: give --num-experts or drop the flag")
@@ -100,7 +132,7 @@ def validate_moe(config: MoEConfig) -> None:
 
 
 def validate_expert_parts(config: MoEConfig) -> None:
-    """Raises ValueError for options of expert layers without the options that they need."""
+    """Raises ValueError for options of expert layers whose prerequisites are missing."""
     if config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_gate is True: needs a moe_shared_expert_intermediate_size")
     if config.moe_expert_rank_capacity_factor is not None and not config.moe_grouped_gemm:
@@ -111,7 +143,7 @@ def validate_expert_parts(config: MoEConfig) -> None:
 
 
 def validate_dispatcher(config: MoEConfig) -> None:
-    """Raises ValueError for a dispatcher without buffers to fill, or that sends nothing beside which to compute."""
+    """Raises ValueError for flex without static buffers, and for an overlap that the dispatcher does not support."""
     kind = config.moe_token_dispatcher_type
     if kind == "flex" and config.moe_expert_rank_capacity_factor is None:
         raise ValueError(
@@ -126,10 +158,40 @@ def validate_dispatcher(config: MoEConfig) -> None:
         raise ValueError(f"moe_shared_expert_overlap is True but moe_token_dispatcher_type is {kind}: must be alltoall")
 
 
-def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int, expert_tensor_size: int) -> None:
-    """Raises ValueError where rows of the grouped product are not whole 16-byte words; itemsize: bytes of a weight.
+def validate_capacity(config: CapacityConfig) -> None:
+    """Raises ValueError where fields contradict each other; replaces a negative factor by None, as Megatron does."""
+    factor = config.moe_expert_capacity_factor
+    if factor is not None and (factor == 0 or not math.isfinite(factor)):
+        raise ValueError(
+            f"moe_expert_capacity_factor is {factor}: must be a number above 0, or negative to drop no token"
+        )
+    if factor is not None and factor < 0:
+        config.moe_expert_capacity_factor = factor = None
+    if factor is None and config.moe_pad_expert_input_to_capacity:
+        raise ValueError("moe_pad_expert_input_to_capacity is True: needs a moe_expert_capacity_factor above 0")
+    validate_rank_capacity(config)
 
-    expert_tensor_size: ranks that share an expert's width.
+
+def validate_rank_capacity(config: CapacityConfig) -> None:
+    """Raises ValueError for a factor below 1, or together with a capacity of each expert."""
+    factor = config.moe_expert_rank_capacity_factor
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not math.isfinite(factor) or factor < 1:
+        raise ValueError(
+            f"moe_expert_rank_capacity_factor is {factor}: must be a number of at least 1, the balanced case"
+        )
+    if config.moe_expert_capacity_factor is not None:
+        raise ValueError(
+            f"moe_expert_rank_capacity_factor is {factor} and moe_expert_capacity_factor is "
+            f"{config.moe_expert_capacity_factor}: choose room for a rank, which drops nothing, or for each expert"
+        )
+
+
+def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int, expert_tensor_size: int) -> None:
+    """Raises ValueError where widths of the grouped product are no multiple of 16 bytes.
+
+    itemsize: bytes of a weight. expert_tensor_size: number of ranks over which an expert's width is split.
     """
     if config.num_moe_experts is None or not config.moe_grouped_gemm:
         return
@@ -152,7 +214,7 @@ def validate_moe_layer_freq(config: MoEConfig, num_layers: int) -> None:
         return
     if isinstance(freq, int) and freq < 1:
         raise ValueError(f"moe_layer_freq is {freq}: must be at least 1")
-    # One entry a layer, also where the user gave one number.
+    # One entry for each layer, also where the user gave a single number.
     pattern = layers_with_experts(config.num_moe_experts, freq, num_layers=num_layers)
     if len(pattern) != num_layers:
         raise ValueError(

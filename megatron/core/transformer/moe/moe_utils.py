@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.aux_losses import (
     switch_load_balancing_loss_func,
     z_loss_func,
 )
-from megatron.core.transformer.moe.capacity import get_capacity
+from megatron.core.transformer.moe.permutation import get_capacity
 from megatron.core.transformer.moe.router import build_route, sinkhorn
 from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
 

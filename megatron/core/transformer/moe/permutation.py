@@ -1,26 +1,32 @@
-"""Tokens in expert order and back: index maps as data, and the two row movements as autograd functions.
+"""Rows by expert: which row each choice of a token gets, and moving tokens into rows and back.
 
-No communication and no matrix products; every index stays on the device. Which slots an expert has no room for is
-capacity.py's matter.
+The orders are index maps, computed on the device. Three kinds: a row for every choice, a row for the choices that an
+expert with a capacity keeps, and a fixed number of rows for each expert. The movements are two autograd functions,
+each the other's gradient. Rows in buffers of a fixed size are in static_rows.py. No communication, no matrix products.
+
+T tokens, H hidden, E experts, K choices of a token, R rows. A slot is one choice of one token: slot t * K + k.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.transformer.moe.moe_config import CapacityConfig
+
 
 @dataclass(frozen=True)
 class PermutationMap:
-    """Where the K copies of each token go when rows are sorted by expert. R = T * K rows where every slot has one.
+    """Slots and their rows, sorted by expert. R = T * K rows where every slot has one.
 
-    A slot is one choice of one token: slot t * K + k. token_of_row, slot_of_row: [R], int64. row_of_slot: [T, K],
-    int64: the inverse. All on the tokens' device.
-    kept: [T, K], bool: slots that have a row; the others point to row 0 and count as zero. None: all have.
-    filled: [R], bool: rows that stand for a slot; the others repeat token 0 with weight 0. None: all do.
+    token_of_row, slot_of_row: [R], int64. row_of_slot: [T, K], int64, the inverse. All on the tokens' device.
+    kept: [T, K], bool: slots that have a row; the others point to row 0 and count as zero. None: all slots have one.
+    filled: [R], bool: rows that belong to a slot; the others copy token 0 with weight 0. None: all rows do.
     """
 
     token_of_row: Tensor
@@ -30,8 +36,29 @@ class PermutationMap:
     filled: Tensor | None = None
 
 
+# --- Orders ---
+
+# (probs [T, K], expert_indices [T, K]) -> the map, and the rows of each expert [E], int64.
+RowOrder = Callable[[Tensor, Tensor], tuple[PermutationMap, Tensor]]
+
+
+def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
+    """Builds the order that the configuration selects, so that no option is tested per call."""
+    limit = build_capacity_limit(config, num_experts)
+
+    def order(probs: Tensor, expert_indices: Tensor) -> tuple[PermutationMap, Tensor]:
+        limited = limit(probs, expert_indices)
+        if limited is None:
+            return sort_by_expert(expert_indices, num_experts)
+        if config.moe_pad_expert_input_to_capacity:
+            return order_padded_slots(expert_indices, limited.kept, num_experts=num_experts, capacity=limited.capacity)
+        return order_kept_slots_sync(expert_indices, limited.kept, num_experts=num_experts)
+
+    return order
+
+
 def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[PermutationMap, Tensor]:
-    """Stable order of all (token, choice) slots by expert.
+    """Gives every slot a row, by a stable sort.
 
     expert_indices: [T, K], int64. Returns the map and tokens_per_expert: [E], int64, on the same device.
     """
@@ -44,21 +71,125 @@ def sort_by_expert(expert_indices: Tensor, num_experts: int) -> tuple[Permutatio
     return permutation, count_sorted(sorted_experts, num_experts)
 
 
+def order_kept_slots_sync(expert_indices: Tensor, kept: Tensor, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
+    """Gives the kept slots a row each. NOTE: synchronizes with the device, since the number of rows is a shape.
+
+    expert_indices: [T, K], int64; kept: [T, K], bool. Returns the map and tokens_per_expert [E], int64, on the device.
+    """
+    slots = kept.reshape(-1).nonzero().squeeze(1)  # [R]
+    sorted_experts, order = expert_indices.reshape(-1)[slots].sort(stable=True)
+    slot_of_row = slots[order]
+    row_of_slot = torch.zeros_like(expert_indices).view(-1)
+    row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
+    permutation = PermutationMap(slot_of_row // kept.shape[1], slot_of_row, row_of_slot.view(kept.shape), kept=kept)
+    return permutation, count_sorted(sorted_experts, num_experts)
+
+
+def order_padded_slots(
+    expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int
+) -> tuple[PermutationMap, Tensor]:
+    """Gives each expert `capacity` rows, whatever the routing, so that the host knows every shape.
+
+    expert_indices: [T, K], int64; kept: [T, K], bool, at most `capacity` for each expert. Returns the map and
+    tokens_per_expert [E], int64, on the device.
+    """
+    # Dropped slots sort after all experts. They are written to one extra row, which is cut off below.
+    experts = expert_indices.reshape(-1).where(kept.reshape(-1), num_experts)
+    sorted_experts, slots = experts.sort(stable=True)
+    num_rows = num_experts * capacity
+    rows = (sorted_experts * capacity + place_in_group(sorted_experts)).clamp(max=num_rows)
+    slot_of_row = torch.zeros(num_rows + 1, dtype=torch.int64, device=slots.device)
+    slot_of_row[rows] = slots
+    filled = torch.zeros_like(slot_of_row, dtype=torch.bool)
+    filled[rows] = True
+    row_of_slot = torch.empty_like(slots)
+    # Row 0 exists for any routing. `kept` excludes dropped slots from sums.
+    row_of_slot[slots] = rows.where(rows < num_rows, 0)
+    slot_of_row, filled = slot_of_row[:num_rows].where(filled[:num_rows], 0), filled[:num_rows]
+    permutation = PermutationMap(
+        slot_of_row // kept.shape[1],
+        slot_of_row,
+        row_of_slot.view(kept.shape),
+        kept=kept,
+        filled=filled,
+    )
+    return permutation, torch.full((num_experts,), capacity, dtype=torch.int64, device=slots.device)
+
+
 def count_sorted(sorted_experts: Tensor, num_experts: int) -> Tensor:
     """Rows of each expert; sorted_experts: [R], int64, ascending -> [E], int64, same device, without a sync."""
     experts = torch.arange(num_experts, device=sorted_experts.device)
-    # Where each expert's rows end: an expert without tokens ends where the one before does.
+    # An expert without rows ends where the expert before it ends.
     row_ends = torch.searchsorted(sorted_experts, experts, right=True)
     return row_ends.diff(prepend=row_ends.new_zeros(1))
 
 
+def place_in_group(sorted_groups: Tensor) -> Tensor:
+    """Numbers each run of equal values 0, 1, ...; sorted_groups: [N], int64, ascending -> [N], int64, same device."""
+    place = torch.arange(sorted_groups.numel(), device=sorted_groups.device)
+    return place - torch.searchsorted(sorted_groups, sorted_groups)
+
+
+# --- Capacity: which slots an expert keeps (GShard, arXiv 2006.16668) ---
+
+
+class KeptSlots(NamedTuple):
+    """kept: [T, K], bool, on the device: slots that get a row. capacity: the most slots that an expert keeps."""
+
+    kept: Tensor
+    capacity: int
+
+
+# (probs [T, K], expert_indices [T, K]) -> the kept slots, or None if all are kept.
+CapacityLimit = Callable[[Tensor, Tensor], KeptSlots | None]
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """Returns the capacity of one expert; num_tokens: the number of assignments, tokens x K."""
+    capacity = math.ceil(num_tokens / num_experts * capacity_factor)
+    return capacity if min_capacity is None else max(capacity, min_capacity)
+
+
+def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLimit:
+    """Builds the function that selects the kept slots; it returns None where the configuration drops no token."""
+    factor = config.moe_expert_capacity_factor
+    if factor is None:
+        return lambda probs, expert_indices: None
+    # Zeros are equal weights, with which the first tokens are kept.
+    rank = torch.Tensor.detach if config.moe_token_drop_policy == "probs" else torch.zeros_like
+
+    def within_capacity(probs: Tensor, expert_indices: Tensor) -> KeptSlots:
+        num_tokens = expert_indices.shape[0]
+        # A token chooses an expert at most once, so that a capacity above the number of tokens is never used.
+        capacity = min(get_capacity(expert_indices.numel(), num_experts, min(factor, num_experts)), num_tokens)
+        return KeptSlots(kept_slots(rank(probs), expert_indices, capacity=capacity), capacity)
+
+    return within_capacity
+
+
+def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:
+    """Selects the `capacity` slots of each expert with the largest weights; of equal weights, the first tokens.
+
+    weights: [T, K], float; expert_indices: [T, K], int64. Returns [T, K], bool, on the device, without a sync.
+    """
+    by_weight = weights.reshape(-1).sort(descending=True, stable=True).indices
+    sorted_experts, within = expert_indices.reshape(-1)[by_weight].sort(stable=True)
+    slots = by_weight[within]  # by expert, then by weight
+    kept = torch.empty_like(slots, dtype=torch.bool)
+    kept[slots] = place_in_group(sorted_experts) < capacity
+    return kept.view(expert_indices.shape)
+
+
+# --- Movement ---
+
+
 def permute_tokens(tokens: Tensor, permutation: PermutationMap) -> Tensor:
-    """Each token K times, in expert order; tokens: [T, H], any float dtype -> [R, H]."""
+    """Copies each token into its rows; tokens: [T, H], any float dtype -> [R, H]."""
     return _GatherRows.apply(tokens, permutation.token_of_row, permutation.row_of_slot, permutation.kept)
 
 
 def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
-    """The weight of each row; probs: [T, K], any float dtype -> [R]."""
+    """Returns the weight of each row; probs: [T, K], any float dtype -> [R]."""
     slots = probs.reshape(-1, 1)  # [T * K, 1], one weight a slot
     kept = None if permutation.kept is None else permutation.kept.view(-1, 1)
     weights = _GatherRows.apply(slots, permutation.slot_of_row, permutation.row_of_slot.view(-1, 1), kept).view(-1)
@@ -66,15 +197,15 @@ def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
 
 
 def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
-    """The sum of each token's rows, in token order; rows: [R, H], any float dtype -> [T, H].
+    """Sums each token's rows; rows: [R, H], any float dtype -> [T, H], in token order.
 
-    A row that stands for no slot still gets a gradient, which its weight of 0 ends.
+    A row that belongs to no slot also gets a gradient, which its weight of 0 cancels.
     """
     return _SumRows.apply(rows, permutation.token_of_row, permutation.row_of_slot, permutation.kept)
 
 
 class _GatherRows(torch.autograd.Function):
-    """out[r] = x[token_of_row[r]]; backward sums K gathered rows a token instead of scattering into zeros."""
+    """out[r] = x[token_of_row[r]]; backward gathers and sums K rows a token, instead of scattering into zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None) -> Tensor:
@@ -108,8 +239,8 @@ def _sum_rows(x: Tensor, row_of_slot: Tensor, *, kept: Tensor | None) -> Tensor:
     if row_of_slot.shape[1] == 1 and kept is None:
         return x.index_select(0, row_of_slot.view(-1))
     if x.shape[0] == 0:
-        # No slot has a row: there is no row 0 for them to point to.
+        # No slot has a row, so that there is no row 0 to point to.
         return x.new_zeros(len(row_of_slot), *x.shape[1:])
-    # The kernel sums rows of a table per bag: rows are the table here, and a token's K rows a bag.
+    # embedding_bag sums rows of a table for each bag: the table is x, and a bag is a token's K rows.
     weights = None if kept is None else kept.to(x.dtype)
     return F.embedding_bag(row_of_slot, x, mode="sum", per_sample_weights=weights)

@@ -10,10 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from megatron.core.transformer.moe.capacity import build_row_order, get_capacity
-from megatron.core.transformer.moe.capacity_config import CapacityConfig
+from megatron.core.transformer.moe.moe_config import CapacityConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.permutation import permute_probs, permute_tokens, unpermute_tokens
+from megatron.core.transformer.moe.permutation import (
+    build_row_order,
+    get_capacity,
+    permute_probs,
+    permute_tokens,
+    unpermute_tokens,
+)
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.small_experts import expert_matrices, moe_layer
 

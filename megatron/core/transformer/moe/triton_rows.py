@@ -1,6 +1,6 @@
-"""Triton kernels that move rows into a static buffer and back, and their launchers under the operators' names.
+"""Triton kernels of static_rows.py's operators, and their launchers, which have the operators' names.
 
-Kernels are not specialized on the numbers of rows, so that none is compiled anew when they change.
+Numbers of rows do not specialize a kernel, so that a change of them compiles nothing.
 """
 # mypy: allow-untyped-defs
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.triton_compile import CompileCase, compile_case
 
-# Elements that a program moves at a time: 16 bytes for each thread of 4 warps in half precision.
+# Elements that a program moves per iteration: 16 bytes for each thread of 4 warps in half precision.
 _TILE = 1024
 _WARPS = {"num_warps": 4}
 
@@ -48,7 +48,7 @@ def sum_kernel(rows, row_of_slot, out, num_tokens, choices, width, ROWS: tl.cons
 
 
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
-    """out[r] = x[source_of_row[r]], zeros for -1, of live rows alone.
+    """Writes out[r] = x[source_of_row[r]], zeros for -1, for live rows only.
 
     x: [T, W], any dtype; source_of_row: [C], int64; num_rows: [1], int64; out: [C, W], x's dtype.
     """
@@ -62,7 +62,7 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 
 
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
-    """The sum over k of rows[row_of_slot[t, k]], -1 left out, in fp32.
+    """Sums rows[row_of_slot[t, k]] over k in fp32, leaving out -1.
 
     rows: [C, W], fp32, bf16 or fp16; row_of_slot: [T, K], int64. Returns [T, W], same dtype. Raises ValueError for
     another dtype.
@@ -80,7 +80,7 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Rows of half precision and fp32, wide ones and the weights, which are one element wide."""
+    """Yields wide rows in half precision, and weights, which are fp32 rows of one element."""
     for name, width, tile in (("bf16", "i32:16", _tile(4096)), ("fp32", 1, _tile(1))):
         data = f"*{name}:16"
         yield compile_case(

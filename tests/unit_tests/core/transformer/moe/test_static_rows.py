@@ -1,0 +1,135 @@
+"""Rows in static buffers: orders against loops over slots, movements and their gradients, both kinds of kernels."""
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.core.transformer import moe
+from megatron.core.transformer.moe import static_rows
+from megatron.core.transformer.moe.static_rows import (
+    expert_of_received_rows,
+    gather_live_rows,
+    order_by_expert,
+    order_by_rank,
+    sum_live_rows,
+)
+
+TOKENS, CHOICES, EXPERTS = 13, 3, 4
+# Rows that are live, and rows of the buffer.
+SIZES = [(0, 8), (21, 21), (21, 64)]
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """[T, K] indices of which some are of other ranks' experts, and the number of experts."""
+    experts, choices = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    index = st.lists(st.integers(-2, experts + 2), min_size=choices, max_size=choices)
+    chosen = draw(st.lists(index, max_size=20))
+    return torch.tensor(chosen, dtype=torch.int64).view(-1, choices), experts
+
+
+@given(routings(), st.integers(0, 8), st.sampled_from([1, 2, 16]))
+def test_rows_by_expert(routing: tuple[Tensor, int], blocks: int, alignment: int) -> None:
+    indices, experts = routing
+    capacity = blocks * alignment
+    order = order_by_expert(indices, experts, capacity=capacity, alignment=alignment)
+    expected: list[int] = []
+    for expert in range(experts):
+        slots = [slot for slot, chosen in enumerate(indices.flatten().tolist()) if chosen == expert]
+        expected += slots + [-1] * (-len(slots) % alignment)
+    kept = expected[:capacity]
+    assert order.slot_of_row.tolist() == kept + [-1] * (capacity - len(kept))
+    assert order.rows_needed.tolist() == [len(expected)]
+    assert order.rows_per_group.sum() == len(kept) and len(order.rows_per_group) == experts
+    assert_inverse(order.slot_of_row, order.row_of_slot)
+
+
+@given(routings(), st.integers(1, 4), st.integers(0, 12))
+def test_rows_by_rank_and_what_they_are_at_the_other_end(
+    routing: tuple[Tensor, int], ranks: int, rows_per_rank: int
+) -> None:
+    indices, local = routing
+    order = order_by_rank(indices, ranks * local, num_ranks=ranks, rows_per_rank=rows_per_rank)
+    needed, flat = 0, indices.flatten().tolist()
+    experts = expert_of_received_rows(order.rows_per_group.view(ranks, local), rows_per_rank=rows_per_rank).flatten()
+    for rank in range(ranks):
+        here = range(rank * local, (rank + 1) * local)
+        slots = [slot for expert in here for slot, chosen in enumerate(flat) if chosen == expert]
+        kept = slots[:rows_per_rank]
+        part = slice(rank * rows_per_rank, (rank + 1) * rows_per_rank)
+        assert order.slot_of_row[part].tolist() == kept + [-1] * (rows_per_rank - len(kept))
+        of_rows = [flat[slot] - rank * local for slot in kept]
+        assert experts[part].tolist() == of_rows + [local] * (rows_per_rank - len(kept))
+        needed = max(needed, len(slots))
+    assert order.rows_needed.tolist() == [needed]
+    assert_inverse(order.slot_of_row, order.row_of_slot)
+
+
+def assert_inverse(slot_of_row: Tensor, row_of_slot: Tensor) -> None:
+    flat = row_of_slot.flatten()
+    for row, slot in enumerate(slot_of_row.tolist()):
+        assert slot == -1 or flat[slot] == row
+    assert (flat >= 0).sum() == (slot_of_row >= 0).sum()
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Both operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
+    is_cpu = request.param == "cpu"
+    yield static_rows if is_cpu else request.getfixturevalue("interpreted")("triton_rows", of=moe.__name__)
+
+
+@pytest.mark.parametrize(("live", "capacity"), SIZES)
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(1, torch.float32), (40, torch.float32), (1100, torch.float16), (8, torch.bfloat16)]
+)
+def test_kernels_keep_to_live_rows(
+    kernels: ModuleType, live: int, capacity: int, width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(live)
+    x = torch.randn(TOKENS, width, generator=generator).to(dtype)
+    source = torch.randint(-1, TOKENS, (capacity,), generator=generator)
+    out = torch.full((capacity, width), 7, dtype=dtype)
+    kernels.gather_rows(x, source, num_rows=torch.tensor([live]), out=out)
+    assert torch.equal(out[:live], x[source[:live]] * (source[:live] >= 0).unsqueeze(1)) and (out[live:] == 7).all()
+    out[live:] = math.nan
+    row_of_slot = torch.randint(-1, live, (TOKENS, CHOICES), generator=generator)
+    found = kernels.sum_rows(out, row_of_slot)
+    for token, rows in enumerate(row_of_slot.tolist()):
+        expected = sum((out[row].double() for row in rows if row >= 0), torch.zeros(width, dtype=torch.float64))
+        assert torch.allclose(found[token].double(), expected, rtol=0, atol=torch.finfo(dtype).eps * 8)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_both_directions_are_each_others_gradient(alignment: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.rand(TOKENS, EXPERTS + 2, generator=generator).topk(CHOICES).indices
+    order = order_by_expert(indices, EXPERTS, capacity=EXPERTS * 16, alignment=alignment)
+    num_rows = order.rows_per_group.sum(0, keepdim=True)
+
+    def there_and_back(x: Tensor) -> Tensor:
+        rows = gather_live_rows(x, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=num_rows)
+        dead = torch.arange(len(rows)) >= num_rows
+        rows = (rows * 2).masked_fill(dead.unsqueeze(1), math.nan)
+        return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=num_rows)
+
+    x = torch.randn(TOKENS, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    uses = ((indices >= 0) & (indices < EXPERTS)).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(there_and_back(x), 2 * uses * x)
+    assert torch.autograd.gradcheck(there_and_back, x)
+
+
+def test_operators_fit_what_torch_asks_of_them() -> None:
+    x, rows = torch.randn(4, 3), torch.randn(6, 3)
+    torch.library.opcheck(
+        torch.ops.static_rows.gather_rows.default,
+        (x, torch.tensor([0, 3, -1, 1])),
+        {"num_rows": torch.tensor([3]), "out": torch.zeros(4, 3)},
+    )
+    torch.library.opcheck(torch.ops.static_rows.sum_rows.default, (rows, torch.tensor([[0, 5], [-1, 2]])))
