@@ -3,15 +3,14 @@
 import argparse
 import atexit
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from torch import nn
 
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
-from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher
-from megatron.core.transformer.moe.static_parts import padded_parts
+from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher, padded_rank_rows
 from megatron.training.arguments import parse_args
 from megatron.training.command_line.graph_checks import check_graphs
 from megatron.training.command_line.registry import flag_table
@@ -71,11 +70,11 @@ def failures_of(graph: StepGraph) -> list[str]:
 
 
 def send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
-    """Rows of a fixed number for each rank: on the CPU, where that is no wait, the host reads how many there are."""
+    """Makes all-to-all dispatchers send padded rows, as on a GPU; on the CPU the host reads their number instead."""
     for module in (module for chunk in model for module in chunk.modules()):
         dispatcher = vars(module).get("token_dispatcher")
         if isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher):
-            dispatcher.wire = replace(dispatcher.wire, layout=padded_parts)
+            dispatcher.layout = padded_rank_rows
 
 
 def leave_files_alone(args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.moe import dispatch_static
-from megatron.core.transformer.moe.static_parts import padded_parts
+from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.dry_run.activations import SavedBytes
@@ -217,8 +217,8 @@ def _planned_by_rank(name: str) -> dict[int, RankPlan]:
 def _held_by_rank(names: list[str]) -> dict[str, Held]:
     held = {}
     for name in names:
-        # Parts of a fixed size, as on GPUs; on hosts no padding travels.
-        padded = patch.dict(vars(dispatch_static), part_layout=lambda device: padded_parts)
+        # Padded rows, as on GPUs; on hosts no padding travels.
+        padded = patch.dict(vars(dispatch_static), rank_row_layout=lambda device: padded_rank_rows)
         with padded, _sent_as_on_gpus(name.startswith("peak")), started_run(_argv(name)) as run:
             held[name] = _held(run, *(_saved(run) if name in SAVED else ({}, 0)))
             if not name.startswith("saved"):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.transformer.moe.dispatch_alltoall import RowExchange
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_exchange import RowExchange
 from tests.counts import soak_only
 from tests.distributed.expert_layers import ALLTOALL, DISPATCHERS, KINDS, build_layer, rank_inputs, run_layer
 from tests.harness import run_on_ranks

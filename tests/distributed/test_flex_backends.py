@@ -17,14 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.transformer.moe import flex_backends
-from megatron.core.transformer.moe.dispatch_deepep import MoEDeepEPTokenDispatcher, deep_ep_buffer
+from megatron.core.transformer.moe import dispatch_flex
+from megatron.core.transformer.moe.dispatch_flex import (
+    MoEDeepEPTokenDispatcher,
+    SymmetricTransport,
+    build_symmetric_dispatcher,
+    deep_ep_buffer,
+)
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
 )
-from megatron.core.transformer.moe.symmetric_rows import SymmetricTransport, build_symmetric_dispatcher
 from tests.counts import soak_only
 from tests.distributed.expert_choices import EXPERTS, ROUTINGS, TOKENS, TOPK, chosen_experts
 from tests.distributed.expert_layers import ALLTOALL, KINDS, build_layer, rank_inputs, run_layer
@@ -198,9 +202,9 @@ def layer_on_rank(folder: str) -> None:
     with pytest.raises(ValueError, match="symm_mem, which needs a CUDA device .here is cpu.: give .*alltoall"):
         build(**flex)
     with stand_ins(folder):
-        with patch.object(flex_backends, "default_device", lambda: torch.device("cuda")):
+        with patch.object(dispatch_flex, "default_device", lambda: torch.device("cuda")):
             layer = build(**flex)
-        assert isinstance(layer.token_dispatcher.wire.transport, SymmetricTransport)
+        assert isinstance(layer.token_dispatcher.transport, SymmetricTransport)
         runs = [run_layer(one, *rank_inputs(dist.get_rank())) for one in (layer, build(**KINDS["static"], **ALLTOALL))]
     for found, wanted in zip(*(([output, x_grad, *grads.values()]) for output, x_grad, grads in runs), strict=True):
         assert torch.equal(found, wanted)
@@ -234,8 +238,8 @@ def test_a_back_end_is_refused_for_what_it_lacks_and_for_nothing_else(backend: s
             lacks += ["the package deep_ep"] * (package is None) + ["--bf16"] * (dtype is torch.float32)
         config = small_config(**flex, params_dtype=dtype)
         with (
-            patch.object(flex_backends, "default_device", lambda device=device: device),
+            patch.object(dispatch_flex, "default_device", lambda device=device: device),
             patch("importlib.util.find_spec", lambda name, package=package: package),
             pytest.raises(ValueError, match=f"which needs {'.*, '.join(lacks)}") if lacks else nullcontext(),
         ):
-            flex_backends.require_flex_backend(config)
+            dispatch_flex.require_flex_backend(config)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.core.transformer.moe.static_parts import padded_parts
+from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
 from tests.counts import slow, soak_only
 from tests.distributed.graph_runs import LOCAL, Trained, train_here
 from tests.distributed.stash_runs import ROUTER, stash
@@ -91,7 +91,7 @@ def _both(case: Case) -> tuple[Trained, Trained]:
     flags = {**read_bases()[case.base], **RUN, **case.flags}
     captured = {**LOCAL, "cuda-graph-warmup-steps": 1, **flags, "cuda-graph-modules": case.modules.split()}
     # As a GPU does, which cannot read how many rows there are.
-    with patch("megatron.core.transformer.moe.dispatch_static.part_layout", lambda device: padded_parts):
+    with patch("megatron.core.transformer.moe.dispatch_static.rank_row_layout", lambda device: padded_rank_rows):
         return train_here(command_line(flags)), train_here(command_line(captured))
 
 

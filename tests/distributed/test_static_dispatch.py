@@ -14,8 +14,9 @@ from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAllGatherTokenDispatcher,
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
+    padded_rank_rows,
+    rank_row_layout,
 )
-from megatron.core.transformer.moe.static_parts import padded_parts, part_layout
 from tests.counts import soak_only
 from tests.distributed.expert_choices import EXPERTS, ROUTINGS, TOKENS, TOPK, chosen_experts
 from tests.distributed.expert_layers import DISPATCHERS as DISPATCHER_FIELDS
@@ -97,7 +98,7 @@ def test_no_row_behind_the_live_ones_counts_whatever_lies_there(alignment: int) 
 
 
 def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
-    """For each dispatcher output and gradients: as it is, with poison, and with poison and padding on the wire."""
+    """For each dispatcher output and gradients: as it is, with poison, and with poison and padded rows."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     fields = {**KINDS["static"], "moe_expert_rank_capacity_factor": 2.0}
     results: dict[str, list[list[Tensor]]] = {}
@@ -106,12 +107,12 @@ def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
         layer.token_dispatcher.budget = replace(layer.token_dispatcher.budget, alignment=alignment)
         layer.expert_step.begin()
         found = results.setdefault(str(dispatcher), [])
-        own = part_layout(default_device())
-        for is_poisoned, layout in ((False, own), (True, own), (True, padded_parts)):
+        own = rank_row_layout(default_device())
+        for is_poisoned, layout in ((False, own), (True, own), (True, padded_rank_rows)):
             # Then torch fills memory that nobody has written yet with NaN.
             torch.use_deterministic_algorithms(is_poisoned, warn_only=True)
             if isinstance(layer.token_dispatcher, MoEStaticAlltoAllTokenDispatcher):
-                layer.token_dispatcher.wire = replace(layer.token_dispatcher.wire, layout=layout)
+                layer.token_dispatcher.layout = layout
             output, x_grad, grads = run_layer(layer, *(one.float() for one in rank_inputs(dist.get_rank())))
             found.append([output, x_grad, *grads.values()])
         torch.use_deterministic_algorithms(False)

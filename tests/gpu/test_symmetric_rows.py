@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.transformer.moe.symmetric_rows import SymmetricTransport
-from megatron.core.transformer.moe.token_exchange import CollectiveTransport
+from megatron.core.transformer.moe.dispatch_alltoall import CollectiveTransport
+from megatron.core.transformer.moe.dispatch_flex import SymmetricTransport
 from tests.gpu.joined import join
 from tests.harness import run_on_ranks
 

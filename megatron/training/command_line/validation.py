@@ -19,7 +19,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import without_memory
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches
-from megatron.core.transformer.moe.flex_backends import require_flex_backend
+from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.moe.router_config import RouterConfig
 from megatron.core.transformer.offload_config import recomputed_parts

@@ -26,10 +26,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe import dispatch_alltoall
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.moe.dispatch_alltoall import RowSplits
+from megatron.core.transformer.moe.dispatch_alltoall import RowSplits, exchange_counts
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_exchange import exchange_counts
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.dry_run.activations import AsFusedKernels
 from megatron.training.dry_run.fsdp_without_memory import fsdp_runs_without_memory

@@ -1,4 +1,11 @@
-"""What a token dispatcher is: tokens out to the experts' rows and back; implementations are in dispatch_*.py."""
+"""The interface of token dispatchers, which move tokens to the ranks of their experts and back.
+
+A layer calls four methods in this order: `preprocess` orders rows, `send` starts to move them, `finish_dispatch`
+returns the rows of this rank's experts, and `combine` brings the experts' results back. The dispatchers are in
+dispatch_*.py, the choice among them in token_dispatcher.py.
+
+T tokens of this rank, H hidden, K choices of a token, R rows that this rank's experts receive, e experts of this rank.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,8 +31,8 @@ class DispatchedTokens(NamedTuple):
 class RowDemand(NamedTuple):
     """The routing's demand on this rank's static buffers, all on the device.
 
-    rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the capacity
-    factor with which none would have been. can_lose: whether any routing could have lost rows here.
+    rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the smallest
+    capacity factor that would have lost none. can_lose: whether some routing could lose rows here.
     """
 
     rows_missing: Tensor
@@ -34,10 +41,10 @@ class RowDemand(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """The input of a rank's experts, and the way back.
+    """The input of this rank's experts, and what `combine` needs.
 
-    tokens_per_expert: [e], int64, on the device. metadata: frozen, for combine alone. demand: None where nothing can be
-    lost.
+    tokens_per_expert: [e], int64, on the device. metadata: immutable, read by `combine` only. demand: None where no row
+    can be lost.
     """
 
     rows: DispatchedTokens
@@ -47,40 +54,37 @@ class Dispatched(NamedTuple):
 
 
 class MoETokenDispatcher(ABC):
-    """Moves tokens to experts and back. It keeps no state: what combine needs travels in the metadata.
+    """Moves tokens to experts and back. It keeps no state: what `combine` needs travels in the metadata.
 
-    All ranks of the experts' groups (expert and expert-tensor) call together. Work between `begin_dispatch` and
-    `finish_dispatch` runs beside whatever is being sent.
+    All ranks of the experts' groups (expert and expert-tensor) call together. Work between `send` and `finish_dispatch`
+    overlaps with the communication.
     """
 
     def dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Dispatched:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts.
-        Returns the rows that this rank's experts receive: [R, H], counts and metadata.
-        """
-        return self.finish_dispatch(self.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices))
+        """Runs preprocess, send and finish_dispatch.
 
-    @abstractmethod
-    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
-        """The first half of `dispatch`. tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K],
-        int64. Returns what `finish_dispatch` wants.
+        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts. Returns
+        the rows that this rank's experts receive: [R, H], counts and metadata.
         """
+        preprocessed = self.preprocess(tokens, probs=probs, expert_indices=expert_indices)
+        return self.finish_dispatch(self.send(tokens, preprocessed))
 
     def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
-        """Does the part of begin_dispatch that precedes any communication; returns the argument of `send`.
+        """Does the work before tokens travel that a CUDA graph may hold, and returns the second argument of `send`.
 
-        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64. Tensors with gradients in
-        the result are in tuples alone.
+        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts. Tensors
+        with gradients are in tuples of the result, never in other containers. A dispatcher whose shapes depend on the
+        routing has nothing to do here: this one returns its arguments.
         """
         return probs, expert_indices
 
+    @abstractmethod
     def send(self, tokens: Tensor, preprocessed: Any) -> Any:
-        """The rest of begin_dispatch; tokens: [T, H], any float dtype. Returns what `finish_dispatch` wants."""
-        probs, expert_indices = preprocessed
-        return self.begin_dispatch(tokens, probs=probs, expert_indices=expert_indices)
+        """Starts to send tokens: [T, H], any float dtype. Returns the argument of `finish_dispatch`."""
 
     @abstractmethod
-    def finish_dispatch(self, begun: Any) -> Dispatched:
-        """The second half of `dispatch`."""
+    def finish_dispatch(self, sent: Any) -> Dispatched:
+        """Waits for the rows of this rank's experts [R, H] and sorts them by expert."""
 
     @abstractmethod
     def combine(self, rows: Tensor, metadata: Any) -> Tensor:
@@ -88,9 +92,9 @@ class MoETokenDispatcher(ABC):
 
 
 def local_experts(config: TransformerConfig, group: ProcessGroup | None) -> range:
-    """The experts of this rank of the expert-parallel group: neighbours, as many on each rank.
+    """Returns the experts of this rank of the expert-parallel group: consecutive, and equally many on each rank.
 
-    Raises ValueError where they cannot be shared out evenly.
+    Raises ValueError where the number of ranks does not divide the number of experts.
     """
     assert config.num_moe_experts is not None
     if config.num_moe_experts % group_size(group):

@@ -1,6 +1,7 @@
-"""Dispatch by gathering all ranks' tokens and keeping the rows of this rank's experts; the way back sums and scatters.
+"""Token dispatch by all-gather: each rank gathers all tokens and keeps the rows of its experts.
 
-Sends every token to every rank: for few ranks, or many experts a token. The other way is dispatch_alltoall.py.
+The way back is a reduce-scatter. Every token travels to every rank, which suits few ranks, or tokens with many experts.
+dispatch_alltoall.py is the alternative.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class GatheredTokens:
     """All ranks' tokens in rank order, N = ranks x T; tokens: [N, H], probs: [N, K].
 
-    expert_indices: [N, K], int64, from this rank's first expert; slots of other ranks' experts, and dropped ones, lie
-    outside. capacity: slots that an expert keeps of each rank's; None: all.
+    expert_indices: [N, K], int64, where 0 is this rank's first expert. Slots of other ranks' experts, and dropped
+    slots, are outside the range of this rank's. capacity: slots of each rank that an expert keeps; None: all.
     """
 
     tokens: Tensor
@@ -46,9 +47,9 @@ class GatheredTokens:
 
 
 class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
-    """Gathers over the experts' ranks, then sorts by expert; with one rank there is nothing to gather.
+    """Gathers tokens over the experts' ranks, then sorts the rows by expert; a single rank gathers nothing.
 
-    Each rank brings the same number of tokens. What an expert drops is decided among each rank's own.
+    Each rank has the same number of tokens. With a capacity, each rank selects the slots to drop among its own.
     """
 
     def __init__(
@@ -63,7 +64,6 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.num_moe_experts is not None
         self.group, self.experts, self.num_experts = or_alone(groups.tp_ep), local, config.num_moe_experts
-        # Megatron's scripts pass the settings to every dispatcher: how many tokens an expert takes is one of them.
         self.limit = build_capacity_limit(config, self.num_experts)
         if config.moe_pad_expert_input_to_capacity:
             self.order = partial(_order_padded, num_experts=len(local), num_ranks=group_size(self.group))
@@ -72,11 +72,15 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         else:
             self.order = partial(_order_own_sync, num_experts=len(local))
 
-    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> GatheredTokens:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
+    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, Tensor]) -> GatheredTokens:
+        """Gathers all ranks' tokens and choices; tokens: [T, H], any float dtype.
+
+        preprocessed: probs [T, K], float, and expert_indices [T, K], int64.
+        """
+        probs, expert_indices = preprocessed
         limited = self.limit(probs, expert_indices)
         if limited is not None:
-            # Behind the last expert: outside every rank's.
+            # One past the last expert, which no rank has.
             expert_indices = expert_indices.where(limited.kept, self.num_experts)
         return GatheredTokens(
             gather_from_sequence_parallel_region(tokens, group=self.group),
@@ -85,10 +89,10 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
             None if limited is None else limited.capacity,
         )
 
-    def finish_dispatch(self, begun: GatheredTokens) -> Dispatched:
-        """The rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
-        permutation, tokens_per_expert = self.order(begun)
-        rows = DispatchedTokens(permute_tokens(begun.tokens, permutation), permute_probs(begun.probs, permutation))
+    def finish_dispatch(self, sent: GatheredTokens) -> Dispatched:
+        """Returns the rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
+        permutation, tokens_per_expert = self.order(sent)
+        rows = DispatchedTokens(permute_tokens(sent.tokens, permutation), permute_probs(sent.probs, permutation))
         return Dispatched(rows, tokens_per_expert, permutation)
 
     def combine(self, rows: Tensor, metadata: PermutationMap) -> Tensor:
@@ -101,14 +105,14 @@ def _order_all(gathered: GatheredTokens, *, num_experts: int) -> tuple[Permutati
 
 
 def _order_own_sync(gathered: GatheredTokens, *, num_experts: int) -> tuple[PermutationMap, Tensor]:
-    """The rows of this rank's experts alone. NOTE: waits for the device, as their number is a shape."""
+    """Gives the slots of this rank's experts a row each. NOTE: synchronizes, since the number of rows is a shape."""
     here = _is_local(gathered.expert_indices, num_experts)
     return order_kept_slots_sync(gathered.expert_indices, here, num_experts=num_experts)
 
 
 def _order_padded(gathered: GatheredTokens, *, num_experts: int, num_ranks: int) -> tuple[PermutationMap, Tensor]:
-    """Each rank's tokens take places of their own, so that an expert's number of rows is known on the host."""
-    assert gathered.capacity is not None, "padding goes with a capacity"
+    """Gives each expert `capacity` rows for every rank, so that the host knows the number of rows."""
+    assert gathered.capacity is not None, "padding needs a capacity"
     indices, num_tokens = gathered.expert_indices, len(gathered.expert_indices)
     rank_of_token = torch.arange(num_ranks, device=indices.device).repeat_interleave(num_tokens // num_ranks)
     permutation, counts = order_padded_slots(

@@ -1,14 +1,24 @@
-"""Dispatch by sending each row to the rank of its expert and back: all-to-all over the experts' ranks.
+"""Token dispatch by all-to-all: each row is sent to the rank of its expert, and its result back.
 
-Sends each token once per expert and shard of it. The other way is dispatch_allgather.py.
+Each token travels once for every expert that it chose, and for every rank that holds a part of that expert. First the
+dispatcher, then the exchange of rows that it uses. dispatch_allgather.py is the alternative.
+
+[Note: overlapped exchanges]
+A row exchange is two autograd functions, `start` and `wait`. Other work between them, such as a shared expert, runs
+while the rows travel. In backward autograd visits them in reverse: the backward of `wait` starts to send the gradients,
+the backward of `start` waits for them, and the backward of the other work runs in between.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron.core.group_collectives import arriving
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
 from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, own_experts
@@ -20,15 +30,15 @@ from megatron.core.transformer.moe.permutation import (
     sort_by_expert,
     unpermute_tokens,
 )
-from megatron.core.transformer.moe.token_exchange import CollectiveTransport, RowExchange, exchange_counts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
 class RowSplits:
-    """How many rows go to and come from each rank; None: as many for each.
+    """Numbers of rows that are exchanged with each rank.
 
-    counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: all of them.
+    counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: their sum. send,
+    receive: rows to and from each rank; None: the same number for all.
     """
 
     counts: Tensor
@@ -39,19 +49,24 @@ class RowSplits:
 
 @dataclass(frozen=True)
 class SentTokens:
-    """Rows on their way, what was launched to send them, and how they were sorted."""
+    """Rows that are being sent and their weights, the running exchanges of both, and the order of the rows.
+
+    exchanges: None with a single rank, whose rows stay where they are.
+    """
 
     hidden_states: Tensor
     probs: Tensor
-    exchanges: tuple[RowExchange, RowExchange] | None
+    exchanges: "tuple[RowExchange, RowExchange] | None"
     permutation: PermutationMap
     splits: RowSplits
 
 
 @dataclass(frozen=True)
 class AllToAllMetadata:
-    """permutation: this rank's tokens in the order they are sent. by_expert: received rows in expert order; None: they
-    came so. splits: as the rows came, for the way back.
+    """The orders of rows that `combine` undoes.
+
+    permutation: of this rank's tokens as they are sent. by_expert: of the received rows; None: they arrive sorted by
+    expert. splits: of the way there; the way back swaps its sides.
     """
 
     permutation: PermutationMap
@@ -60,10 +75,10 @@ class AllToAllMetadata:
 
 
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
-    """Sorts by expert, sends, sorts what came by expert; with one rank there is nothing to send.
+    """Sorts rows by expert, sends them, and sorts the received rows by expert; a single rank sends nothing.
 
-    An expert that is split over expert-tensor ranks gets its rows on each of them, as an expert of its own there; the
-    parts of the result are summed where each token's experts are.
+    An expert that is split over expert-tensor ranks receives its rows on each of them, where its part counts as an
+    expert of its own. `combine` sums the parts with the rows of a token's other experts.
     """
 
     def __init__(
@@ -79,40 +94,40 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.transport, self.num_ranks = CollectiveTransport(or_alone(groups.tp_ep)), group_size(groups.tp_ep)
         self.num_shards, self.num_local_experts = group_size(groups.expt_tp), num_local_experts
         self.is_padded = config.moe_pad_expert_input_to_capacity
-        # Megatron's scripts pass the settings to every dispatcher: how many tokens an expert takes is one of them.
+        # Over all ranks, since a rank sorts its tokens before it sends them.
         self.row_order = build_row_order(config, self.num_ranks * num_local_experts)
 
-    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> SentTokens:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
+    def send(self, tokens: Tensor, preprocessed: tuple[Tensor, Tensor]) -> SentTokens:
+        """Sorts the rows and starts to send them; tokens: [T, H], any float dtype.
 
-        The rows of a rank are sent as soon as it is known how many there are.
+        preprocessed: probs [T, K], float, and expert_indices [T, K], int64.
         """
         probs, expert_indices = to_every_shard(
-            probs, expert_indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
+            *preprocessed, num_local_experts=self.num_local_experts, num_shards=self.num_shards
         )
         permutation, counts = self.row_order(probs, expert_indices)
         rows, weights = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
         counts = counts.view(self.num_ranks, self.num_local_experts)
         if self.num_ranks == 1:
             return SentTokens(rows, weights, None, permutation, RowSplits(counts, len(rows)))
-        # Padded rows are the same number for every expert and rank: nobody has to be asked.
+        # Every expert has the same number of padded rows, so that no counts are exchanged.
         splits = RowSplits(counts, len(rows)) if self.is_padded else _splits_sync(counts, self.transport.group)
         exchanges = tuple(RowExchange(self.transport, splits.send, splits.receive) for _ in range(2))
         return SentTokens(
             exchanges[0].start(rows), exchanges[1].start(weights), (exchanges[0], exchanges[1]), permutation, splits
         )
 
-    def finish_dispatch(self, begun: SentTokens) -> Dispatched:
-        """The rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
-        rows, weights = begun.hidden_states, begun.probs
-        if begun.exchanges is not None:
-            rows, weights = begun.exchanges[0].wait(rows), begun.exchanges[1].wait(weights)
+    def finish_dispatch(self, sent: SentTokens) -> Dispatched:
+        """Returns the rows of this rank's experts [R, H], tokens_per_expert [e], int64, on the device, and metadata."""
+        rows, weights = sent.hidden_states, sent.probs
+        if sent.exchanges is not None:
+            rows, weights = sent.exchanges[0].wait(rows), sent.exchanges[1].wait(weights)
         by_expert = None
         if self.num_ranks > 1 and self.num_local_experts > 1:
-            by_expert = _expert_order(begun.splits)
+            by_expert = _expert_order(sent.splits)
             rows, weights = permute_tokens(rows, by_expert), permute_probs(weights.unsqueeze(1), by_expert)
-        metadata = AllToAllMetadata(begun.permutation, by_expert, begun.splits)
-        return Dispatched(DispatchedTokens(rows, weights), begun.splits.counts.sum(dim=0), metadata)
+        metadata = AllToAllMetadata(sent.permutation, by_expert, sent.splits)
+        return Dispatched(DispatchedTokens(rows, weights), sent.splits.counts.sum(dim=0), metadata)
 
     def combine(self, rows: Tensor, metadata: AllToAllMetadata) -> Tensor:
         """rows: [R, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
@@ -127,9 +142,10 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 def to_every_shard(
     probs: Tensor, expert_indices: Tensor, *, num_local_experts: int, num_shards: int
 ) -> tuple[Tensor, Tensor]:
-    """probs: [T, K], float; expert_indices: [T, K], int64 -> [T, K * shards] each.
+    """Repeats each choice for every shard of its expert.
 
-    The numbers of experts are then in the order of the ranks, of which shards are neighbours.
+    probs: [T, K], float; expert_indices: [T, K], int64. Returns [T, K * shards] each. A returned index is rank * e +
+    the local index of the expert; the ranks that hold the shards of an expert are consecutive.
     """
     if num_shards == 1:
         return probs, expert_indices
@@ -139,10 +155,10 @@ def to_every_shard(
     return probs.unsqueeze(-1).expand_as(copies).flatten(1), copies.flatten(1)
 
 
-def _splits_sync(counts: Tensor, group: torch.distributed.ProcessGroup) -> RowSplits:
-    """Tells the ranks how many rows they get; counts: [ranks, e], int64, of the rows that this rank sends.
+def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
+    """Exchanges numbers of rows; counts: [ranks, e], int64, of the rows that this rank sends. Collective.
 
-    NOTE: waits for the device, as the numbers of rows are shapes: the one wait of a layer, and one exchange of counts.
+    NOTE: synchronizes with the device, since numbers of rows are shapes. It is the only such wait of a layer.
     """
     received = exchange_counts(counts, group)
     send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
@@ -150,9 +166,124 @@ def _splits_sync(counts: Tensor, group: torch.distributed.ProcessGroup) -> RowSp
 
 
 def _expert_order(splits: RowSplits) -> PermutationMap:
-    """From rows by sender, each sender's by expert, to rows by expert, each expert's by sender."""
+    """Orders received rows by expert, then sender; they arrive by sender, then expert."""
     num_ranks, num_experts = splits.counts.shape
     experts = torch.arange(num_experts, device=splits.counts.device).repeat(num_ranks)
-    # With the size given, the host does not wait for the sum.
+    # Without output_size, the host would wait for the sum of the counts.
     expert_of_row = experts.repeat_interleave(splits.counts.flatten(), output_size=splits.num_received)
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)[0]
+
+
+# --- The exchange of rows ---
+
+
+@dataclass(frozen=True)
+class RowsUnderWay:
+    """An exchange that is running; sent: [R, *], received: [R', *], any dtype.
+
+    Once every one of `works` was waited for, the current stream may read `received`.
+    """
+
+    sent: Tensor
+    received: Tensor
+    works: tuple[dist.Work, ...] = ()
+
+
+class RowTransport(Protocol):
+    """Carries rows between the ranks of a group."""
+
+    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """Starts to send rows: [R, *], any dtype, contiguous, sorted by receiver. Collective.
+
+        send, receive: rows to and from each rank; None: the same number for all.
+        """
+
+
+@dataclass(frozen=True)
+class CollectiveTransport:
+    """Carries rows by torch's all-to-all over `group`."""
+
+    group: dist.ProcessGroup
+
+    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """Starts an asynchronous all-to-all of rows: [R, *], any dtype."""
+        shape = len(rows) if receive is None else sum(receive), *rows.shape[1:]
+        received = arriving(shape, self.group, dtype=rows.dtype, device=rows.device)
+        work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work"
+        return RowsUnderWay(rows, received, (work,))
+
+
+@dataclass
+class RowExchange:
+    """One all-to-all of rows and that of their gradients; `start` launches, `wait` completes.
+
+    send, receive: rows to and from each rank; None: the same number for all. See [Note: overlapped exchanges].
+    """
+
+    transport: RowTransport
+    send: list[int] | None = None
+    receive: list[int] | None = None
+    # Refers to the sent rows too: without it their memory could be reused while they are still being read.
+    _running: RowsUnderWay | None = field(init=False, default=None)
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns `wait`'s argument. Collective."""
+        return _Start.apply(rows, self)
+
+    def wait(self, started: Tensor) -> Tensor:
+        """Returns the received rows, sorted by sender: [R', *], the rows' dtype."""
+        return _Wait.apply(started, self)
+
+    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> Tensor:
+        """Starts one direction; rows: [R, *], any dtype. Returns the buffer that `finish` completes: [R', *]."""
+        assert self._running is None, "an exchange was started twice"
+        self._running = self.transport.launch(rows.contiguous(), send=send, receive=receive)
+        return self._running.received
+
+    def finish(self) -> Tensor:
+        """Waits for the launched direction; returns the received rows: [R', *], any dtype."""
+        assert self._running is not None, "an exchange was not started"
+        running, self._running = self._running, None
+        for work in running.works:
+            work.wait()
+        return running.received
+
+
+class _Start(torch.autograd.Function):
+    """Launches in forward; backward completes the exchange that _Wait's backward launched."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.launch(rows, send=exchange.send, receive=exchange.receive)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.finish(), None
+
+
+class _Wait(torch.autograd.Function):
+    """Completes in forward; backward launches the exchange of the gradients, which _Start's backward completes."""
+
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return started.view_as(started)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.launch(grad, send=exchange.receive, receive=exchange.send)
+        # A placeholder of the right shape: _Start's backward returns the received gradient.
+        return grad, None
+
+
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sends row i of counts: [ranks, e], int64, to rank i; row i of the result is from rank i. Collective."""
+    received = arriving(counts.shape, group, dtype=counts.dtype, device=counts.device)
+    dist.all_to_all_single(received, counts, group=group)
+    return received

@@ -1,16 +1,29 @@
-"""Dispatch into buffers whose size the host knows beforehand: no shape depends on the routing, nothing is read back.
+"""Token dispatch into buffers of a fixed size: no shape depends on the routing, and the host reads nothing back.
 
-How many of the C rows are live stands on the device alone, as does whether C was too few. C = tokens x top-k x
-moe_expert_rank_capacity_factor, at most what all tokens could bring. Tokens are gathered, as in dispatch_allgather.py,
-or sent, as in dispatch_alltoall.py but with a limit for each pair of ranks; what travels is static_parts.py's, which on
-the CPU, where no read waits, leaves out what is not filled.
+From top to bottom: the sizes of the buffers, rows in a buffer, the dispatcher that gathers tokens, the rows that a pair
+of ranks exchanges, and the dispatcher that sends rows. Only the device knows how many rows are live.
+
+T tokens of each rank, N tokens of all ranks, H hidden, K choices of a token, e experts of this rank, C rows of the
+buffer of this rank's experts, P rows that one rank sends to another.
+
+[Note: rows of a fixed size]
+C is the balanced number of rows, tokens x top-k, times moe_expert_rank_capacity_factor, and never more than all tokens
+could need. If more rows arrive, some are lost: every dispatch returns its demand on the device, and training/ discards
+a step that lost rows and retries it with a larger factor. The dispatcher that sends rows has a second limit, P rows for
+each pair of ranks, and its demand is the larger of both.
+
+[Note: packed and padded rows]
+On a GPU a pair of ranks always exchanges P rows, of which those without a token are padding: the host does not know how
+many are filled. On the CPU the host can read that number without waiting, so that padding does not travel. The buffers
+of the experts are the same either way.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.device import default_device
@@ -28,24 +41,31 @@ from megatron.core.transformer.moe.dispatch import (
     RowDemand,
     own_experts,
 )
-from megatron.core.transformer.moe.dispatch_alltoall import to_every_shard
-from megatron.core.transformer.moe.static_parts import PartLayout, Parts, PartSizes, part_layout
+from megatron.core.transformer.moe.dispatch_alltoall import (
+    CollectiveTransport,
+    RowExchange,
+    RowTransport,
+    exchange_counts,
+    to_every_shard,
+)
 from megatron.core.transformer.moe.static_rows import (
     StaticOrder,
     aligned_rows,
+    expert_of_received_rows,
     gather_live_rows,
     order_by_expert,
+    order_by_rank,
     sum_live_rows,
 )
-from megatron.core.transformer.moe.token_exchange import CollectiveTransport, RowExchange, RowTransport
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
 class StaticBudget:
-    """Rows of the static buffers. factor: of the balanced case; alignment: each expert's rows are a multiple of it.
+    """Sizes of the static buffers, and the demand of a routing on them. See [Note: rows of a fixed size].
 
-    num_experts: of a rank. num_ranks: of all experts; num_shards of them share each expert.
+    factor: multiple of the balanced number of rows. alignment: each expert's rows are padded to a multiple of it.
+    num_experts: experts of one rank. num_ranks: ranks of all experts, of which num_shards share each expert.
     """
 
     factor: float
@@ -57,42 +77,42 @@ class StaticBudget:
 
     @property
     def largest_factor(self) -> float:
-        """With which, without alignment, no routing loses rows: all tokens come to one rank."""
+        """The factor with which no routing loses rows, before alignment: all tokens go to one rank."""
         return self.num_ranks * self._most(1) / self._balanced_rows(1)
 
     def rows_of_rank(self, num_tokens: int) -> int:
-        """C, from all ranks to one; num_tokens: T, of each rank."""
+        """Returns C, the rows of one rank's experts; num_tokens: T, of each rank."""
         rows = min(math.ceil(self._balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
         return math.ceil(rows / self.alignment) * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
-        """Returns the most rows from one rank to another; num_tokens: T, of each rank."""
+        """Returns P, the rows from one rank to another; num_tokens: T, of each rank."""
         balanced = self._balanced_rows(num_tokens) / self.num_ranks
         return min(math.ceil(balanced * self.factor), self._most(num_tokens))
 
     def demand_on_rank(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
-        """rows_needed: [1], int64, of the rows_of_rank."""
+        """Compares rows_needed: [1], int64, with rows_of_rank."""
         missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
         can_lose = self.rows_of_rank(num_tokens) < self._most_of_rank(num_tokens)
         return RowDemand(missing, rows_needed.float() / max(1, self._balanced_rows(num_tokens)), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
-        """rows_needed: [1], int64, of the rows_of_pair."""
+        """Compares rows_needed: [1], int64, with rows_of_pair."""
         missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
         balanced = self._balanced_rows(num_tokens) / self.num_ranks
         can_lose = self.rows_of_pair(num_tokens) < self._most(num_tokens)
         return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
     def _balanced_rows(self, num_tokens: int) -> int:
-        """Rows of a rank where all ranks get as many."""
+        """Returns the rows of a rank if all ranks receive the same number."""
         return num_tokens * self.topk * self.num_shards
 
     def _most_of_rank(self, num_tokens: int) -> int:
-        # Each expert's rows may end with padding.
+        # The rows of each expert may end with padding.
         return self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
 
     def _most(self, num_tokens: int) -> int:
-        """Rows that one rank's tokens can bring to another: a token comes to an expert once."""
+        """Returns the most rows that one rank's tokens need on another; a token chooses an expert at most once."""
         return num_tokens * min(self.topk, self.num_experts)
 
 
@@ -100,14 +120,17 @@ class StaticBudget:
 class StaticRows:
     """Rows of a static buffer in the order of their experts or ranks, and the way back. C rows, N x K slots.
 
-    num_rows: [1], int64, on the device: the first so many are read.
+    num_rows: [1], int64, on the device: the number of live rows, which are the first ones.
     """
 
     order: StaticOrder
     num_rows: Tensor
 
     def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
-        """tokens: [N, H], probs: [N, K], float -> [C, H] and [C]; rows beyond num_rows hold any bytes."""
+        """Fills the buffer; tokens: [N, H], probs: [N, K], float -> [C, H] and [C].
+
+        Rows beyond num_rows hold any bytes.
+        """
         order = self.order
         rows = gather_live_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
         weights = gather_live_rows(
@@ -119,7 +142,7 @@ class StaticRows:
         return DispatchedTokens(rows, weights.view(-1))
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """rows: [C, H], float -> [N, H], the sum of each token's rows."""
+        """Sums each token's rows; rows: [C, H], float -> [N, H]."""
         order = self.order
         return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=self.num_rows)
 
@@ -136,10 +159,10 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         pg_collection: ProcessGroupCollection | None = None,
         row_alignment: int = 1,
     ) -> None:
-        """row_alignment: rows of zeros fill up each expert's to a multiple of this."""
+        """row_alignment: each expert's rows are padded with zeros to a multiple of this."""
         groups = pg_collection or existing_process_groups()
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
-        assert config.moe_expert_rank_capacity_factor is not None, "the layer chooses this dispatcher by it"
+        assert config.moe_expert_rank_capacity_factor is not None, "this factor selects static dispatchers"
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
@@ -155,15 +178,21 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self.budget = replace(self.budget, factor=factor)
 
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
-        """expert_indices: [N, K], int64, from this rank's first expert; num_tokens: T, of each rank."""
+        """Orders rows in the buffer of C rows; expert_indices: [N, K], int64, where 0 is this rank's first expert.
+
+        num_tokens: T, of each rank.
+        """
         capacity = self.budget.rows_of_rank(num_tokens)
         order = order_by_expert(expert_indices, len(self.experts), capacity=capacity, alignment=self.budget.alignment)
         return StaticRows(order, order.rows_per_group.sum(0, keepdim=True))
 
 
+# --- Gathering tokens ---
+
+
 @dataclass(frozen=True)
 class StaticGathered:
-    """All ranks' tokens [N, H] and weights [N, K], and their rows in this rank's buffer. num_tokens: T, of each."""
+    """All ranks' tokens [N, H] and weights [N, K], and their rows in this rank's buffer. num_tokens: T."""
 
     tokens: Tensor
     probs: Tensor
@@ -172,22 +201,19 @@ class StaticGathered:
 
 
 class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
-    """Every rank gathers all tokens and keeps the rows of its experts."""
-
-    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticGathered:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
-        return self.send(tokens, self.preprocess(tokens, probs=probs, expert_indices=expert_indices))
+    """Gathers all tokens on every rank, which keeps the rows of its experts; a single rank gathers nothing."""
 
     def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> tuple[Tensor, StaticRows]:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
+        """Gathers the choices of all ranks' routers and orders the rows of this rank's experts.
 
-        Gathers what the routers of all ranks chose. Returns probs, and where rows are to be.
+        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64. Returns probs and the
+        rows.
         """
         indices = all_gather_rows(expert_indices, self.group).wait() - self.experts.start
         return probs, self.by_expert(indices, num_tokens=len(tokens))
 
     def send(self, tokens: Tensor, preprocessed: tuple[Tensor, StaticRows]) -> StaticGathered:
-        """tokens: [T, H], any float dtype."""
+        """Gathers tokens: [T, H], any float dtype, and their weights."""
         probs, rows = preprocessed
         return StaticGathered(
             gather_from_sequence_parallel_region(tokens, group=self.group),
@@ -196,49 +222,131 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
             len(tokens),
         )
 
-    def finish_dispatch(self, begun: StaticGathered) -> Dispatched:
-        """The rows of this rank's experts [C, H], rows of each expert [e], int64, on the device, and metadata."""
-        order = begun.rows.order
-        rows = begun.rows.take(begun.tokens, begun.probs)
-        demand = self.budget.demand_on_rank(order.rows_needed, begun.num_tokens)
-        return Dispatched(rows, order.rows_per_group, begun.rows, demand)
+    def finish_dispatch(self, sent: StaticGathered) -> Dispatched:
+        """Returns the rows of this rank's experts [C, H], their numbers [e], int64, on the device, and metadata."""
+        order = sent.rows.order
+        rows = sent.rows.take(sent.tokens, sent.probs)
+        demand = self.budget.demand_on_rank(order.rows_needed, sent.num_tokens)
+        return Dispatched(rows, order.rows_per_group, sent.rows, demand)
 
     def combine(self, rows: Tensor, metadata: StaticRows) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
         return reduce_scatter_to_sequence_parallel_region(metadata.give_back(rows), self.group)
 
 
+# --- The rows that a pair of ranks exchanges ---
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Rows by the rank that they are sent to, and by the rank that they arrive from.
+
+    sent: this rank's slots in the rows that it sends. experts: [received rows, 1], int64, on the device: the local
+    expert of each received row, e for padding. counts: [ranks, e], int64, on the device: slots of each rank for each
+    local expert, including those for which P rows were too few. send, receive: rows to and from each rank; None: P.
+    """
+
+    sent: StaticOrder
+    experts: Tensor
+    counts: Tensor
+    send: list[int] | None = None
+    receive: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class RankRowSizes:
+    """The ranks of `group`, the experts of each, and the rows of a pair of ranks, P."""
+
+    group: dist.ProcessGroup
+    num_ranks: int
+    num_experts: int
+    rows_per_pair: int
+
+    def order(self, expert_indices: Tensor) -> StaticOrder:
+        """Gives each rank P rows; expert_indices: [T, K], int64."""
+        return order_by_rank(
+            expert_indices,
+            self.num_ranks * self.num_experts,
+            num_ranks=self.num_ranks,
+            rows_per_rank=self.rows_per_pair,
+        )
+
+    def exchange_counts(self, sent: StaticOrder) -> Tensor:
+        """Returns the slots of each rank for each local expert: [ranks, e], int64. Collective."""
+        return exchange_counts(sent.rows_per_group.view(self.num_ranks, self.num_experts), self.group)
+
+
+# (expert indices [T, K], int64, over all ranks' experts; sizes) -> the rows to exchange.
+RankRowLayout = Callable[[Tensor, RankRowSizes], RankRows]
+
+
+def rank_row_layout(device: torch.device) -> RankRowLayout:
+    """Chooses the layout for tensors on this device. See [Note: packed and padded rows]."""
+    return packed_rank_rows_sync if device.type == "cpu" else padded_rank_rows
+
+
+def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
+    """Lays out P rows for each rank, filled or not: [ranks * P, H] travels. Collective.
+
+    expert_indices: [T, K], int64, over all ranks' experts.
+    """
+    sent = sizes.order(expert_indices)
+    counts = sizes.exchange_counts(sent)
+    return RankRows(sent, expert_of_received_rows(counts, rows_per_rank=sizes.rows_per_pair), counts)
+
+
+def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
+    """Lays out the filled rows alone, at most P for each rank. Collective.
+
+    expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are on the CPU, where
+    that is no wait.
+    """
+    padded = padded_rank_rows(expert_indices, sizes)
+    is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
+    # One more entry, -1, to which the slots without a row point.
+    rows = torch.cat([is_sent.cumsum(0) - 1, padded.experts.new_full((1,), -1)])
+    order = replace(
+        padded.sent,
+        slot_of_row=padded.sent.slot_of_row[is_sent],
+        token_of_row=padded.sent.token_of_row[is_sent],
+        row_of_slot=rows[padded.sent.row_of_slot],
+    )
+    send, receive = torch.stack([flags.view(sizes.num_ranks, -1).sum(1) for flags in (is_sent, is_received)]).tolist()
+    return RankRows(order, padded.experts[is_received].unsqueeze(1), padded.counts, send, receive)
+
+
+# --- Sending rows ---
+
+
 @dataclass(frozen=True)
 class StaticSent:
-    """Rows on their way, [S, H], and their weights [S, 1]. sent: this rank's, as `parts` has them. num_tokens: T."""
+    """Rows that are being sent and their weights, the running exchanges of both, and their order.
+
+    sent: this rank's tokens in the order of rank_rows.sent. num_tokens: T.
+    """
 
     tokens: Tensor
     probs: Tensor
     exchanges: tuple[RowExchange, RowExchange]
-    parts: Parts
+    rank_rows: RankRows
     sent: StaticRows
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class StaticExchanged:
-    """sent: this rank's tokens in the order of `parts`. received: what came, by expert."""
+    """The orders that `combine` undoes.
 
-    parts: Parts
+    sent: this rank's tokens by receiving rank. received: the received rows by expert.
+    """
+
+    rank_rows: RankRows
     sent: StaticRows
     received: StaticRows
 
 
-@dataclass(frozen=True)
-class Wire:
-    """The transport of rows, and the layout of its parts in the communication buffers."""
-
-    transport: RowTransport
-    layout: PartLayout
-
-
 class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
-    """Every rank sends its rows to the ranks of their experts, at most as many to each as a part has room for."""
+    """Sends each row to the rank of its expert, at most P rows from one rank to another."""
 
     def __init__(
         self,
@@ -248,10 +356,12 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection | None = None,
         row_alignment: int = 1,
-        wire: Wire | None = None,
+        transport: RowTransport | None = None,
+        layout: RankRowLayout | None = None,
     ) -> None:
-        """row_alignment: rows of zeros fill up each expert's to a multiple of this. wire: torch's collectives, and
-        the device's way to lay out parts, unless given.
+        """row_alignment: each expert's rows are padded with zeros to a multiple of this.
+
+        transport: None is torch's collectives. layout: None is the device's, see rank_row_layout.
         """
         super().__init__(
             num_local_experts,
@@ -260,60 +370,57 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
             pg_collection=pg_collection,
             row_alignment=row_alignment,
         )
-        self.wire = wire or Wire(CollectiveTransport(self.group), part_layout(default_device()))
-
-    def begin_dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> StaticSent:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64."""
-        return self.send(tokens, self.preprocess(tokens, probs=probs, expert_indices=expert_indices))
+        self.transport = transport or CollectiveTransport(self.group)
+        self.layout = layout or rank_row_layout(default_device())
 
     def preprocess(
         self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor
-    ) -> tuple[DispatchedTokens, tuple[Parts, StaticRows]]:
-        """tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
+    ) -> tuple[DispatchedTokens, tuple[RankRows, StaticRows]]:
+        """Exchanges numbers of rows and copies tokens into the rows to send; returns those rows and their order.
 
-        Ranks tell each other their numbers of rows. Returns the rows to send, and how they lie.
+        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64.
         """
         budget, num_experts = self.budget, len(self.experts)
         probs, expert_indices = to_every_shard(
             probs, expert_indices, num_local_experts=num_experts, num_shards=budget.num_shards
         )
-        sizes = PartSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
-        parts = self.wire.layout(expert_indices, sizes)
-        # What a part has no row for travels as zeros, which nobody reads.
-        sent = StaticRows(parts.sent, expert_indices.new_full((1,), len(parts.sent.slot_of_row)))
-        return sent.take(tokens, probs), (parts, sent)
+        sizes = RankRowSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
+        rank_rows = self.layout(expert_indices, sizes)
+        # Every row is live. Padding travels as zeros, and the receiving rank ignores it.
+        sent = StaticRows(rank_rows.sent, expert_indices.new_full((1,), len(rank_rows.sent.slot_of_row)))
+        return sent.take(tokens, probs), (rank_rows, sent)
 
-    def send(self, tokens: Tensor, preprocessed: tuple[DispatchedTokens, tuple[Parts, StaticRows]]) -> StaticSent:
-        """tokens: [T, H], any float dtype."""
-        rows, (parts, sent) = preprocessed
-        exchanges = self._exchange(parts), self._exchange(parts)
+    def send(self, tokens: Tensor, preprocessed: tuple[DispatchedTokens, tuple[RankRows, StaticRows]]) -> StaticSent:
+        """Starts to send the rows that `preprocess` copied; tokens: [T, H], any float dtype, are their source."""
+        rows, (rank_rows, sent) = preprocessed
+        exchanges = self._exchange(rank_rows), self._exchange(rank_rows)
         return StaticSent(
             exchanges[0].start(rows.hidden_states),
             exchanges[1].start(rows.probs.unsqueeze(1)),
             exchanges,
-            parts,
+            rank_rows,
             sent,
             len(tokens),
         )
 
-    def finish_dispatch(self, begun: StaticSent) -> Dispatched:
-        """The rows of this rank's experts [C, H], rows of each expert [e], int64, on the device, and metadata."""
-        tokens, probs = begun.exchanges[0].wait(begun.tokens), begun.exchanges[1].wait(begun.probs)
-        received = self.by_expert(begun.parts.experts, num_tokens=begun.num_tokens)
-        metadata = StaticExchanged(begun.parts, begun.sent, received)
+    def finish_dispatch(self, sent: StaticSent) -> Dispatched:
+        """Returns the rows of this rank's experts [C, H], their numbers [e], int64, on the device, and metadata."""
+        tokens, probs = sent.exchanges[0].wait(sent.tokens), sent.exchanges[1].wait(sent.probs)
+        received = self.by_expert(sent.rank_rows.experts, num_tokens=sent.num_tokens)
+        metadata = StaticExchanged(sent.rank_rows, sent.sent, received)
         return Dispatched(
-            received.take(tokens, probs), received.order.rows_per_group, metadata, self._demand_of_both(begun)
+            received.take(tokens, probs), received.order.rows_per_group, metadata, self._demand_of_both(sent)
         )
 
-    def _demand_of_both(self, begun: StaticSent) -> RowDemand:
+    def _demand_of_both(self, sent: StaticSent) -> RowDemand:
         """Returns the larger demand of the sending pairs and of the receiving rank.
 
-        The receiving rank also counts rows for which no pair had room.
+        The receiving rank also counts slots that were lost because P rows were too few.
         """
         budget = self.budget
-        on_rank = aligned_rows(begun.parts.counts.sum(0), budget.alignment).sum(0, keepdim=True)
-        pair = budget.demand_on_pair(begun.parts.sent.rows_needed, begun.num_tokens)
-        rank = budget.demand_on_rank(on_rank, begun.num_tokens)
+        on_rank = aligned_rows(sent.rank_rows.counts.sum(0), budget.alignment).sum(0, keepdim=True)
+        pair = budget.demand_on_pair(sent.rank_rows.sent.rows_needed, sent.num_tokens)
+        rank = budget.demand_on_rank(on_rank, sent.num_tokens)
         return RowDemand(
             torch.maximum(pair.rows_missing, rank.rows_missing),
             torch.maximum(pair.factor_needed, rank.factor_needed),
@@ -322,8 +429,8 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
 
     def combine(self, rows: Tensor, metadata: StaticExchanged) -> Tensor:
         """rows: [C, H], any float dtype, in expert order and weighted -> [T, H]: the sum of each token's rows."""
-        back = RowExchange(self.wire.transport, metadata.parts.receive, metadata.parts.send)
+        back = RowExchange(self.transport, metadata.rank_rows.receive, metadata.rank_rows.send)
         return metadata.sent.give_back(back.wait(back.start(metadata.received.give_back(rows))))
 
-    def _exchange(self, parts: Parts) -> RowExchange:
-        return RowExchange(self.wire.transport, parts.send, parts.receive)
+    def _exchange(self, rank_rows: RankRows) -> RowExchange:
+        return RowExchange(self.transport, rank_rows.send, rank_rows.receive)

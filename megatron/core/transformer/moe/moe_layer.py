@@ -1,6 +1,5 @@
 """The mixture-of-experts layer: router, dispatch, experts, combine; each step is its own file."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,29 +7,14 @@ from torch import Tensor
 
 from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size, require_group_sizes
+from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, MoETokenDispatcher, local_experts
-from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.moe.dispatch_static import (
-    MoEStaticAllGatherTokenDispatcher,
-    MoEStaticAlltoAllTokenDispatcher,
-)
+from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, local_experts
 from megatron.core.transformer.moe.expert_step import ExpertStep
-from megatron.core.transformer.moe.flex_backends import build_flex_dispatcher, require_flex_backend
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-# By kind, and whether the experts' buffers have a fixed size.
-_DISPATCHERS: dict[tuple[str, bool], Callable[..., MoETokenDispatcher]] = {
-    ("allgather", False): MoEAllGatherTokenDispatcher,
-    ("allgather", True): MoEStaticAllGatherTokenDispatcher,
-    ("alltoall", False): MoEAlltoAllTokenDispatcher,
-    ("alltoall", True): MoEStaticAlltoAllTokenDispatcher,
-    ("flex", True): build_flex_dispatcher,
-}
 
 
 @dataclass
@@ -68,18 +52,13 @@ class MoELayer(MegatronModule):
             raise ValueError("num_moe_experts is None: a mixture-of-experts layer needs a number of experts")
         groups = pg_collection or existing_process_groups()
         _require_expert_ranks(config, groups)
-        require_flex_backend(config)
         local = local_experts(config, groups.ep)
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self.router = TopKRouter(config, groups)
         if layer_number is not None:
             self.router.set_layer_number(layer_number)
+        self.token_dispatcher = build_token_dispatcher(local, config=config, groups=groups)
         is_static = config.moe_expert_rank_capacity_factor is not None
-        # With buffers of a fixed size and one rank there is nothing to send, and rows are moved once.
-        kind = "allgather" if is_static and group_size(groups.tp_ep) == 1 else config.moe_token_dispatcher_type
-        self.token_dispatcher: MoETokenDispatcher = _DISPATCHERS[kind, is_static](
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
-        )
         self.expert_step = ExpertStep(default_device()) if is_static else None
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
         self.overlaps_shared_expert = config.moe_shared_expert_overlap
@@ -96,10 +75,10 @@ class MoELayer(MegatronModule):
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         preprocessed = self.parts.moe_preprocess(self._preprocess, hidden_states)
-        begun = self.token_dispatcher.send(tokens, preprocessed)
+        sent = self.token_dispatcher.send(tokens, preprocessed)
         # Beside the rows that are on their way, in backward too.
         shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
-        dispatched = self.token_dispatcher.finish_dispatch(begun)
+        dispatched = self.token_dispatcher.finish_dispatch(sent)
         output = self._expert_output(dispatched)  # [R, H]
         combined = self.token_dispatcher.combine(output, dispatched.metadata)  # [T, H]
         if self.shared_experts is not None:

@@ -1,7 +1,54 @@
-"""Names of dispatchers under the path Megatron users import them from; the code is in dispatch.py and dispatch_*.py."""
+"""The choice of a token dispatcher, and the dispatchers' names under the path that Megatron users import.
 
+The code of the dispatchers is in dispatch_*.py, their interface in dispatch.py.
+"""
+
+from collections.abc import Callable
+
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.dispatch import MoETokenDispatcher
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
 from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.dispatch_flex import build_flex_dispatcher, require_flex_backend
+from megatron.core.transformer.moe.dispatch_static import (
+    MoEStaticAllGatherTokenDispatcher,
+    MoEStaticAlltoAllTokenDispatcher,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoETokenDispatcher"]
+__all__ = [
+    "MoEAllGatherTokenDispatcher",
+    "MoEAlltoAllTokenDispatcher",
+    "MoETokenDispatcher",
+    "build_token_dispatcher",
+]
+
+
+def build_token_dispatcher(
+    experts: range, *, config: TransformerConfig, groups: ProcessGroupCollection
+) -> MoETokenDispatcher:
+    """Builds the dispatcher that the configuration selects; experts: this rank's. Collective with type flex.
+
+    Raises ValueError where this machine lacks the back end of type flex.
+    """
+    require_flex_backend(config)
+    is_static = config.moe_expert_rank_capacity_factor is not None
+    kind = config.moe_token_dispatcher_type
+    if is_static and group_size(groups.tp_ep) == 1:
+        # One rank sends nothing. Gathering then moves each row once, where sending would move it twice.
+        kind = "allgather"
+    build: Callable[..., MoETokenDispatcher]
+    match kind, is_static:
+        case "allgather", False:
+            build = MoEAllGatherTokenDispatcher
+        case "allgather", True:
+            build = MoEStaticAllGatherTokenDispatcher
+        case "alltoall", False:
+            build = MoEAlltoAllTokenDispatcher
+        case "alltoall", True:
+            build = MoEStaticAlltoAllTokenDispatcher
+        case "flex", True:
+            build = build_flex_dispatcher
+        case _:
+            raise AssertionError(f"moe_token_dispatcher_type is {kind}, which MoEConfig refuses")
+    return build(len(experts), list(experts), config=config, pg_collection=groups)
