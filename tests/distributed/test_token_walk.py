@@ -6,7 +6,7 @@ from tests.distributed.token_walk import Buffers, report, trace_activation, trac
 from tests.distributed.walks import lines, paths
 
 # Files of megatron.core that are entered today. Lower them with the code; a new file on a way needs a reason.
-FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 20, Buffers.STASH: 33}
+FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 19, Buffers.STASH: 32}
 FILES_OF_ACTIVATION = 15
 
 

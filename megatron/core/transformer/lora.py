@@ -1,6 +1,6 @@
 """Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
 
-Which layers have them is lora_specs.py's, those of grouped experts are moe/expert_adapters.py's; what a checkpoint
+Which layers have them is lora_specs.py's, those of grouped experts are moe/experts.py's; what a checkpoint
 without adapters gives is training's.
 """
 

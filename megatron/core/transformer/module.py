@@ -1,8 +1,11 @@
 """The base class of layers, the runners of their named parts, and the wrapper that runs a model in half precision."""
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from types import MethodType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +39,8 @@ class LayerParts:
     """Decides how each named part of a layer is run: plainly, recomputed, offloaded, or from CUDA graphs.
 
     The names are those of --recompute-modules, --offload-modules and --cuda-graph-modules. A layer calls its parts
-    through these runners; layer_arrangement.py chooses the runners, and graphed_layers.py those of CUDA graphs.
+    through these runners, by the decorator `part` or explicitly. layer_arrangement.py chooses the runners, and
+    graphed_layers.py those of CUDA graphs.
 
     attn: the whole attention layer. mla_up_proj: queries, keys and values of latent attention from the compressed
     projection, inside qkv_linear. mlp: the whole feed-forward layer, dense or with experts. moe_preprocess: the router
@@ -61,6 +65,34 @@ class LayerParts:
 
 def _release_nothing(consumed: Tensor) -> None:
     pass
+
+
+_Layer = TypeVar("_Layer", bound="MegatronModule")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[_Layer, _Args], _Result]
+
+
+def part(name: str) -> Callable[[_Method[_Layer, _Args, _Result]], _Method[_Layer, _Args, _Result]]:
+    """Makes a method the part `name` of its layer: each call goes through that runner of `self.parts`.
+
+    name: a Run of LayerParts. A RunAndRelease needs an explicit call, since its caller must call `release`. Raises
+    ValueError for any other name, when the class is defined.
+    """
+    runs = [one.name for one in fields(LayerParts) if one.default is run]
+    if name not in runs:
+        raise ValueError(f"part is {name!r}: must be one of {', '.join(runs)}")
+    runner_of = attrgetter(name)
+
+    def decorate(method: _Method[_Layer, _Args, _Result]) -> _Method[_Layer, _Args, _Result]:
+        @functools.wraps(method)
+        def run_part(self: _Layer, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+            result: _Result = runner_of(self.parts)(MethodType(method, self), *args, **kwargs)
+            return result
+
+        return run_part
+
+    return decorate
 
 
 class MegatronModule(CopiedWithGroups):

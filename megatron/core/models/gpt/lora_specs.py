@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.lora import LoRAColumnParallelLinear, LoRAReplicatedLinear, LoRARowParallelLinear
-from megatron.core.transformer.moe.expert_adapters import ExpertAdapter, GroupedMLPSubmodules
+from megatron.core.transformer.moe.experts import ExpertAdapter, GroupedMLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 _ADAPTED = {

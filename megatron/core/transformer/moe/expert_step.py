@@ -1,6 +1,14 @@
-"""ExpertStep: what expert layers with buffers of a fixed size share during a step, all of it on the device.
+"""ExpertStep: the record of a step that expert layers with static buffers share, on the device.
 
-When a step begins, what a verdict is and what follows from it is training's matter; the stash is paged_stash's.
+It records whether any buffer lost rows and how many rows each layer had, and it opens the stash's contexts around the
+experts. training/ begins and ends steps, reads the record, and discards a step that lost rows. The stash itself is in
+paged_stash/.
+
+[Note: captured experts]
+A CUDA graph replays the device's work of a layer but not the host's. A part of a layer that is captured therefore gets
+a CapturedForward, which collects during capture what the host would have recorded: the rows of each layer, as tensors
+in the graph's memory, and the stash's account. `replaying`, `replayed` and `replaying_backward` then do the host's work
+of each replay.
 """
 
 from collections.abc import Iterator
@@ -25,26 +33,29 @@ from megatron.core.transformer.recompute import Recorder
 
 @dataclass
 class CapturedForward:
-    """stashed: the stash's part. rows: of each layer its number and [1], int64, on the device, in memory of a graph."""
+    """The host's account of a captured part of a layer. See [Note: captured experts].
+
+    stashed: the stash's account. rows: layer number and live rows, [1], int64, on the device, in the graph's memory.
+    """
 
     stashed: CapturedPart | None
     rows: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class ExpertStep(Recorder, torch.nn.Module):
-    """Whether the rows of a step found room, how many each expert layer had, and where they wait for backward.
+    """Records the demand and the live rows of a step's expert layers, and runs the experts under the stash.
 
-    A layer outside a trainer has one of its own; a trainer gives one to all layers of its rank. Until the first
-    `begin` nobody takes rows and passes, and none are kept.
-    Attributes: rows_missing [1], int64: the most rows that a buffer lacked, above 0 if any were lost. factor_needed
-    [1], fp32: the smallest moe_expert_rank_capacity_factor that would have been enough. rows [n], int64: live rows of
-    the layers' forwards in the order of `passes`, numbers of layers; second forwards, for backward, and those without
-    gradients are left out. stash: None where buffers wait for backward as they are.
+    A layer creates its own; a trainer replaces it by one for all layers of its rank. Before the first `begin`, live
+    rows are not recorded.
+    rows_missing: [1], int64, the most rows that any buffer lacked; above 0 if rows were lost. factor_needed: [1], fp32,
+    the smallest moe_expert_rank_capacity_factor that would have lost none. passes: layer numbers of the forwards, in
+    order; rows: [n], int64, the live rows of each. Recomputed forwards and forwards without gradients are not in them.
+    stash: None where autograd saves whole buffers for backward.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # Memory that stays in place, as a CUDA graph writes to it. Not buffers: a cast of the model is not meant.
+        # Persistent memory, to which CUDA graphs write. Not buffers, since casts of the model must not change them.
         self.rows_missing = torch.zeros(1, dtype=torch.int64, device=device)
         self.factor_needed = torch.zeros(1, dtype=torch.float32, device=device)
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
@@ -54,7 +65,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         self._part: CapturedForward | None = None  # while it is being captured
 
     def __reduce__(self) -> Any:
-        """A copy of a model has no part in the original's steps."""
+        """Makes a copy of a model start with a new record, which shares nothing with the original's steps."""
         return ExpertStep, (self.rows.device,)
 
     def begin(self) -> None:
@@ -63,21 +74,24 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.factor_needed.zero_()
         self.passes, self._has_begun = [], True
 
-    def note(self, demand: RowDemand) -> None:
-        """Takes what a dispatcher says. Raises RuntimeError where rows could be lost and nobody has begun a step."""
+    def record_demand(self, demand: RowDemand) -> None:
+        """Adds a dispatcher's demand. Raises RuntimeError where rows could be lost and no step has begun."""
         if demand.can_lose and not self._has_begun:
             raise RuntimeError(
-                "buffers of moe_expert_rank_capacity_factor may be too small for the routing, and nobody would see it: "
-                "train with megatron.training, or call begin() of the layers' expert_step before each step and run the "
-                "step again with set_capacity_factor of their token_dispatcher where rows_missing is above 0 on any "
-                "rank; see docs/library.md"
+                "buffers of moe_expert_rank_capacity_factor may be too small for the routing, and lost rows would go "
+                "unnoticed: train with megatron.training, or call begin() of the layers' expert_step before each step "
+                "and, where rows_missing is above 0 on any rank, retry the step with a larger factor by "
+                "set_capacity_factor of their token_dispatcher; see docs/library.md"
             )
         torch.maximum(self.rows_missing, demand.rows_missing, out=self.rows_missing)
         torch.maximum(self.factor_needed, demand.factor_needed, out=self.factor_needed)
 
     @contextmanager
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
-        """Surrounds the experts of a layer; num_rows: [1], int64, on the device: live rows out of max_rows."""
+        """Wraps the experts of a layer: records their live rows and opens a context of the stash.
+
+        num_rows: [1], int64, on the device: live rows out of max_rows. Yields the stash's group; None without a stash.
+        """
         if self._has_begun and self._recording and torch.is_grad_enabled():
             self._count(layer_number, num_rows)
         if self.stash is None:
@@ -89,22 +103,22 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Stops counting rows inside the block, where a layer's forward is recomputed for its backward."""
+        """Stops recording rows inside the block, where a layer's forward is recomputed for its backward."""
         recorded, self._recording = self._recording, False
         try:
             yield
         finally:
             self._recording = recorded
 
-    # Of a forward that is captured as a part of a layer, which a CUDA graph runs from then on.
+    # Parts in CUDA graphs. See [Note: captured experts].
 
     def new_part(self) -> CapturedForward:
-        """Returns the record of a part that is about to be captured."""
+        """Creates the account of a part that is about to be captured."""
         return CapturedForward(None if self.stash is None else self.stash.new_part())
 
     @contextmanager
     def capturing(self, part: CapturedForward) -> Iterator[None]:
-        """Surrounds a part's forward, then its backward, while they are captured."""
+        """Wraps a part's forward, then its backward, while they are captured."""
         self._part = part
         try:
             if self.stash is None or part.stashed is None:
@@ -116,28 +130,28 @@ class ExpertStep(Recorder, torch.nn.Module):
             self._part = None
 
     def replaying(self, part: CapturedForward) -> ReplayedForward | None:
-        """Called before each replay; returns the argument of replaying_backward."""
+        """Prepares a replay of the forward; returns the argument of replaying_backward."""
         return None if self.stash is None or part.stashed is None else self.stash.replaying(part.stashed)
 
     def replayed(self, part: CapturedForward) -> None:
-        """Called after each replay."""
+        """Records the rows of a replayed forward."""
         for layer_number, num_rows in part.rows:
             self._count(layer_number, num_rows)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Called before each replay of the backward."""
+        """Prepares a replay of the backward."""
         if self.stash is not None:
             self.stash.join()
             self.stash.replaying_backward(forward)
 
     def _count(self, layer_number: int, num_rows: Tensor) -> None:
         if self._part is not None:
-            # Its place is a number of the host, which a graph would write to each time.
+            # The place in `rows` is a host number, so that a graph would write to the same place in each replay.
             self._part.rows.append((layer_number, num_rows))
             return
         place = len(self.passes)
         if place == len(self.rows):
-            # Room for twice as many: steps are alike, so that this ends with the first.
+            # Doubles. Steps have equally many forwards, so that only the first step grows it.
             self.rows = torch.cat([self.rows, self.rows.new_zeros(max(place, 64))])
         self.rows[place].copy_(num_rows[0])
         self.passes.append(layer_number)

@@ -1,43 +1,88 @@
-"""The experts of one rank: in one grouped matrix product, or one after the other; rows arrive sorted by expert."""
+"""The experts of one rank, over rows that are sorted by expert: GroupedMLP, and its reference SequentialMLP.
+
+GroupedMLP computes all experts by grouped matrix products, SequentialMLP runs one MLP after the other. Below them are
+the record of which experts a rank holds, low-rank adapters of grouped experts, and products over static buffers. The
+rows come from a token dispatcher (dispatch.py).
+
+Shapes: R rows, H hidden, F width of one expert, e experts of this rank, E experts of all ranks, r width of adapters.
+
+[Note: static experts]
+With moe_expert_rank_capacity_factor the rows lie in a buffer of C rows, of which the device alone knows how many are
+live, R. The products read R from the offsets on the device. The activation gets it as num_rows and is the stash's
+operator, since a plain activation would compute all C rows. Rows from R on hold any bytes, and so do their gradients.
+A stash saves the live rows for backward in pages. If the pool has no pages left, it drops tensors that backward can
+recompute: first act, from gate_up and the weights, then gate_up, from the rows. `_static_forward` declares the rows to
+the stash and tells it how to recompute them. A recomputed gate_up has the same bits, since recompute_gate_up computes
+the same operations in the same order as `_static_fc1`.
+"""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tensor_model_parallel_attributes
+from megatron.core.transformer.lora import init_of_a, rank_and_scale
+from megatron.core.transformer.lora_config import require_whole_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.expert_adapters import ExpertAdapter, GroupedMLPSubmodules
-from megatron.core.transformer.moe.expert_shard import ExpertShard
+from megatron.core.transformer.module import MegatronModule, part, run_and_keep
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
-from megatron.core.transformer.moe.paged_stash import StashGroup, add_expert_bias
-from megatron.core.transformer.moe.static_experts import ExpertParameters, LowRank, static_activation, static_experts
+from megatron.core.transformer.moe.paged_stash import (
+    ActivationForm,
+    Priority,
+    Recompute,
+    StashGroup,
+    add_expert_bias,
+    add_low_rank,
+    gated_activation,
+    recompute_act,
+    recompute_gate_up,
+)
+from megatron.core.transformer.moe.paged_stash import grouped_gemm as stashed_grouped_gemm
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
 
+# Checkpoint keys, with which grouped and sequential experts read each other's.
+_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
+_BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
+
+
+@dataclass
+class GroupedMLPSubmodules:
+    """Specs of the low-rank adapters of both products; None: no adapter."""
+
+    linear_fc1: Any = None
+    linear_fc2: Any = None
+
 
 class GroupedMLP(MegatronModule):
-    """All experts of a rank at once: fc1 grouped product, weighted activation, fc2 grouped product.
+    """All experts of a rank by grouped matrix products.
 
-    Backward keeps the rows [R, H], gate_up [R, 2F], the weights [R] and the activations [R, F]. bias1: [e, 2F], bias2:
-    [e, H], where linear layers have biases; a row's share of bias2 is its weight. linear_fc1, linear_fc2: the adapters
-    of both products, or None.
+    1. fc1, a product for each expert: rows [R, H] -> gate_up [R, 2F] (F without a gated activation).
+    2. The activation, times the routing weight of each row: act [R, F].
+    3. fc2, a product for each expert: [R, H].
+
+    Saves the rows, gate_up, the weights and act for backward. bias1: [e, 2F], bias2: [e, H], where linear layers have
+    biases; bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of both products, or
+    None.
     """
 
     bias1: nn.Parameter | None
     bias2: nn.Parameter | None
-    linear_fc1: ExpertAdapter | None
-    linear_fc2: ExpertAdapter | None
+    linear_fc1: "ExpertAdapter | None"
+    linear_fc2: "ExpertAdapter | None"
 
     def __init__(
         self,
@@ -57,7 +102,7 @@ class GroupedMLP(MegatronModule):
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.static_activation = static_activation(config) if is_static else None
         hidden = config.hidden_size
-        # Megatron's shapes; the memory is that of [e, H, 2F] and [e, F, H].
+        # Megatron's shapes. In memory they are [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
         self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
         set_tensor_model_parallel_attributes(self.weight1, True, 1, 1)
@@ -81,7 +126,7 @@ class GroupedMLP(MegatronModule):
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Returns the init methods of this module's own parameters, by name."""
         assert self.config.init_method is not None and self.config.output_layer_init_method is not None
         methods = {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
         return methods | ({} if self.bias1 is None else dict.fromkeys(("bias1", "bias2"), ConstantInit(0)))
@@ -94,62 +139,112 @@ class GroupedMLP(MegatronModule):
         *,
         group: StashGroup | None = None,
     ) -> tuple[Tensor, None]:
-        """permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. group: where the rows of a buffer of fixed size wait for backward.
-        Returns [R, H], parameter dtype, rows weighted, and no bias.
+        """Computes the weighted results of rows, and no bias that is still to be added.
+
+        permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
+        permuted_probs: [R], fp32 or parameter dtype. group: saves the rows of a static buffer for backward. Returns
+        [R, H], parameter dtype. With a static buffer, C in place of R.
         """
         offsets = row_offsets(tokens_per_expert)
         if self.static_activation is not None:
-            output = static_experts(
-                permuted_local_hidden_states,
-                permuted_probs,
-                parameters=self._parameters_of_pass(),
-                offsets=offsets,
-                activation=self.static_activation,
-                parts=self.parts,
-                group=group,
+            form = self.static_activation
+            output = self._static_forward(
+                permuted_local_hidden_states, permuted_probs, offsets=offsets, form=form, group=group
             )
             return output, None
-        # [R, H] -> [R, 2F] -> [R, F] -> [R, H]; the weight is applied where rows are narrowest to keep.
-        gate_up = self.parts.expert_fc1(self._fc1, permuted_local_hidden_states, offsets=offsets)
-        act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))
-        output = grouped_gemm(act, self.weight2, offsets=offsets)
+        gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
+        # The weight is applied where rows are narrowest to save.
+        act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))  # [R, F]
+        output = grouped_gemm(act, self.weight2, offsets=offsets)  # [R, H]
         if self.bias2 is not None:
-            share = 1 / self.shard.num_parts
-            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=share)
+            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=self._bias2_share)
         if self.linear_fc2 is not None:
             output = self.linear_fc2(output, act, offsets=offsets)
         release(output)
         return output, None
 
+    @part("expert_fc1")
     def _fc1(self, rows: Tensor, *, offsets: Tensor) -> Tensor:
         product = grouped_gemm(rows, self.weight1, offsets=offsets)
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return product if self.linear_fc1 is None else self.linear_fc1(product, rows, offsets=offsets)
 
-    def _parameters_of_pass(self) -> ExpertParameters:
-        # Each part adds its share of bias2: whoever takes the rows back sums the parts.
-        low_ranks = (
-            None if one is None else LowRank(one.lora_a, one.lora_b, one.scale)
-            for one in (self.linear_fc1, self.linear_fc2)
-        )
-        return ExpertParameters(
-            self.weight1, self.weight2, self.bias1, self.bias2, 1 / self.shard.num_parts, *low_ranks
-        )
-
     def _weighted_activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
         return self.activation(gate_up, bias=None, scale=weights)
 
+    @property
+    def _bias2_share(self) -> float:
+        # Each rank of an expert has all of bias2 and adds its share, since the results of the ranks are summed.
+        return 1 / self.shard.num_parts
+
+    # The same over a static buffer. See [Note: static experts].
+
+    def _static_forward(
+        self, rows: Tensor, weights: Tensor, *, offsets: Tensor, form: ActivationForm, group: StashGroup | None
+    ) -> Tensor:
+        """Computes the live rows; rows: [C, H], parameter dtype; weights: [C]; offsets: [e], int32, on the device.
+
+        The last offset is the number of live rows. Returns [C, H].
+        """
+        num_rows = offsets[-1:].long()
+        fields: dict[str, Any] = {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
+        if group is not None:
+            group.rows(rows, weights)
+        gate_up, *low = self._static_fc1(rows, offsets=offsets)  # [C, 2F]
+        if group is not None:
+            group.rows(gate_up, *low)
+        activation = partial(gated_activation, num_rows=num_rows, **fields)
+        act, release = self.parts.moe_act(activation, gate_up, weights)  # [C, F]
+        if group is not None:
+            again = self._recompute_gate_up(rows, offsets=offsets)
+            group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows, *low))
+            if self.parts.moe_act is run_and_keep:
+                again = recompute_act(num_rows, **fields)
+                group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
+            else:
+                # The runner of moe_act recomputes or offloads act itself.
+                group.keep(act)
+        output = self._static_fc2(act, weights, offsets=offsets)  # [C, H]
+        release(output)
+        return output
+
+    @part("expert_fc1")
+    def _static_fc1(self, rows: Tensor, *, offsets: Tensor) -> tuple[Tensor, ...]:
+        """Returns gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r]."""
+        product = _static_product(rows, self.weight1, offsets=offsets)
+        if self.bias1 is not None:
+            product = add_expert_bias(product, self.bias1, offsets=offsets)
+        return _static_adapted(product, rows, adapter=self.linear_fc1, offsets=offsets)
+
+    def _recompute_gate_up(self, rows: Tensor, *, offsets: Tensor) -> Recompute:
+        adapter = self.linear_fc1
+        return recompute_gate_up(
+            _matrices(self.weight1, rows, offsets=offsets),
+            offsets,
+            bias=self.bias1,
+            low_rank=None if adapter is None else (adapter.lora_b, adapter.scale),
+        )
+
+    def _static_fc2(self, act: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
+        output = _static_product(act, self.weight2, offsets=offsets)
+        if self.bias2 is not None:
+            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=weights, share=self._bias2_share)
+        return _static_adapted(output, act, adapter=self.linear_fc2, offsets=offsets)[0]
+
+    # For checkpoints and optimizers.
+
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """The stacked tensors of all experts: fc1 [E, F, H] (gate and up apart where gated), fc2 [E, H, F]; biases
-        likewise without the input, and adapters.
+        """Returns this rank's pieces of the stored tensors, which stack all experts.
+
+        fc1 is [E, F, H], as two tensors, gate and up, where the activation is gated; fc2 is [E, H, F]. Biases have no
+        input dimension. Adapters are in the result as well.
         """
         experts, hidden, ffn = self.num_local_experts, self.config.hidden_size, self.ffn_hidden_size
         all_experts, first = self.shard.num_experts, self.shard.first_expert
         all_ffn, first_ffn = ffn * self.shard.num_parts, ffn * self.shard.part
         halves = (".gate", ".up") if self.config.gated_linear_unit else ("",)
-        # Stored as Hugging Face and the dense layers have it, output before input: a transposed view of ours.
+        # Stored with the output before the input, as in dense layers and Hugging Face: a transposed view.
         fc1_stride = (hidden * self.fc1_width, 1, self.fc1_width)
         pieces = {
             "weight1": [
@@ -187,7 +282,7 @@ class GroupedMLP(MegatronModule):
         return {**pieces, "bias1": gate_up, "bias2": [bias2]}
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Each expert's fc1 (gate over up) and fc2, which lie transposed."""
+        """Returns the windows of each expert's fc1 (gate over up) and fc2, which are stored transposed."""
         hidden, ffn, width = self.config.hidden_size, self.ffn_hidden_size, self.fc1_width
         experts = range(self.num_local_experts)
         return {
@@ -197,7 +292,7 @@ class GroupedMLP(MegatronModule):
 
 
 class SequentialMLP(MegatronModule):
-    """One MLP an expert, run one after the other: the reference for GroupedMLP."""
+    """One MLP for each expert, run one after the other: the reference for GroupedMLP."""
 
     def __init__(
         self,
@@ -216,27 +311,30 @@ class SequentialMLP(MegatronModule):
         mark_experts(self)
         for bias in (expert.linear_fc2.bias for expert in experts):
             if bias is not None and self.shard.num_parts > 1:
-                # All ranks of an expert hold the bias whole and add a share: they need the gradient of all of it.
+                # Each rank of an expert has the whole bias and adds a share of it in forward. The gradient of the whole
+                # bias is num_parts times that of the share.
                 bias.register_hook(partial(torch.mul, self.shard.num_parts))
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype, rows weighted, and no bias.
+        """Computes the weighted results of rows, and no bias that is still to be added.
+
+        permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
+        permuted_probs: [R], fp32 or parameter dtype. Returns [R, H], parameter dtype.
         """
         sizes = _counts_sync(tokens_per_expert)
-        # An expert without tokens runs on no rows: its parameters still get gradients, of zeros.
+        # An expert without tokens runs on zero rows, so that its parameters get gradients, which are zero.
         inputs, weights = permuted_local_hidden_states.split(sizes), permuted_probs.split(sizes)
         outputs = []
         for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):
             output, bias = expert(rows, scale)
-            # Each part adds its share: whoever takes the rows back sums the parts.
+            # Each rank of an expert adds its share, since the results of the ranks are summed.
             outputs.append(output if bias is None else output + bias / self.shard.num_parts)
         return torch.cat(outputs), None
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """Each expert's part of the tensors that GroupedMLP stores; biases likewise."""
+        """Returns each expert's pieces of the tensors that GroupedMLP stores."""
         return {
             f"local_experts.{index}.{name}": [self._of_expert(part, index, prefix=prefix) for part in parts]
             for index, expert in enumerate(self.local_experts)
@@ -244,7 +342,7 @@ class SequentialMLP(MegatronModule):
         }
 
     def _of_expert(self, part: LogicalPiece, index: int, *, prefix: str) -> LogicalPiece:
-        """One expert's tensor as a row of all experts'."""
+        """Turns the piece of one expert's tensor into a row of the stacked tensor."""
         return LogicalPiece(
             key=prefix + part.key,
             shape=(1, *part.shape),
@@ -255,17 +353,163 @@ class SequentialMLP(MegatronModule):
         )
 
 
+def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
+    """Reads the rows of each expert on the host. NOTE: synchronizes, as the sequential reference alone does."""
+    counts: list[Any] = tokens_per_expert.tolist()
+    return counts
+
+
+# --- Which experts a rank holds ---
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """The experts that a rank holds, from first_expert on, and the part of each, one of num_parts.
+
+    num_experts: experts of the whole layer.
+    """
+
+    num_experts: int
+    first_expert: int
+    part: int
+    num_parts: int
+
+    @classmethod
+    def of(cls, groups: ProcessGroupCollection, num_local_experts: int) -> "ExpertShard":
+        """Builds this rank's shard from the expert and expert-tensor groups."""
+        return cls(
+            num_experts=num_local_experts * group_size(groups.ep),
+            first_expert=num_local_experts * group_rank(groups.ep),
+            part=group_rank(groups.expt_tp),
+            num_parts=group_size(groups.expt_tp),
+        )
+
+
 def mark_experts(experts: nn.Module) -> None:
-    """Writes on every parameter that its gradient is summed over the ranks of the same experts alone."""
+    """Marks every parameter as an expert's, whose gradient is summed over the ranks with the same experts."""
     for parameter in experts.parameters():
         mark_expert(parameter)
 
 
-_FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
-_BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
+# --- Adapters ---
 
 
-def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
-    """Rows of each expert, on the host. NOTE: waits for the device; only the sequential reference does."""
-    counts: list[Any] = tokens_per_expert.tolist()
-    return counts
+class ExpertAdapter(MegatronModule):
+    """The low-rank adapters of all experts of a rank, for one of the products: alpha / r B A x is added to it.
+
+    lora_a: [e, I, r], random; lora_b: [e, r, O], initially zero. I and O are the widths of the product's input and
+    output. Checkpoints have the keys of sequential experts' adapters. lora.py has the adapters of linear layers.
+    """
+
+    def __init__(
+        self, shard: ExpertShard, num_local_experts: int, *, config: TransformerConfig, sizes: tuple[int, int]
+    ) -> None:
+        """sizes: I and O, which is 2F for a gated fc1. Raises ValueError for experts that are split over ranks."""
+        super().__init__(config)
+        require_whole_experts(shard.num_parts)
+        rank, self.scale = rank_and_scale(config)
+        self.shard, self.num_local_experts, self.sizes, self.rank = shard, num_local_experts, sizes, rank
+        self.lora_a = empty_parameter(num_local_experts, sizes[0], rank, config=config)
+        initialize_weight(self.lora_a, init_of_a(sizes[0]), config=config)
+        self.lora_b = zero_parameter(num_local_experts, rank, sizes[1], config=config)
+
+    def init_methods(self) -> dict[str, InitMethod]:
+        """Returns the init methods of the parameters, by name."""
+        return {"lora_a": init_of_a(self.sizes[0]), "lora_b": ConstantInit(0)}
+
+    def forward(self, product: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
+        """Adds to the product in place and returns it.
+
+        product: [R, O], the weights' product with rows: [R, I], both parameter dtype; offsets: [e], int32, on the
+        device: the end of each expert's rows.
+        """
+        low = grouped_gemm(rows, self.lora_a, offsets=offsets)  # [R, r]
+        return add_low_rank(product, low, weight=self.lora_b, offsets=offsets, scale=self.scale)
+
+    def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
+        """Returns this rank's pieces of the stored tensors, output before input: A [E, r, I], and B [E, O, r].
+
+        key: the linear layer's name with a trailing dot. halves: suffixes of B, which is one tensor for each.
+        """
+        (inputs, outputs), rank, experts = self.sizes, self.rank, self.num_local_experts
+        all_experts, first = self.shard.num_experts, self.shard.first_expert
+        width = outputs // len(halves)
+        lora_a = LogicalPiece(
+            key + "lora_a",
+            (experts, rank, inputs),
+            (inputs * rank, 1, rank),
+            0,
+            (all_experts, rank, inputs),
+            (first, 0, 0),
+        )
+        lora_b = [
+            LogicalPiece(
+                key + "lora_b" + half,
+                (experts, width, rank),
+                (rank * outputs, 1, outputs),
+                index * width,
+                (all_experts, width, rank),
+                (first, 0, 0),
+            )
+            for index, half in enumerate(halves)
+        ]
+        return {"lora_a": [lora_a], "lora_b": lora_b}
+
+    def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
+        """Returns the windows of each expert's A and B, which are stored transposed."""
+        (inputs, outputs), rank = self.sizes, self.rank
+        experts = range(self.num_local_experts)
+        return {
+            "lora_a": [MatrixWindow((rank, inputs), (1, rank), index * inputs * rank) for index in experts],
+            "lora_b": [MatrixWindow((outputs, rank), (1, outputs), index * rank * outputs) for index in experts],
+        }
+
+
+# --- Static buffers: activations and products of live rows ---
+
+# (activation_func, gated_linear_unit) -> the kernels' name of both together.
+_ACTIVATIONS = {
+    (F.silu, True): "swiglu",
+    (F.gelu, True): "geglu",
+    (quick_gelu, True): "quick_geglu",
+    (F.silu, False): "silu",
+    (F.gelu, False): "gelu",
+    (quick_gelu, False): "quick_gelu",
+    (squared_relu, False): "squared_relu",
+}
+
+
+def static_activation(config: TransformerConfig) -> ActivationForm:
+    """Returns the kernels' form of the configured activation; raises ValueError for one without a kernel."""
+    chosen = config.activation_func, config.gated_linear_unit
+    if chosen not in _ACTIVATIONS:
+        raise ValueError(
+            f"activation_func is {config.activation_func} with gated_linear_unit {config.gated_linear_unit}: with "
+            f"moe_expert_rank_capacity_factor it must be one of {', '.join(_ACTIVATIONS.values())}"
+        )
+    return ActivationForm(_ACTIVATIONS[chosen], config.activation_func_clamp_value, config.glu_linear_offset)
+
+
+def _static_product(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+    """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: memory of [e, I, O] -> [C, O].
+
+    On the GPU it uses the kernels that would recompute the result. On the CPU it is torch's product, where the gradient
+    of the weight can be accumulated directly into its owner's buffer.
+    """
+    if rows.device.type == "cpu":
+        return grouped_gemm(rows, weight, offsets=offsets)
+    return stashed_grouped_gemm(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
+
+
+def _static_adapted(
+    product: Tensor, rows: Tensor, *, adapter: ExpertAdapter | None, offsets: Tensor
+) -> tuple[Tensor, ...]:
+    """Adds the adapter's result to the product: [C, O]; returns it and the product of rows with A: [C, r], if any."""
+    if adapter is None:
+        return (product,)
+    low = _static_product(rows, adapter.lora_a, offsets=offsets)
+    return add_low_rank(product, low, weight=adapter.lora_b, offsets=offsets, scale=adapter.scale), low
+
+
+def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
+    return weight.view(len(offsets), rows.shape[1], -1)

@@ -1,6 +1,6 @@
-"""One matrix product per expert over rows sorted by expert; which experts and why is experts.py's matter.
+"""Grouped matrix products: rows that are sorted by expert, times the matrix of their expert. experts.py uses them.
 
-Shapes: R rows, e experts, I and O widths of the rows and of what comes out.
+Shapes: R rows, e experts, I and O the widths of input and output rows.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
 
 
 def row_offsets(tokens_per_expert: Tensor) -> Tensor:
-    """Returns where each expert's rows end; tokens_per_expert: [e], int64, on device -> [e], int32, same device."""
+    """Returns the end of each expert's rows; tokens_per_expert: [e], int64, on device -> [e], int32, same device."""
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
 def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
-    """rows of expert i times its matrix.
+    """Multiplies each row by the matrix of its expert.
 
-    rows: [R, I], sorted by expert; weight: any shape whose memory is that of [e, I, O], same float dtype; offsets: [e],
-    int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. Rows behind the last expert's are
-    not read, and hold any bytes in the result and in the gradient. No host read on a GPU, except for fp64.
+    rows: [R, I], sorted by expert; weight: any shape with the memory of [e, I, O], same float dtype; offsets: [e],
+    int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. Rows after the last expert's are
+    not read; the result and the gradient hold any bytes there. On a GPU only fp64 reads the device on the host.
     """
     if rows.device.type == "cpu" and has_grad_owner(weight):
         output: Tensor = _GroupedGemm.apply(rows, weight, offsets)
@@ -33,7 +33,10 @@ def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """The grouped product for weights with a gradient owner. Supports double backward, as its operators do."""
+    """The grouped product for weights with a gradient owner, to which backward hands over the weight's gradient.
+
+    Supports double backward, as its operators do.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -54,7 +57,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ExpertGrads:
-    """A WeightGrad on the CPU: rows [R, I] and the gradient of the output [R, O]; shape: the weight's."""
+    """A WeightGrad on the CPU, computed from rows: [R, I], and the output's gradient: [R, O]; shape: the weight's."""
 
     rows: Tensor
     grad: Tensor
@@ -79,7 +82,7 @@ class _ExpertGrads:
 
     @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:
-        """Each expert's rows and gradients. NOTE: reads the offsets on the host."""
+        """Splits rows and gradients by expert. NOTE: reads the offsets on the host."""
         return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
 
 
@@ -89,7 +92,7 @@ def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
 
 def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
     if rows.shape[0] == 0:
-        # No expert of this rank has a row: zero gradients for all, which torch's product fails to give (2.13).
+        # No expert of this rank has a row. All gradients must be zeros, where torch's grouped product fails (2.13).
         return rows @ matrices[0]
     if rows.dtype == torch.float64:
         # torch's grouped product has no fp64 (2.13); fp64 serves as a reference only.
@@ -99,6 +102,6 @@ def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
 
 
 def _split_sync(rows: Tensor, offsets: Tensor) -> list[Tensor]:
-    """Each expert's rows. NOTE: reads the offsets on the host."""
+    """Splits rows by expert. NOTE: reads the offsets on the host."""
     ends = offsets.tolist()
     return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,4 +1,7 @@
-"""The mixture-of-experts layer: router, dispatch, experts, combine; each step is its own file."""
+"""The mixture-of-experts layer: router, dispatch, experts, combine. MoELayer.forward lists the steps of a token.
+
+The steps are in router.py, dispatch_*.py, experts.py and shared_experts.py.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +11,8 @@ from torch import Tensor
 from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.dispatch import Dispatched, DispatchedTokens, local_experts
+from megatron.core.transformer.module import MegatronModule, part
+from megatron.core.transformer.moe.dispatch import DispatchedTokens, local_experts
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
@@ -19,21 +22,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MoESubmodules:
-    """Specs of the experts that the router chooses from, and of the one that every token sees."""
+    """Specs of the experts that the router chooses from, and of the shared expert."""
 
     experts: Any = None
     shared_experts: Any = None
 
 
 class MoELayer(MegatronModule):
-    """A feed-forward layer of which each token sees K experts.
+    """A feed-forward layer in which each token runs through K of E experts.
 
-    1. The router weighs experts: [T, K] weights and indices.
-    2. The dispatcher sorts K copies of each token by expert: [R, H].
-    3. The experts compute, each row times its weight: [R, H].
-    4. The dispatcher sums each token's rows: [T, H].
-    5. The shared expert, if there is one, adds its result for every token: [T, H]; with moe_shared_expert_overlap it
-       computes while rows are sent.
+    1. `route`: the router chooses and weighs experts for the tokens [T, H]: weights and indices [T, K].
+    2. The dispatcher copies each token into K rows, sorted by expert, on the ranks of its experts: [R, H].
+    3. `routed_experts_compute`: the experts compute their rows, times the weights: [R, H].
+    4. The dispatcher brings the rows back and sums those of each token: [T, H].
+    5. `shared_experts_compute`: the shared expert, if there is one, adds its result for every token: [T, H]. With
+       moe_shared_expert_overlap it computes while rows are sent.
+
+    R is T x K in one rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded, or
+    replayed from CUDA graphs.
     """
 
     def __init__(
@@ -44,8 +50,9 @@ class MoELayer(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """layer_number: of the router's losses outside a model, which tells it anew. pg_collection: the groups of this
-        rank; None: those of parallel_state, if there are any.
+        """layer_number: from 1, under which the router records its losses. A model sets it again for its layers.
+
+        pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
         """
         super().__init__(config)
         if config.num_moe_experts is None:
@@ -74,31 +81,42 @@ class MoELayer(MegatronModule):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [S, B, H], parameter dtype. Returns [S, B, H], same dtype, and no bias."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        preprocessed = self.parts.moe_preprocess(self._preprocess, hidden_states)
+        preprocessed = self.router_and_preprocess(hidden_states)
         sent = self.token_dispatcher.send(tokens, preprocessed)
-        # Beside the rows that are on their way, in backward too.
-        shared = self._shared_output(tokens) if self.overlaps_shared_expert else None
+        # Overlaps with the rows that are being sent, in backward too.
+        shared = self.shared_experts_compute(tokens) if self.overlaps_shared_expert else None
         dispatched = self.token_dispatcher.finish_dispatch(sent)
-        output = self._expert_output(dispatched)  # [R, H]
+        if self.expert_step is not None:
+            assert dispatched.demand is not None, "static dispatchers return their demand"
+            self.expert_step.record_demand(dispatched.demand)
+        output = self.routed_experts_compute(dispatched.rows, dispatched.tokens_per_expert)  # [R, H]
         combined = self.token_dispatcher.combine(output, dispatched.metadata)  # [T, H]
         if self.shared_experts is not None:
-            combined = combined + (self._shared_output(tokens) if shared is None else shared)
+            combined = combined + (self.shared_experts_compute(tokens) if shared is None else shared)
         return combined.view(hidden_states.shape), None
 
-    def _preprocess(self, hidden_states: Tensor) -> Any:
-        probs, expert_indices = self.parts.moe_router(self.router, hidden_states)
+    @part("moe_preprocess")
+    def router_and_preprocess(self, hidden_states: Tensor) -> Any:
+        """Routes hidden_states: [S, B, H], parameter dtype, and orders rows; returns the argument of `send`."""
+        probs, expert_indices = self.route(hidden_states)  # [T, K] each
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         return self.token_dispatcher.preprocess(tokens, probs=probs, expert_indices=expert_indices)
 
-    def _expert_output(self, dispatched: Dispatched) -> Tensor:
-        rows, counts = dispatched.rows, dispatched.tokens_per_expert
-        if self.expert_step is not None:
-            assert dispatched.demand is not None, "static dispatchers say what they needed"
-            self.expert_step.note(dispatched.demand)
-        output: Tensor = self.parts.experts(self._run_experts, rows, counts)
-        return output
+    @part("moe_router")
+    def route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the router; hidden_states: [S, B, H], parameter dtype.
 
-    def _run_experts(self, rows: DispatchedTokens, tokens_per_expert: Tensor) -> Tensor:
+        Returns weights [T, K], fp32 (fp64 in fp64 models), and expert indices [T, K], int64.
+        """
+        routed: tuple[Tensor, Tensor] = self.router(hidden_states)
+        return routed
+
+    @part("experts")
+    def routed_experts_compute(self, rows: DispatchedTokens, tokens_per_expert: Tensor) -> Tensor:
+        """Runs this rank's experts; rows: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device.
+
+        Returns [R, H], parameter dtype, each row times its weight.
+        """
         if self.expert_step is None:
             output: Tensor = self.experts(rows.hidden_states, tokens_per_expert, rows.probs)[0]
             return output
@@ -107,9 +125,11 @@ class MoELayer(MegatronModule):
             output = self.experts(rows.hidden_states, tokens_per_expert, rows.probs, group=group)[0]
         return output
 
-    def _shared_output(self, tokens: Tensor) -> Tensor:
+    @part("shared_experts")
+    def shared_experts_compute(self, tokens: Tensor) -> Tensor:
+        """Runs the shared expert; tokens: [T, H], parameter dtype. Returns [T, H], same dtype."""
         assert self.shared_experts is not None
-        output, bias = self.parts.shared_experts(self.shared_experts, tokens)
+        output, bias = self.shared_experts(tokens)
         return output if bias is None else output + bias
 
 

@@ -1,4 +1,4 @@
-"""The expert that every token sees, beside those that the router chooses (DeepSeekMoE, arXiv 2401.06066)."""
+"""The shared expert, which every token uses in addition to its routed experts (DeepSeekMoE, arXiv 2401.06066)."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class SharedExpertMLP(MLP):
     """A dense feed-forward layer of width moe_shared_expert_intermediate_size, the sum of all shared experts' widths.
 
-    gate: weigh each token's result by sigmoid(gate_weight x), as Qwen2-MoE does.
+    gate_weight: [1, H]; each token's result is multiplied by sigmoid(gate_weight x), as in Qwen2-MoE. None without
+    `gate`.
     """
 
     def __init__(
@@ -45,17 +46,18 @@ class SharedExpertMLP(MLP):
             initialize_weight(self.gate_weight, config.init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the random parameters start, by name; the projections know their own."""
+        """Returns the init methods of this module's own parameters, by name, without those of the projections."""
         assert self.config.init_method is not None
         return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the gate.
-        Returns [*, H], same dtype, and the bias that is still to be added, [H] or with a gate [*, H], or None.
+
+        Returns [*, H], same dtype, and the bias that is still to be added: [H], with a gate [*, H], or None.
         """
         if self.gate_weight is None:
             return super().forward(hidden_states, per_token_scale)
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
-        # It weighs the activations, which under sequence parallelism are of all positions and this rank's columns.
+        # The gate scales activations. Under sequence parallelism those have all positions and this rank's columns.
         gate = gather_from_sequence_parallel_region(gate, group=self.sequence_group)
         return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)

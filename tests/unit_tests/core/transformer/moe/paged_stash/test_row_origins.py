@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from megatron.core.transformer.module import LayerParts
+from megatron.core.transformer.moe.experts import ExpertAdapter, GroupedMLP, GroupedMLPSubmodules
 from megatron.core.transformer.moe.paged_stash import (
-    ActivationForm,
     PagedStash,
     RowTensors,
     add_expert_bias,
@@ -20,7 +19,7 @@ from megatron.core.transformer.moe.paged_stash import (
     gated_activation,
     grouped_gemm,
 )
-from megatron.core.transformer.moe.static_experts import ExpertParameters, LowRank, static_experts
+from tests.unit_tests.core.models.small_models import small_config
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import assert_same, is_empty_sync, make_stash
 
 C, LIVE, LAYERS = 16, 6, 3
@@ -88,31 +87,39 @@ def test_static_experts_take_their_rows_alone_where_all_sizes_coincide(
     experts: int, ffn: int, rank: int, pages: int
 ) -> None:
     last = torch.arange(experts) - experts + 1 + LIVE
-    offsets = last.clamp(min=0).int()
+    counts = last.clamp(min=0).diff(prepend=torch.zeros(1, dtype=torch.int64))
+    config = small_config(
+        hidden_size=C,
+        num_moe_experts=experts,
+        moe_router_topk=1,
+        moe_ffn_hidden_size=ffn,
+        moe_grouped_gemm=True,
+        moe_expert_rank_capacity_factor=1.0,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=True,
+        lora_rank=rank,
+        lora_alpha=2 * rank,
+        lora_target_modules=["linear_fc1", "linear_fc2"],
+    )
 
     def run(stash: PagedStash | None) -> list[Tensor]:
         torch.manual_seed(3)
-        sizes = [(experts, C, 2 * ffn), (experts, ffn, C), (experts, 2 * ffn), (experts, C)]
-        sizes += [(experts, C, rank), (experts, rank, 2 * ffn), (experts, ffn, rank), (experts, rank, C)]
-        layers = [[nn.Parameter(torch.randn(size) * 0.2) for size in sizes] for _ in range(LAYERS)]
+        adapted = GroupedMLPSubmodules(linear_fc1=ExpertAdapter, linear_fc2=ExpertAdapter)
+        layers = [GroupedMLP(experts, config, submodules=adapted) for _ in range(LAYERS)]
+        for parameter in (one for layer in layers for one in layer.parameters()):
+            torch.nn.init.normal_(parameter, std=0.2)
         hidden, weights = torch.randn(C, C), torch.rand(C, requires_grad=True)
-        for number, (fc1, fc2, bias1, bias2, a1, b1, a2, b2) in enumerate(layers):
-            adapters = LowRank(a1, b1, 2.0), LowRank(a2, b2, 2.0)
+        for number, layer in enumerate(layers):
             name, takes = str(number), RowTensors.DECLARED
             around = nullcontext() if stash is None else stash.context(name, LIVE, max_rows=C, takes=takes)
             with around as group:
-                hidden = static_experts(
-                    hidden,
-                    weights * 1.0,
-                    parameters=ExpertParameters(fc1, fc2, bias1, bias2, 1.0, *adapters),
-                    offsets=offsets,
-                    activation=ActivationForm("swiglu", None, 0.0),
-                    parts=LayerParts(),
-                    group=group,
-                )
+                hidden = layer(hidden, counts, weights * 1.0, group=group)[0]
         hidden[:LIVE].square().sum().backward()
         assert weights.grad is not None
-        return [weights.grad[:LIVE], *[one.grad for layer in layers for one in layer if one.grad is not None]]
+        grads = [one.grad for layer in layers for one in layer.parameters() if one.grad is not None]
+        assert len(grads) == 8 * LAYERS
+        return [weights.grad[:LIVE], *grads]
 
     stash = make_stash(pages)
     assert_same(run(stash), run(None))
