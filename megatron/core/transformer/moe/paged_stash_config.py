@@ -1,4 +1,4 @@
-"""Settings of the paged stash in training, and which make no sense; pools are sized in paged_stash/sizing.py."""
+"""Settings of the paged stash in training, and their checks; paged_stash/sizing.py computes sizes of pools."""
 
 import re
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ _UNITS |= {f"{name}IB": 1024**power for power, name in enumerate("KMGT", start=1
 
 
 def parse_bytes(text: str, *, field: str = "size") -> int:
-    """512MB (of 1000 x 1000 bytes), 2GiB (of 1024 x 1024 x 1024) or 1000000 as a number of bytes; ValueError naming
-    `field` for anything else.
+    """Parses a number of bytes, such as 512MB (1000 x 1000 bytes each), 2GiB (1024 x 1024 x 1024) or 1000000.
+
+    Raises ValueError, which names `field`, for anything else.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{field} is {text!r}: must be a number of bytes, or one with a unit such as 512MB or 2GiB")
-    # Exact for any number of digits, which a float would not be.
+    # A Fraction, since a float is not exact for many digits.
     return int(Fraction(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -31,7 +32,7 @@ def _parse_buffer_bytes(text: str) -> int:
 
 @dataclass(kw_only=True)
 class PagedStashConfig:
-    """Whether and where the live rows of what experts keep for backward wait in pages."""
+    """The pages in which the live rows of tensors that experts save for backward are kept."""
 
     cli_group: ClassVar[str] = "paged stash"
 
@@ -80,7 +81,7 @@ def validate_paged_stash(
     moe_expert_rank_capacity_factor: float | None,
     has_experts: Sequence[int],
 ) -> None:
-    """Raises ValueError where the stash lacks what it builds on, and for sizes that no pool can have.
+    """Raises ValueError where the stash lacks its prerequisites, and for impossible sizes of pools.
 
     itemsize: bytes of a parameter. has_experts: 1 for each layer with experts, else 0.
     """
@@ -122,10 +123,10 @@ def validate_stash_with_activation_memory(
     offload_modules: Sequence[str],
     offloaded_layers: int,
 ) -> None:
-    """Raises ValueError where recompute or offloading leaves the stash nothing, or wants the same tensors.
+    """Raises ValueError where recompute or offloading leaves the stash no tensors, or handles the same ones.
 
-    has_experts, runs_again: for each layer, the latter as a whole. offloaded_layers: how many first ones wait on the
-    host as a whole.
+    has_experts: whether each layer has experts. runs_again: whether each layer is recomputed as a whole.
+    offloaded_layers: how many layers, from the first, are offloaded as a whole.
     """
     if not config.moe_paged_stash:
         return
@@ -156,7 +157,7 @@ def validate_stash_with_activation_memory(
 
 def _refuse_settings_without_stash(config: PagedStashConfig, *, has_buffers: bool) -> None:
     unused = PagedStashConfig()
-    # Buffers of a fixed size may be too small without a stash, too.
+    # Static buffers can overflow without a stash as well.
     with_buffers = {"moe_paged_stash_overflow_policy"} if has_buffers else set()
     for name in vars(unused):
         if name not in with_buffers and vars(config)[name] != vars(unused)[name]:

@@ -1,4 +1,4 @@
-"""Settings of routers: scores, choice, weights, balance; which layers have experts is in moe_config.py."""
+"""Settings of routers: scores, choice, weights, balance. moe_config.py has the other settings of expert layers."""
 
 import math
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import ClassVar
 from megatron.core.config_field import config_field, run_checks, validate_fields
 
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
-# Those without a loss.
+# Types that add no loss.
 _LOSSLESS_TYPES = ("sinkhorn", "none")
 _BIAS_UPDATE_RATE = 1e-3
 
 
 @dataclass(kw_only=True)
 class RouterConfig:
-    """How tokens choose experts, with which weights, and what keeps the experts' loads even."""
+    """The choice of experts for each token, its weights, and the balance of the experts' loads."""
 
     cli_group: ClassVar[str] = "moe"
 
@@ -79,18 +79,18 @@ class RouterConfig:
         validate_fields(self)
 
     def aux_loss_coefficient(self, balancing_type: str) -> float:
-        """Weight of one load-balancing loss; 0 where the type is not used."""
+        """Returns the weight of one load-balancing loss; 0 where the type is not used."""
         types, coefficients = _as_list(self.moe_router_load_balancing_type), _as_list(self.moe_aux_loss_coeff)
         return float(dict(zip(types, coefficients, strict=True)).get(balancing_type, 0.0))
 
     @property
     def uses_sinkhorn(self) -> bool:
-        """Whether experts are chosen by the Sinkhorn normalisation instead of by the scores alone."""
+        """Whether the Sinkhorn normalisation chooses the experts, instead of the scores alone."""
         return "sinkhorn" in _as_list(self.moe_router_load_balancing_type)
 
     @property
     def has_constant_weights(self) -> bool:
-        """Whether each token's one expert weighs 1 whatever the logits, so that the model cannot teach the router."""
+        """Whether the single expert of a token always has weight 1, so that the loss gives the router no gradient."""
         after_choice = self.moe_router_score_function == "softmax" and not self.moe_router_pre_softmax
         return self.moe_router_topk == 1 and after_choice and not self.uses_sinkhorn
 
@@ -115,7 +115,7 @@ def validate_topk(config: RouterConfig, num_experts: int) -> None:
 
 
 def validate_groups(config: RouterConfig, num_experts: int) -> None:
-    """Raises ValueError where a token cannot find its experts in the groups that it may use."""
+    """Raises ValueError where the allowed groups have fewer than top-k experts, or do not divide them evenly."""
     groups, group_topk, topk = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
     if groups is None and group_topk is None:
         if config.moe_router_group_score != "sum":
@@ -143,7 +143,7 @@ def validate_groups(config: RouterConfig, num_experts: int) -> None:
 
 
 def validate_expert_bias(config: RouterConfig) -> None:
-    """Raises ValueError where the bias cannot act, or is not there to be updated."""
+    """Raises ValueError for softmax scores, which support no bias, and for an update rate without a bias."""
     if not config.moe_router_enable_expert_bias:
         if config.moe_router_bias_update_rate != _BIAS_UPDATE_RATE:
             raise ValueError(
@@ -178,7 +178,7 @@ def validate_aux_loss(config: RouterConfig) -> None:
 
 
 def validate_sinkhorn(config: RouterConfig) -> None:
-    """Raises ValueError where something else wants to choose or weigh the experts too."""
+    """Raises ValueError where another option also decides the choice or the weights."""
     if not config.uses_sinkhorn:
         return
     if config.moe_router_load_balancing_type not in ("sinkhorn", ["sinkhorn"]):
