@@ -137,10 +137,10 @@ def _break_updates() -> None:
                     _broken_step(run, "nowhere", 1)
             if dist.get_rank() in who:
                 run.model.reset_iteration()
-                with pytest.raises(RuntimeError, match="in the middle of its update.*: load a checkpoint"):
+                with pytest.raises(RuntimeError, match="interrupted the update .*: load a checkpoint"):
                     run.optimizer.sharded_state(model_logical_pieces(run.model))
             expected = (
-                (RuntimeError, "in the middle of its update")
+                (RuntimeError, "interrupted the update of an earlier step")
                 if who == ALL
                 else (CollectiveMismatchError, "ranks 0, 2 launch an update of the parameters by the optimizer; rank 1")
             )

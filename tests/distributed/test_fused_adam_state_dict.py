@@ -295,8 +295,8 @@ def refuse(folder):
 
 @pytest.mark.slow
 def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_training_goes_on(tmp_path):
-    lr = "param group 1 of the state dict has lr None: must be given, in numbers"
-    empty = "ValueError: param_groups of the state dict have [] parameters: must be [5, 4], as here"
+    lr = "param group 1 of the state dict has lr None: must be a number"
+    empty = "ValueError: param_groups of the state dict have [] parameters: must be [5, 4], as in this optimizer"
     other = [f"RemoteRankError: rank 1: {lr}", empty]
     assert run_on_ranks(refuse, 3, tmp_path) == [other, [f"ValueError: {lr}", empty], other]
 
@@ -315,7 +315,7 @@ def unfreeze_late(folder):
     train(made()).save(folder)
     whole = train(made()).train(STEPS, STEPS + 2).values()
     together = Run()
-    with pytest.raises((ValueError, RuntimeError), match="must be equal.*give those of each count to init_params"):
+    with pytest.raises((ValueError, RuntimeError), match="must be equal.*call init_params separately for"):
         together.load(folder)
     apart = Run()
     apart.optimizer.init_params([apart.model.big])

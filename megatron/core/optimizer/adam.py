@@ -1,7 +1,11 @@
-"""Adam over flat ranges of numbers in any form of storage: its state, one step, and the rules AdamW and SGD.
+"""Adam over flat ranges of numbers in any form of storage: its state, one step, and FusedRule for AdamW and SGD.
 
-adam_step is the one step of Adam, for DistributedFusedAdam and for the rules that MegatronOptimizer steps. Norm,
-clipping and loss scale are in optimizer.py, the forms of storage in stored_floats.py.
+adam_step is the only implementation of a step, for DistributedFusedAdam and for the rules of MegatronOptimizer. Norm,
+clipping and loss scale are in optimizer.py, forms of storage in stored_floats.py.
+
+[Note: ends of parameters] A vectorised kernel computes the elements after the last whole vector of a tensor one by one,
+and rounds them differently. For a parameter to have the bits of torch.optim, the kernel must see its end. The `ranges`
+of an AdamUpdate are therefore stepped as separate tensors, each of which starts at a multiple of 64 elements.
 """
 
 import importlib.util
@@ -34,8 +38,7 @@ if HAS_TRITON:
     from megatron.core.optimizer import triton_adam
 
 _NARROW = (torch.float16, torch.bfloat16)
-# Elements that are on their way to or from the host together: long enough a copy for its start to cost little. On the
-# grid of 64.
+# Elements in one copy to or from the host, enough to hide the cost of its launch; a multiple of 64.
 HOST_CHUNK = 1 << 20
 
 
@@ -43,22 +46,22 @@ HOST_CHUNK = 1 << 20
 
 
 class Masters(Enum):
-    """The numbers that are stepped, and rounded to the parameters."""
+    """Form of the numbers that are stepped and then rounded to the parameters."""
 
-    # The parameters themselves, as they are.
+    # No masters: the parameters themselves are stepped.
     NONE = auto()
-    # A copy of them in the dtype of the states.
+    # A copy of the parameters in the dtype of the states.
     COPY = auto()
-    # bf16 parameters with the halves of fp32 that they lack.
+    # For bf16 parameters, the lower halves of fp32 numbers whose upper halves are the parameters.
     REMAINDERS = auto()
 
 
 @dataclass(frozen=True)
 class StateForm:
-    """The storage of a run's state. dtype: of moments and masters, except that masters with remainders are fp32.
+    """Form of storage of a flat range's state.
 
-    is_scaled: 16-bit states with a scale for every 64 numbers. bf16 has the exponents of fp32, so that a scale would
-    give it nothing: such states are kept as bf16 without.
+    dtype: of moments and masters, except that masters with remainders are fp32. is_scaled: 16-bit states with a scale
+    for every 64 numbers. bf16 has the exponent range of fp32, so it is stored without a scale even then.
     """
 
     dtype: torch.dtype = torch.float32
@@ -68,16 +71,16 @@ class StateForm:
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and what would be right."""
         if self.dtype not in (torch.float32, torch.float64, *_NARROW):
-            raise ValueError(f"dtype is {self.dtype}: states are float32, float64, float16 or bfloat16")
+            raise ValueError(f"dtype is {self.dtype}: must be float32, float64, float16 or bfloat16")
         if self.is_scaled and self.dtype not in _NARROW:
-            raise ValueError(f"is_scaled is True with dtype {self.dtype}: only float16 and bfloat16 states have scales")
+            raise ValueError(f"is_scaled is True with dtype {self.dtype}: dtype must be float16 or bfloat16")
         if self.masters is Masters.REMAINDERS and self.dtype != torch.float32:
             raise ValueError(f"dtype is {self.dtype} with masters {self.masters.name}: must be float32")
 
 
 @dataclass(frozen=True, eq=False)
 class FlatAdam:
-    """The state of one range of N elements, a multiple of 64. step: [], fp32, the steps taken, on its device."""
+    """State of one range of N elements, a multiple of 64. step: number of steps taken, [], fp32, on its device."""
 
     main: StoredFloats
     exp_avg: StoredFloats
@@ -88,17 +91,18 @@ class FlatAdam:
     def of_form(cls, model: torch.Tensor, form: StateForm) -> "FlatAdam":
         """Builds the state of parameters in a form.
 
-        model: [N], fp32, fp64, fp16 or bf16, the parameters' values. They are kept and stepped in place, unless the
-        form asks for a copy. Raises ValueError for what form.validate refuses, for remainders of anything but bf16,
-        and for scaled states of fp64 parameters that are stepped in place.
+        model: the parameters, [N], fp32, fp64, fp16 or bf16, referenced and stepped in place unless the form has a
+        copy. Raises ValueError for an invalid form, for remainders of parameters other than bf16, and for scaled states
+        of fp64 parameters that are stepped in place.
         """
         form.validate()
         if form.masters is Masters.REMAINDERS and model.dtype != torch.bfloat16:
-            raise ValueError(f"masters is {form.masters.name} with parameters of {model.dtype}: these must be bfloat16")
-        if form.masters is Masters.NONE and form.is_scaled and model.dtype == torch.float64:
             raise ValueError(
-                f"is_scaled is True with masters NONE and parameters of {model.dtype}: masters must be COPY"
+                f"masters is {form.masters.name} with parameters of {model.dtype}: must be COPY or NONE, or the "
+                "parameters bfloat16"
             )
+        if form.masters is Masters.NONE and form.is_scaled and model.dtype == torch.float64:
+            raise ValueError(f"masters is NONE with is_scaled True and parameters of {model.dtype}: must be COPY")
         main = _main_of(model, form)
         like, shape = main.read(0, 0), (main.numel,)
         return cls(
@@ -110,18 +114,18 @@ class FlatAdam:
 
     @classmethod
     def of_masters(cls, main: StoredFloats, *, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype) -> "FlatAdam":
-        """Builds the state of masters, with moments in fp32, bf16 or scaled fp16, see zeros_beside."""
+        """Builds the state of masters, with zero moments in fp32, bf16 or scaled fp16 (see zeros_beside)."""
         step = main.read(0, 0).new_zeros((), dtype=torch.float32)
         return cls(main, zeros_beside(main, exp_avg_dtype), zeros_beside(main, exp_avg_sq_dtype), step)
 
     @property
     def stored(self) -> tuple[StoredFloats, StoredFloats, StoredFloats]:
-        """The storage that a step changes in addition to the count of steps."""
+        """The storage that a step changes, apart from the count of steps: masters and both moments."""
         return self.main, self.exp_avg, self.exp_avg_sq
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype that a step computes in, and that is read of all three: fp32 or fp64."""
+        """The dtype in which a step computes and in which all three are read: fp32 or fp64."""
         return self.main.read(0, 0).dtype
 
 
@@ -132,9 +136,9 @@ class FlatAdam:
 class AdamRates:
     """Settings of a step, named as in torch.optim.Adam and AdamW.
 
-    lr: [], on the runs' device, fp64 on the CPU, else fp32. adam_w_mode: weights decay apart from their gradients
-    (Loshchilov & Hutter, 2019, Decoupled Weight Decay Regularization). bias_correction: as in Adam: A Method for
-    Stochastic Optimization (Kingma & Ba, 2015), else moments count as they are.
+    lr: [], on the device of the state, fp64 on the CPU, else fp32. adam_w_mode: decouples weight decay from gradients
+    (Loshchilov & Hutter, 2019, Decoupled Weight Decay Regularization). bias_correction: divides moments by 1 - beta^t
+    (Kingma & Ba, 2015, Adam: A Method for Stochastic Optimization).
     """
 
     lr: torch.Tensor
@@ -147,10 +151,10 @@ class AdamRates:
 
 @dataclass(frozen=True)
 class GradScale:
-    """The divisor of a step's gradients, and whether the step changes anything.
+    """Divisor of a step's gradients, and the device's decision to skip the step.
 
-    divisor: a number, or [], fp32, on the gradients' device. skip: [], fp32, there too, where the device decides: 1 if
-    nothing is to change, else 0.
+    divisor: a number, or [], fp32, on the gradients' device. skip: 1 to change nothing, else 0, as [], fp32, on that
+    device; None if the host has decided to step.
     """
 
     divisor: float | torch.Tensor
@@ -158,25 +162,23 @@ class GradScale:
 
 
 class GradUse(Enum):
-    """Treatment of gradients that a step divides."""
+    """Treatment of the gradients of a step with a divisor."""
 
-    # They stay as they are.
+    # Gradients are not changed.
     READ = auto()
-    # The kernel may overwrite them with the divided values where a step is not skipped, so that nothing is copied.
-    # Torch's kernel does so with gradients of the dtype that it computes in.
+    # The kernel may overwrite gradients by their quotients in a step that is not skipped, which saves a copy. Torch's
+    # kernel does so with gradients of the dtype that it computes in.
     DIVIDE = auto()
 
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """One run to be stepped. grad: [N], any float dtype; GradUse says whether it may be overwritten.
+    """One flat range to step.
 
-    out: [N], any float dtype, where the new parameters are written, None if `state` steps them in place. A step that is
-    skipped leaves it alone: it must hold the parameters before. ranges: see [Note: ends of parameters]; None for all.
-
-    [Note: ends of parameters] A vectorised kernel takes the elements behind the last whole vector of a tensor one by
-    one, with other last digits. To give a parameter the bits of torch.optim, its end must be one for the kernel too:
-    ranges are those of the run that are stepped as tensors of their own, each from the grid of 64 elements on.
+    grad: [N], any float dtype; GradUse decides whether it may be overwritten. out: receives the new parameters, [N],
+    any float dtype; None if `state` steps them in place. A skipped step does not write it, so it must hold the
+    parameters before. ranges: start and end of parts to step as separate tensors, see [Note: ends of parameters]; None
+    for one tensor.
     """
 
     state: FlatAdam
@@ -189,10 +191,10 @@ class AdamUpdate:
 def adam_step(
     updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale, grads: GradUse = GradUse.READ
 ) -> None:
-    """Steps runs of one device, each by its gradient over the divisor, or none of them; nothing reads the device.
+    """Steps flat ranges of one device by their gradients over the divisor, or skips all; never waits for the device.
 
-    Where all is of one dtype and nothing divides, one call of torch's fused kernel does it, to the bits of torch.optim
-    with fused=True.
+    Ranges whose tensors all have one dtype, and whose gradients need no division or may be overwritten, are stepped by
+    one call of torch's fused kernel, with the bits of torch.optim with fused=True.
     """
     if not updates:
         return
@@ -203,7 +205,7 @@ def adam_step(
         operands = _whole(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
         if operands is not None:
             whole.setdefault(operands.main.dtype, []).append(operands)
-        elif HAS_TRITON and update.grad.is_cuda and update.state.step.is_cuda and _takes_one_pass(update.state):
+        elif HAS_TRITON and update.grad.is_cuda and update.state.step.is_cuda and _is_one_pass(update.state):
             triton_adam.step_run(
                 update.state.stored,
                 update.grad,
@@ -227,14 +229,14 @@ def adam_step(
 
 @torch.no_grad()
 def write_parameters(state: FlatAdam, out: torch.Tensor) -> None:
-    """Rounds what is stepped to the parameters of a run; out: [N], any float dtype, perhaps the parameters' memory."""
+    """Rounds masters to parameters; out: [N], any float dtype, possibly the parameters' own memory."""
     size = piece_elements(state.main)
     for start in range(0, state.main.numel, size):
         end = min(start + size, state.main.numel)
         out[start:end].copy_(_as_parameters(state.main, start, end=end))
 
 
-# Its parts.
+# Parts of a step.
 
 
 @dataclass(frozen=True)
@@ -245,13 +247,13 @@ class _Scaled:
     skip: torch.Tensor | None
 
     def put(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Rounds values to where they belong, unless nothing is to change; both [n], any float dtype."""
+        """Rounds values into a target, unless the step is skipped; both [n], any float dtype."""
         target.copy_(values if self.skip is None else torch.where(self.skip == 0, values.to(target.dtype), target))
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """The operands of torch's kernel: [n] each, one dtype, fp32 or fp64. count: [], fp32, of this step."""
+    """The operands of torch's kernel: [n] each, one dtype, fp32 or fp64. count: this step's number, [], fp32."""
 
     main: torch.Tensor
     grad: torch.Tensor
@@ -262,7 +264,7 @@ class _Operands:
     ranges: Sequence[tuple[int, int]] | None = None
 
     def parts(self) -> "list[_Operands]":
-        """Ranges that the kernel steps as tensors, see [Note: ends of parameters]."""
+        """Returns the parts that the kernel steps as separate tensors, see [Note: ends of parameters]."""
         if self.ranges is None:
             return [self]
         return [
@@ -278,7 +280,7 @@ class _Operands:
 
 
 def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
-    """All of a run as torch's kernel takes it, if it is kept so."""
+    """Returns a whole update as operands of torch's kernel, or None if any part has another dtype, device or form."""
     state, out = update.state, update.out
     tensors = [stored.tensor for stored in state.stored if isinstance(stored, Plain)]
     others = [update.grad] if out is None else [update.grad, out]
@@ -290,15 +292,15 @@ def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
 
 
 def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
-    """Runs of one dtype; the kernel writes the gradients that it divides."""
+    """Steps ranges of one dtype in one call; the kernel overwrites gradients that it divides."""
     _fused_kernel(operands, rates, skip=scaled.skip, divisor=scaled.divisor)
     for one in operands:
         if one.out is not None:
             scaled.put(one.out, one.main)
 
 
-def _takes_one_pass(state: FlatAdam) -> bool:
-    """Whether a GPU steps a state in one Triton launch: forms that its other kernels would convert in several."""
+def _is_one_pass(state: FlatAdam) -> bool:
+    """Whether a GPU steps a state in one Triton launch: the forms that need conversion to and from fp32."""
     stored = state.stored
     is_converted = isinstance(state.main, WithRemainder) or any(isinstance(one, ScaledHalf) for one in stored)
     return is_converted and state.wide == torch.float32
@@ -307,7 +309,7 @@ def _takes_one_pass(state: FlatAdam) -> bool:
 def _step_in_pieces(
     update: AdamUpdate, rates: AdamRates, *, count: torch.Tensor, scaled: _Scaled, grads: GradUse
 ) -> None:
-    """Any form, converted on the way through torch's kernel in pieces that stay in a core's cache."""
+    """Steps any form with torch's kernel, converted in pieces that fit into a core's cache."""
     state, size = update.state, _piece_elements(update.state)
     for start in range(0, state.main.numel, size):
         end = min(start + size, state.main.numel)
@@ -340,7 +342,7 @@ def _step_piece(
     main, exp_avg, exp_avg_sq = values = [stored.read(start, start + grad.numel()) for stored in state.stored]
     grad, divisor = grad.to(main), scaled.divisor
     if divisor is not None and grads is GradUse.READ:
-        # The kernel would write what it divides.
+        # The kernel would overwrite the gradients that it divides.
         grad, divisor = grad / divisor, None
     _fused_kernel(
         [_Operands(main, grad, exp_avg, exp_avg_sq, count, ranges=ranges)], rates, skip=scaled.skip, divisor=divisor
@@ -350,8 +352,8 @@ def _step_piece(
 
 
 def _next_counts(states: Sequence[FlatAdam], rates: AdamRates) -> list[torch.Tensor]:
-    """The count of the step that follows, of each state: [], fp32."""
-    # After infinitely many steps nothing is left to correct: both corrections are exactly 1.
+    """Returns the number of the next step of each state: [], fp32."""
+    # For an infinite number of steps both bias corrections are exactly 1.
     steps = [state.step for state in states]
     return list(torch._foreach_add(steps, 1.0 if rates.bias_correction else torch.inf))
 
@@ -364,22 +366,22 @@ def _count(states: Sequence[FlatAdam], *, skip: torch.Tensor | None) -> None:
 
 
 def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
-    """The divisor for kernels, as for torch.amp.GradScaler: [], fp32; None for 1."""
+    """Returns the divisor for kernels, with the meaning of torch.amp.GradScaler's scale: [], fp32; None for 1."""
     if isinstance(scale.divisor, torch.Tensor):
         return scale.divisor
-    # Filled on the device: a copy from the host would wait for all that the stream has yet to do.
+    # Filled on the device, because a copy from the host would wait for the stream.
     return None if scale.divisor == 1.0 else torch.full((), scale.divisor, dtype=torch.float32, device=device)
 
 
 def _piece_elements(state: FlatAdam) -> int:
     size = piece_elements(state.main)
     is_plain = all(isinstance(stored, Plain) for stored in state.stored)
-    # Gradients are then all that is copied: one tensor, where others are four of that size.
+    # Plain states are not copied, so only the gradient must fit into the cache, and not four tensors.
     return 4 * size if is_plain and state.step.device.type == "cpu" else size
 
 
 def _ranges_in(ranges: Sequence[tuple[int, int]] | None, start: int, *, end: int) -> Sequence[tuple[int, int]] | None:
-    """The parts of ranges in [start, end), counted from there."""
+    """Returns the parts of ranges in [start, end), relative to `start`."""
     if ranges is None:
         return None
     cut = ((max(first, start) - start, min(last, end) - start) for first, last in ranges)
@@ -390,7 +392,8 @@ def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scale
     """Stores what was read, [n], fp32 or fp64; a skipped step restores the stored bytes unchanged."""
     end = start + values.numel()
     memory = []
-    # A block whose largest number was rounded up gets another scale when it is written again, and NaNs another sign.
+    # Writing back the values that were read does not always restore the bytes: a block whose largest number was rounded
+    # up may get another scale, and NaNs another sign.
     if isinstance(stored, (Rounded, ScaledHalf)) and scaled.skip is not None:
         memory.append(stored.tensor[start:end])
     if isinstance(stored, ScaledHalf) and scaled.skip is not None:
@@ -404,14 +407,14 @@ def _write_back(stored: StoredFloats, start: int, *, values: torch.Tensor, scale
 
 def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
     """Returns masters rounded to their parameters' dtype: [n], fp32, fp64 or bf16."""
-    # Rounded by torch, halves between two numbers of bf16 would differ from those that the remainders belong to.
+    # Not rounded from fp32: torch rounds ties to even, and remainders refer to ties rounded away from zero.
     return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
 
 
 def _fused_kernel(
     operands: Sequence[_Operands], rates: AdamRates, *, skip: torch.Tensor | None, divisor: torch.Tensor | None = None
 ) -> None:
-    # Below torch.optim.adamw.adamw, which would count the steps and take half as long again for a piece.
+    # Not torch.optim.adamw.adamw, which also counts steps and takes 1.5 times as long for a piece.
     kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
     beta1, beta2 = rates.betas
     parts = [part for one in operands for part in one.parts()]
@@ -434,14 +437,14 @@ def _fused_kernel(
     )
 
 
-# Storage in a form.
+# Construction of storage.
 
 
 def _main_of(model: torch.Tensor, form: StateForm) -> StoredFloats:
     if form.masters is Masters.REMAINDERS:
         return WithRemainder(model)
     if form.masters is Masters.NONE:
-        # Wider parameters than the states are not computed in fewer digits than they have.
+        # Parameters wider than the states are computed in their own dtype.
         wide = torch.promote_types(torch.promote_types(model.dtype, form.dtype), torch.float32)
         return Plain(model) if model.dtype == wide else Rounded(model, wide)
     wide = torch.promote_types(form.dtype, torch.float32)
@@ -458,11 +461,11 @@ def _stored(tensor: torch.Tensor, form: StateForm, *, wide: torch.dtype) -> Stor
     return ScaledHalf(tensor) if form.is_scaled and tensor.dtype == torch.float16 else Rounded(tensor, wide)
 
 
-# Rules: torch's optimizers over the flat storage of runs. Each steps some runs and owns their state.
+# Update rules: torch's optimizers over flat ranges. Each rule steps some ranges and owns their state.
 
 
 class UpdateRule(Protocol):
-    """The optimizer's interface to a rule. is_collective: ranks communicate in `update`, for all runs in one call."""
+    """Interface of update rules. is_collective: ranks communicate in `update`, which needs all ranges in one call."""
 
     is_collective: bool
     optimizer: torch.optim.Optimizer
@@ -473,17 +476,18 @@ class UpdateRule(Protocol):
         ...
 
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps those of the rule's runs that are in `runs` by their scaled gradients, and writes their parameters;
-        each once a step.
+        """Steps the rule's ranges that are in `runs` by their scaled gradients, and writes their parameters.
+
+        Called for each range once a step.
         """
         ...
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        """Returns the state of a run by torch's names, N numbers each."""
+        """Returns the state of a range by torch's names, N numbers each."""
         ...
 
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the current group settings of each part of a run; the parts are in order, on the grid."""
+        """Returns the current group settings of each part of a range; the parts are sorted, on the grid of 64."""
         ...
 
     def step_counts(self) -> list[torch.Tensor]:
@@ -493,7 +497,7 @@ class UpdateRule(Protocol):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Elements from start to end of a run."""
+    """Elements [start, end) of a range."""
 
     run: FlatParamRange
     start: int
@@ -501,9 +505,9 @@ class _Chunk:
 
 
 class FusedRule:
-    """AdamW or SGD: one kernel steps whole runs, and divides their gradients while it reads them.
+    """AdamW or SGD: one kernel steps whole ranges, and divides their gradients while it reads them.
 
-    Runs of which something is not kept as the kernel computes go through it in pieces, and are converted on the way.
+    Ranges with state in another form than the kernel's are converted and stepped in pieces.
     """
 
     is_collective = False
@@ -518,7 +522,7 @@ class FusedRule:
         ]
         assert config.lr is not None
         if config.optimizer == "sgd":
-            # Its decay is added to the gradient, as in Megatron; only Adam decays apart from it.
+            # SGD adds weight decay to the gradient, as in Megatron; only Adam decouples it.
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 torch_groups, lr=config.lr, momentum=config.sgd_momentum, fused=True
             )
@@ -535,14 +539,14 @@ class FusedRule:
 
     @torch.no_grad()
     def refresh_rates(self) -> None:
-        # Groups have plain numbers, since a schedule calculates with them; graphs read the same memory in each replay.
+        # Groups hold plain numbers, with which a schedule calculates; graphs read these tensors in each replay.
         for group, rates in zip(self.optimizer.param_groups, self._rates):
             for rate in rates.values():
                 rate.fill_(group["lr"])
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps those of its runs in `runs`. State on the host does not support scale.skip."""
+        """Steps the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
         every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
         for settings, members in zip(every, self._members):
             chosen = [run for run in members if run in runs and run not in self._overlapped]
@@ -550,7 +554,7 @@ class FusedRule:
             for run in chosen:
                 run.write_model()
         if self._copies is not None:
-            # Last: what is updated on a GPU runs while the host is busy.
+            # Last, so that updates on a GPU run while the host computes.
             chosen = [run for run in self.runs if run in runs and run in self._overlapped]
             for chunk, grad in self._copies.chunks(chosen):
                 self._states.step_chunk(chunk, grad, every[self._group_of[chunk.run]], scale=scale)
@@ -560,11 +564,11 @@ class FusedRule:
         return self._states.moments(run)
 
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the settings of the one group that the whole run is in."""
+        """Returns the settings of the group of the whole range."""
         return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns the step counter of each run, none for SGD: [], fp32 each, to read and to set."""
+        """Returns the step counter of each range, none for SGD: [], fp32 each, to read and to set."""
         return self._states.step_counts()
 
 
@@ -581,7 +585,7 @@ class _Settings:
 
 
 class _AdamStates:
-    """AdamW's states of runs, stepped by adam_step."""
+    """AdamW's states of ranges, stepped by adam_step."""
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange]) -> None:
         exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
@@ -590,13 +594,13 @@ class _AdamStates:
         }
 
     def step(self, runs: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
-        # Of one group some states may be in the host's memory.
+        # Some states of a group may be in the host's memory.
         for place in settings.rates:
             updates = [AdamUpdate(self._of[run], run.grad) for run in runs if _place(run) == place]
             adam_step(updates, settings.of_adam(place), scale=scale, grads=GradUse.DIVIDE)
 
     def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Steps a chunk by its gradient: [n], any float dtype; call count_chunks after all chunks of a run."""
+        """Steps a chunk by its gradient: [n], any float dtype; call count_chunks after all chunks of a range."""
         state, place = self._of[chunk.run], _place(chunk.run)
         rates = settings.of_adam(place)
         (count,) = _next_counts([state], rates)
@@ -615,10 +619,10 @@ class _AdamStates:
 
 
 class _SgdStates:
-    """SGD's momenta of runs, whose masters are all fp32 (fp64), and which torch's kernel steps."""
+    """SGD's momenta of ranges whose masters are fp32 or fp64, stepped by torch's kernel."""
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange]) -> None:
-        # A momentum of zeros gives the first step that torch takes without one.
+        # A momentum of zeros has the same first step as torch, which begins without a momentum.
         self._momenta = {run: zeros_beside(run.main, torch.float32) for run in runs if config.sgd_momentum > 0}
 
     def step(self, runs: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
@@ -651,7 +655,7 @@ class _SgdStates:
         self, chunks: Sequence[tuple[_Chunk, torch.Tensor]], settings: _Settings, *, scale: GradScale
     ) -> None:
         """Steps chunks of one device by their gradients: [n] each, any float dtype and device."""
-        # What is read is the storage itself, which the kernel changes.
+        # `read` returns views of the storage, which the kernel changes in place.
         mains = [chunk.run.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
         momenta = [self._momenta.get(chunk.run) for chunk, _ in chunks]
         device = mains[0].device
@@ -664,7 +668,7 @@ class _SgdStates:
             found_inf=scale.skip,
             weight_decay=settings.group["weight_decay"],
             momentum=settings.group["momentum"],
-            lr=settings.rates[device],  # type: ignore[arg-type]  # torch.optim.SGD gives it tensors, too
+            lr=settings.rates[device],  # type: ignore[arg-type]  # torch.optim.SGD passes tensors as well
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -676,12 +680,12 @@ def _numbers_of(groups: Sequence[Sequence[FlatParamRange]]) -> dict[FlatParamRan
 
 
 def _place(run: FlatParamRange) -> torch.device:
-    """Returns the device on which a run is updated: that of its masters, which may be the host."""
+    """Returns the device on which a range is updated: that of its masters, which may be the host."""
     return run.main.read(0, 0).device
 
 
 def _rates_of(runs: Sequence[FlatParamRange]) -> dict[torch.device, torch.Tensor]:
-    """A learning rate, to be filled, wherever there are runs: [], as kernels read it, fp64 on the CPU, else fp32."""
+    """Allocates a learning rate on each device of the ranges, for kernels: [], fp64 on the CPU, else fp32."""
     types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, runs)}
     return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
 
@@ -690,10 +694,10 @@ def _rates_of(runs: Sequence[FlatParamRange]) -> dict[torch.device, torch.Tensor
 
 
 class _HostCopies:
-    """Copies of gradients to the host and of updated parameters back, for runs whose masters are in the host's memory.
+    """Copies gradients to the host and updated parameters back, for ranges whose masters are in the host's memory.
 
-    While a chunk is updated, the gradient of the next one and the parameters of the one before are copied; each way has
-    two buffers and, on a GPU, a stream.
+    While a chunk is updated, the gradient of the next one and the parameters of the previous one are copied. Each
+    direction has two buffers and, on a GPU, a stream.
     """
 
     def __init__(self, runs: Sequence[FlatParamRange]) -> None:
@@ -704,25 +708,25 @@ class _HostCopies:
         param_bytes = longest * max((run.model.element_size() for run in runs), default=0)
         self._grads = [host_bytes(grad_bytes, device) for _ in range(2)]
         self._params = [host_bytes(param_bytes, device) for _ in range(2)]
-        # Of each buffer of parameters the last copy from it.
+        # The last copy out of each parameter buffer.
         self._sent: list[Any] = [None, None]
 
     def chunks(self, runs: Sequence[FlatParamRange]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
-        """Each chunk of these runs, in order, with its gradient on the host: [n], the buffer's dtype.
+        """Iterates over the chunks of ranges, each with its gradient on the host: [n], the buffer's dtype.
 
-        The caller updates the masters before it asks for the next; then the parameters are written from them. At the
-        end, work that is launched on the device finds all parameters new.
+        The caller updates a chunk's masters before it requests the next one; then the parameters are written from them.
+        Work that is launched on the device after the last chunk sees all new parameters.
         """
         todo = [
             _Chunk(run, start, min(start + HOST_CHUNK, run.main.numel))
             for run in runs
             for start in range(0, run.main.numel, HOST_CHUNK)
         ]
-        coming = [self._fetch(chunk, slot) for slot, chunk in enumerate(todo[:1])]
+        fetched = [self._fetch(chunk, slot) for slot, chunk in enumerate(todo[:1])]
         for index, chunk in enumerate(todo):
-            grad, copied = coming.pop()
-            # The next one goes where the one before last was, which has been read.
-            coming += [self._fetch(later, (index + 1) % 2) for later in todo[index + 1 : index + 2]]
+            grad, copied = fetched.pop()
+            # The next gradient overwrites the one before this, which has been read.
+            fetched += [self._fetch(later, (index + 1) % 2) for later in todo[index + 1 : index + 2]]
             self._to_host.host_waits_for(copied)
             yield chunk, grad
             self._send(chunk, index % 2)
@@ -730,17 +734,17 @@ class _HostCopies:
             self._to_device.main_waits_for(sent)
 
     def _fetch(self, chunk: _Chunk, slot: int) -> tuple[torch.Tensor, Any]:
-        there = chunk.run.grad[chunk.start : chunk.end]
-        here = self._grads[slot][: there.nbytes]
-        return here.view(there.dtype), self._to_host.copy(here, there.view(torch.uint8))
+        grad = chunk.run.grad[chunk.start : chunk.end]
+        on_host = self._grads[slot][: grad.nbytes]
+        return on_host.view(grad.dtype), self._to_host.copy(on_host, grad.view(torch.uint8))
 
     def _send(self, chunk: _Chunk, slot: int) -> None:
         run = chunk.run
         if not run.is_copy or isinstance(run.main, WithRemainder):
             return
-        there = run.model[chunk.start : chunk.end]
-        here = self._params[slot][: there.nbytes]
-        # What it holds may still be on its way.
+        params = run.model[chunk.start : chunk.end]
+        on_host = self._params[slot][: params.nbytes]
+        # The previous copy out of this buffer may still be running.
         self._to_device.host_waits_for(self._sent[slot])
-        here.view(there.dtype).copy_(run.main.read(chunk.start, chunk.end))
-        self._sent[slot] = self._to_device.copy(there.view(torch.uint8), here)
+        on_host.view(params.dtype).copy_(run.main.read(chunk.start, chunk.end))
+        self._sent[slot] = self._to_device.copy(params.view(torch.uint8), on_host)

@@ -1,6 +1,6 @@
-"""get_megatron_optimizer: from settings and wrapped model chunks to an optimizer.
+"""get_megatron_optimizer: builds an optimizer from settings and wrapped model chunks.
 
-Ranks agree on each parameter's group before it is built; the group as far as one rank can tell is param_groups.py's.
+param_groups.py assigns each parameter a group on one rank; here ranks agree on the groups before anything is built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
 
-# Weights of attention that hold several matrices.
+# Names of attention weights that hold several matrices.
 _PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")
 
 
@@ -56,14 +56,15 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
-    A DistributedOptimizer where the chunks are sharded. config_overrides: other rates and decays for some parameters;
-    of several that match one the later wins; alike on all ranks. pg_collection: the groups that parameters are spread
-    over, for norm and overflow; None: those of parallel_state, if there are any. Collective over them.
-    no_weight_decay_cond, scale_lr_cond, lr_mult: what older scripts give; anything but these values is refused.
+    Returns a DistributedOptimizer if the chunks shard optimizer state. config_overrides: other learning rates and
+    weight decays for some parameters, the same on all ranks; if several match a parameter, the last one wins.
+    pg_collection: groups over which norm and overflow are reduced; None means those of parallel_state, if there are
+    any. Collective over them. no_weight_decay_cond, scale_lr_cond, lr_mult: arguments of older scripts. Raises
+    ValueError for other values of these, and for settings that do not fit the chunks.
     """
     _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
     if not model_chunks:
-        raise ValueError("model_chunks is empty: must be the wrapped chunks of the model, at least one")
+        raise ValueError("model_chunks is empty: must have at least one wrapped chunk of the model")
     groups = pg_collection or existing_process_groups()
     chunks = [require_wrapped(chunk) for chunk in model_chunks]
     buffers: list[FlatBuffer] = [buffer for chunk in chunks for buffer in chunk.all_buffers]
@@ -76,7 +77,7 @@ def get_megatron_optimizer(
     keys = _agree_on_groups(slots, grouping, groups=groups)
     patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
     _check_patterns_match(patterns, [slot.name for slot in slots], groups=groups)
-    # Where runs find gradients that wrappers hand out; None where gradients are persistent in their buffers.
+    # Released gradients by buffer; None if gradients are persistent in their buffers.
     handed = {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
     runs = build_ranges(
         buffers,
@@ -116,37 +117,37 @@ def _logical_pieces(model_chunks: Sequence[nn.Module]) -> dict[str, list[Logical
 def _check_older_arguments(*given: object) -> None:
     if given != (None, None, 1.0):
         raise ValueError(
-            "get_megatron_optimizer: no_weight_decay_cond, scale_lr_cond and lr_mult are {}, {} and {}: give "
-            "config_overrides instead, such as {{ParamKey(predicate=...): ParamGroupOverride(wd_mult=0.0)}}, or with "
-            "lr_mult".format(*given)
+            "get_megatron_optimizer: no_weight_decay_cond, scale_lr_cond and lr_mult are {}, {} and {}: must be None, "
+            "None and 1.0; pass config_overrides instead, such as {{ParamKey(predicate=...): "
+            "ParamGroupOverride(wd_mult=0.0, lr_mult=0.1)}}".format(*given)
         )
 
 
 def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:
     if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
         raise ValueError(
-            "OptimizerConfig.optimizer is muon with tensor-parallel layers: it needs whole matrices, so "
-            "tensor_model_parallel_size and expert_tensor_parallel_size must be 1"
+            f"OptimizerConfig.optimizer is muon with tensor_model_parallel_size {group_size(groups.tp)} and "
+            f"expert_tensor_parallel_size {group_size(groups.expt_tp)}: both must be 1, as muon needs whole matrices"
         )
     if config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: a learning rate must be given (--lr)")
+        raise ValueError("OptimizerConfig.lr is None: must be the highest learning rate (--lr)")
     narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]
     if config.main_grads_dtype == "bf16" and any(buffer.grad_data.dtype != torch.bfloat16 for buffer in narrow):
         raise ValueError(
-            "OptimizerConfig.main_grads_dtype is bf16: gradients must be reduced in bf16 as well "
-            "(--grad-reduce-in-bf16), or main_grads_dtype be fp32"
+            "OptimizerConfig.main_grads_dtype is bf16: must be fp32, unless gradients are reduced in bf16 "
+            "(--grad-reduce-in-bf16)"
         )
     if config.main_params_dtype == "fp16" and any(
         buffer.model_dtype.itemsize < buffer.param_data.dtype.itemsize for buffer in buffers
     ):
         raise ValueError(
-            "OptimizerConfig.main_params_dtype is fp16 with use_torch_fsdp2, whose fp32 shards are the masters "
-            "themselves: must be fp32"
+            "OptimizerConfig.main_params_dtype is fp16 with use_torch_fsdp2: must be fp32, because its fp32 shards are "
+            "the masters"
         )
 
 
 def _fused_rule(config: OptimizerConfig, runs: Sequence[FlatParamRange], *, keys: Sequence[GroupKey]) -> FusedRule:
-    # Of all parameters, whatever this rank owns; a dictionary keeps the order in which groups first appear.
+    # Groups of all parameters, not only of this rank's ranges. A dictionary keeps the order of first appearance.
     groups = list(dict.fromkeys(key for key in keys if not key.is_matrix))
     return FusedRule(config, [run for run in runs if not run.group.is_matrix], groups=groups)
 
@@ -156,12 +157,12 @@ def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[Megat
         return DistributedOptimizer
     if config.optimizer == "muon":
         return ChainedOptimizer
-    # By the settings, not by looking at dtypes: an fp32 router in a bf16 model changes nothing.
+    # Decided by settings, not by parameters' dtypes, as a bf16 model may have an fp32 router.
     return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
 
 
 def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
-    """Returns the function that builds masters of parameters, [N], as the settings keep them."""
+    """Returns the function that builds masters of parameters, [N], in the form that the settings choose."""
     if not config.use_precision_aware_optimizer:
         return full_masters
     if config.main_params_dtype == "fp16":
@@ -170,7 +171,7 @@ def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
 
 
 def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:
-    """The matrices that modules describe, by parameter name without wrapper prefixes."""
+    """Returns the matrices that modules describe, by parameter name without wrapper prefixes."""
     found = {}
     for chunk in model_chunks:
         for name, module in chunk.named_modules():
@@ -184,16 +185,16 @@ def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> d
 def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
     if not config.fp16:
         return None
-    # Only fp16 has too few exponents for gradients; bf16 has those of fp32.
+    # Only fp16 has too small an exponent range for gradients; that of bf16 is fp32's.
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     return DynamicGradScaler(
         initial_scale=config.initial_loss_scale,
         min_scale=config.min_loss_scale,
-        # Powers of two, which scale without rounding.
+        # Powers of two scale without rounding.
         growth_factor=2.0,
         backoff_factor=0.5,
-        # A float on the command line, for Megatron's sake.
+        # A float on the command line, as in Megatron.
         growth_interval=int(config.loss_scale_window),
         hysteresis=config.hysteresis,
     )
@@ -205,16 +206,19 @@ def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
 def _agree_on_groups(
     slots: Sequence[ParamSlot], grouping: ParamGrouping, *, groups: ProcessGroupCollection
 ) -> dict[nn.Parameter, GroupKey]:
-    """The group of each parameter of this rank. Collective over all ranks that hold parts of the model.
+    """Returns the group of each parameter of this rank. Collective over all ranks that hold parts of the model.
 
-    The copy of a tied weight has the group of its owner, whatever the overrides say of the copy's own name. For
-    rates that contradict each other, and an override without a parameter in any part of the model, raises ValueError
-    where this rank is wrong and RemoteRankError where another one is.
+    The copy of a tied weight has the group of its owner; overrides for the copy's own name are ignored. Raises
+    ValueError for contradicting learning rates, or for an override that matches no parameter in any part of the model;
+    RemoteRankError if another rank has such an error.
     """
     with _all_parts_agree(groups):
         copies = [slot.name for slot in slots if param_facts(slot.param).shared]
         if copies and group_size(groups.embd) == 1:
-            raise ValueError(f"pg_collection.embd is {groups.embd}: {copies[0]} is the copy of another stage's weight")
+            raise ValueError(
+                f"pg_collection.embd is {groups.embd}: must be the group of first and last stage, because {copies[0]} "
+                "is the copy of a weight of the first"
+            )
         keys = {e.param: grouping.key_of(e.name, e.param) for e in slots if not param_facts(e.param).shared}
     keys |= _owners_keys(slots, keys, grouping=grouping, groups=groups)
     grouping.check_all_used(union_over_model(grouping.used, groups))
@@ -222,14 +226,15 @@ def _agree_on_groups(
 
 
 def _check_patterns_match(patterns: Sequence[str], names: Sequence[str], *, groups: ProcessGroupCollection) -> None:
-    """Raises ValueError on every rank for a pattern of param_name_patterns_for_fp32_local_accumulation that matches no
-    name in any part of the model. Collective where there are patterns, the same on all ranks.
+    """Raises ValueError on every rank for a pattern that matches no parameter in any part of the model.
+
+    patterns: param_name_patterns_for_fp32_local_accumulation, the same on all ranks. Collective if there are any.
     """
     if not patterns:
         return
     used = {pattern for pattern in patterns if pattern == "all" or any(fnmatch(name, pattern) for name in names)}
     known = union_over_model(used, groups)
-    # A misspelt name would change nothing, silently.
+    # A misspelt name would silently have no effect.
     unknown = [pattern for pattern in patterns if pattern not in known]
     if unknown:
         raise ValueError(
@@ -245,24 +250,25 @@ def _owners_keys(
     grouping: ParamGrouping,
     groups: ProcessGroupCollection,
 ) -> dict[nn.Parameter, GroupKey]:
-    """The groups of the tied weights that this rank has a copy of, as their owner sees them; in a plan, where no owner
-    answers, as the copies' own names say.
+    """Returns the groups of copies of tied weights on this rank: those of their owners.
+
+    A dry run has no owner to ask, and derives the groups from the copies' own names.
     """
     copies = [slot.param for slot in slots if param_facts(slot.param).shared]
     if is_fake(groups.embd):
         return {e.param: grouping.key_of(e.name, e.param) for e in slots if param_facts(e.param).shared}
     owned = [keys[e.param] for e in slots if param_facts(e.param).shared_embedding and e.param in keys]
-    # Asked of the owner and not found by its name: attributes and predicates see a parameter that only it has.
+    # Sent by the owner, because only it has the parameter that attributes and predicates look at.
     of_first_stage = gather_objects(owned, groups.embd)[0]
     return dict(zip(copies, of_first_stage, strict=True)) if copies else {}
 
 
 @contextmanager
 def _all_parts_agree(groups: ProcessGroupCollection) -> Iterator[None]:
-    """all_ranks_agree over the ranks of dense layers, and then of expert layers: together all parts of the model."""
+    """Enters all_ranks_agree over the ranks of dense layers, then of expert layers: together all parts of a model."""
     with ExitStack() as stack:
         for group in (groups.mp, groups.tp_ep_pp):
-            # None would be every rank there is.
+            # For all_ranks_agree, None would mean all ranks.
             if group_size(group) > 1:
                 stack.enter_context(all_ranks_agree(group))
         yield

@@ -1,7 +1,7 @@
-"""Norm, clipping and zero count of gradients, on one rank and over all that hold parts of the model.
+"""Norm, clipping and zero count of gradients, on one rank and over all ranks that hold parts of the model.
 
-Three functions are for scripts, under Megatron's names. The optimizer counts through GradStats, each logical element
-once, and folds the clip factor into its own pass (optimizer.py).
+Three functions with Megatron's names are for scripts. The optimizer uses GradStats, which counts each logical element
+once; optimizer.py applies the clip factor in the update itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +26,9 @@ from megatron.core.tensor_parallel.param_attributes import gradient_of, gradient
 
 # Added to the norm before dividing by it, as in Megatron and torch.
 _CLIP_EPS = 1e-6
-# Elements. A sum of squares over more terms than this in one fp32 accumulator loses digits on CPU: relative error
-# 8e-4 over 18M normal numbers at once, 2e-7 in pieces, for 1.5 times the time. A GPU's kernel cuts by itself, and a
-# tensor for each piece would cost more than the sum.
+# Elements. On a CPU, longer sums of squares in one fp32 accumulator lose digits: the relative error over 18M normal
+# numbers is 8e-4 in one sum and 2e-7 in pieces, for 1.5 times the time. A GPU's kernel splits sums itself; there, one
+# tensor per piece would cost more than the sum.
 _PIECE = 1 << 16
 
 
@@ -42,11 +42,11 @@ def get_grad_norm_fp32(
     *,
     accumulate_in: torch.dtype = torch.float32,
 ) -> float:
-    """Norm of all gradients together over all ranks of the group, rounded to fp32.
+    """Returns the norm of all gradients together over all ranks of the group, rounded to fp32.
 
-    grads_for_norm: any shapes, contiguous, floating point; none gives 0. norm_type: 2 or another p, or infinity.
-    grad_stats_parallel_group: ranks that hold other elements; None for this rank alone. accumulate_in:
-    torch.float64 makes the result independent of how the gradients are cut.
+    grads_for_norm: any shapes, contiguous, floating point; the norm of no gradients is 0. norm_type: 2, another p, or
+    infinity. grad_stats_parallel_group: ranks that hold other elements; None means this rank alone. accumulate_in: the
+    dtype of sums; with torch.float64 the result does not depend on how gradients are cut.
     """
     grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
     return read_norm_sync(total_norm(grads, norm_type, groups=[grad_stats_parallel_group], accumulate_in=accumulate_in))
@@ -55,15 +55,15 @@ def get_grad_norm_fp32(
 def clip_grad_by_total_norm_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
 ) -> None:
-    """Scales the gradients of `parameters` (any shape, floating point) in place so that their norm is `max_norm`.
+    """Scales gradients in place by max_norm / total_norm if that is below 1.
 
-    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`. Raises ValueError for parameters
-    of a wrapper that keeps none.
+    parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
+    one, else its `.grad`. Raises ValueError for parameters of wrappers that free gradients during backward.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [grad for tensor in tensors if (grad := _gradient_of(tensor)) is not None]
     coefficient = clip_coefficient(max_norm, total_norm)
-    # A pass over all gradients for a factor of one would be wasted.
+    # Skips a pass over all gradients with a factor of 1.
     if grads and coefficient < 1.0:
         torch._foreach_mul_(grads, coefficient)
 
@@ -74,11 +74,12 @@ def count_zeros_fp32(
     *,
     tp_group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Number of exact zeros in the gradients of `parameters` (any shape, floating point) over the group's ranks.
+    """Returns the number of exact zeros in gradients over the group's ranks.
 
-    Of each its `main_grad` where a data-parallel wrapper keeps one, else its `.grad`; some have neither. Raises
-    ValueError for parameters of a wrapper that keeps none.
-    tp_group: its ranks hold copies of what they do not split, which count on the first alone; so do tied weights.
+    parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
+    one, else its `.grad`, if it has any. tp_group: unsplit parameters, of which all its ranks hold a copy, count on its
+    first rank only; a tied weight counts on its owner. Raises ValueError for parameters of wrappers that free gradients
+    during backward.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = (_gradient_of(tensor) for tensor in tensors if _owns_elements(tensor, tp_group))
@@ -88,23 +89,23 @@ def count_zeros_fp32(
 def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     grad = gradient_of(param)
     if grad is None and gradients_pass(param):
-        # To leave it out would be to clip nothing, silently.
+        # Without an error its gradient would silently be ignored.
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is in a DistributedDataParallel with shard_gradients or "
-            "release_gradients, whose gradients are freed with their bucket: clip by OptimizerConfig.clip_grad or "
+            "release_gradients, which frees gradients during backward: clip by OptimizerConfig.clip_grad or "
             "optimizer_in_backward_clip, count zeros by log_num_zeros_in_grad, or use a hook on each bucket"
         )
     return grad
 
 
-# Over all ranks, each logical element once.
+# Statistics over all ranks that count each logical element once.
 
 
 @dataclass(frozen=True)
 class PartialStat:
-    """This rank's part of a statistic of some gradients, which may be freed afterwards; experts apart from the rest.
+    """This rank's part of a statistic of some gradients, which may be freed afterwards.
 
-    Norms of pieces, [n], fp64 each, or numbers of exact zeros, [], int64 each.
+    dense, experts: norms of pieces, [n], fp64 each; or numbers of exact zeros, [], int64 each.
     """
 
     dense: Tensor
@@ -113,7 +114,7 @@ class PartialStat:
 
 @dataclass(frozen=True)
 class _CountedPart:
-    """A range of a run's flat tensors that this rank counts; with_experts: over the ranks of expert layers."""
+    """Elements of a flat range that this rank counts; with_experts: reduced over the ranks of expert layers."""
 
     start: int
     end: int
@@ -123,15 +124,15 @@ class _CountedPart:
 class GradStats:
     """Norm and exact zeros of the gradients of a step, over all ranks that hold parts of the model.
 
-    Replicated parameters count on the first tensor-parallel rank only, tied weights on their owner. Dense and expert
-    parameters are spread over different groups: mp, and tp_ep_pp. Their data-parallel copies count in each replica
-    alike, so all ranks obtain the same result. Where each of these has a shard, the sum over shards is first.
+    Replicated parameters count on the first tensor-parallel rank only, tied weights on their owner. Dense parameters
+    are spread over the group mp, expert parameters over tp_ep_pp. Every data-parallel replica computes the same
+    statistics. If data-parallel ranks have shards, the first sum is over these.
 
-    This class reads gradients that are persistent in their buffers when the step asks. UpdatesInBackward overrides what
-    differs where they are released before the step.
+    This class reads gradients that are persistent in their buffers. UpdatesInBackward overrides methods for gradients
+    that are released before the step.
 
-    buffers, runs: all of the model's on this rank. logical_pieces: by parameter name, those whose padding is not to be
-    counted. device: of the tensors, the same kind on all ranks.
+    buffers, runs: all of the model on this rank. logical_pieces: by name, the parameters whose padding is not counted.
+    device: of the tensors, the same kind on all ranks.
     """
 
     def __init__(
@@ -146,17 +147,17 @@ class GradStats:
     ) -> None:
         self._config, self._groups, self._runs = config, groups, list(runs)
         self._logical_pieces = logical_pieces
-        # fp64 makes the norm independent of how gradients are cut, which other layouts do differently.
+        # In fp64 the norm does not depend on how gradients are cut, which differs between layouts.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
-        # A rank that owns nothing joins the sums on the device that the others' are on.
+        # A rank without gradients takes part in the sums on the same device as the others.
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
-        # Then there is one list, in the parameters' order, and one collective. Not by the shards' groups: the ranks of
-        # another stage must come to the same answer, and may have none.
+        # If so, there is one list, in the parameters' order, and one collective. Groups of shards are not considered,
+        # because ranks of all stages must agree on the answer, and some may have no shards.
         self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
-        # The other ranks of a group have the same buffers.
+        # All ranks of a group have the same buffers.
         shards = {buffer.is_expert: buffer.data_parallel_group for buffer in buffers if buffer.is_sharded}
         dense_shards = shards.get(False)
-        # Experts without a buffer of their own lie among the dense parameters.
+        # Experts without a separate buffer are among the dense parameters.
         expert_shards = shards.get(True, dense_shards)
         self._dense_groups = [dense_shards or (expert_shards if self._one_group else None), groups.mp]
         self._expert_groups = [expert_shards, groups.tp_ep_pp]
@@ -187,16 +188,16 @@ class GradStats:
         """Drops released gradients and their statistics."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the next step needs of earlier norms, as JSON values."""
+        """Returns earlier norms that the next step needs, as JSON values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores it from an optimizer's state_dict, whichever optimizer saved it."""
+        """Restores earlier norms from the state_dict of any kind of optimizer."""
 
-    # In parts: gradients may be freed as soon as they are counted.
+    # In parts, for gradients that are freed as soon as they are counted.
 
     def norms_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
-        """Returns this rank's part of the norm of the gradients of some runs."""
+        """Returns this rank's part of the norm of the gradients of some ranges."""
         grads = ((run.grad[part.start : part.end], part.with_experts) for run in runs for part in self._parts[run])
         return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
 
@@ -205,8 +206,8 @@ class GradStats:
         return self._norm_over(parts, dense_groups=self._dense_groups, expert_groups=self._expert_groups)
 
     def zeros_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
-        """Returns this rank's part of the exact zeros in the gradients of some runs."""
-        # By logical piece: zeros of padding, between parameters and of the vocabulary, are nobody's.
+        """Returns this rank's part of the exact zeros in the gradients of some ranges."""
+        # By logical piece, so that padding, between parameters and of the vocabulary, does not count.
         grads = ((member, member.view_of(run.grad)) for run in runs for member in run.params)
         owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
         dense, experts = self._by_group(
@@ -224,7 +225,7 @@ class GradStats:
     # Parameters.
 
     def params_norm(self) -> float:
-        """2-norm of all runs as they are stepped (masters), summed in fp64. Collective."""
+        """Returns the 2-norm of all ranges as they are stepped (masters), summed in fp64. Collective."""
         owned = (
             (_with_norm_of_main(run, part.start, end=part.end), part.with_experts)
             for run in self._runs
@@ -233,30 +234,30 @@ class GradStats:
         return read_norm_sync(self.join_norms([self._part_of_norm(owned, accumulate_in=torch.float64)]))
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """2-norm of parameters that are not stepped, any shapes and dtypes, summed in fp64. Collective."""
+        """Returns the 2-norm of parameters that are not stepped, any shapes and dtypes, summed in fp64. Collective."""
         owned = ((_with_norm_of(param), self._with_experts(param)) for param in params if self._owns(param))
         here = self._part_of_norm(owned, accumulate_in=torch.float64)
-        # Every rank has the whole of them.
+        # Not summed over shards: each data-parallel rank has these parameters whole.
         groups = self._groups
         return read_norm_sync(self._norm_over([here], dense_groups=[groups.mp], expert_groups=[groups.tp_ep_pp]))
 
     # Inside.
 
     def _owns(self, param: Tensor) -> bool:
-        """Whether this rank counts a parameter's elements: any shape and dtype."""
+        """Returns whether this rank counts a parameter's elements; param: any shape and dtype."""
         return _owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
 
     def _with_experts(self, param: Tensor) -> bool:
         return not self._one_group and param_facts(param).is_expert
 
     def _parts_of(self, run: FlatParamRange) -> list[_CountedPart]:
-        """The flat ranges of a run that this rank counts, neighbours joined."""
+        """Returns the elements of a flat range that this rank counts, neighbours joined."""
         parts = []
         kinds = groupby(run.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param)))
         for (owned, with_experts), members in kinds:
             spans = [member.span for member in members]
             if owned:
-                # With the padding behind each, which is zero: one range for a run that is owned as a whole.
+                # Padding between parameters is zero and included, so a range that counts as a whole is one part.
                 parts.append(_CountedPart(spans[0].start, spans[-1].padded_end, with_experts))
         return parts
 
@@ -271,8 +272,9 @@ class GradStats:
         return dense or [self._nothing], experts or [self._nothing]
 
     def _part_of_norm(self, owned: Iterable[tuple[Tensor, bool]], *, accumulate_in: torch.dtype) -> PartialStat:
-        """Returns this rank's part of a norm; owned: tensors that it counts, any shapes, contiguous, floating point,
-        and with_experts of each.
+        """Returns this rank's part of a norm.
+
+        owned: the tensors that it counts, any shapes, contiguous, floating point, each with its with_experts.
         """
         dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
         return PartialStat(dense, experts)
@@ -293,17 +295,17 @@ class GradStats:
 
 
 def _with_norm_of_main(run: FlatParamRange, start: int, *, end: int) -> Tensor:
-    """Returns a tensor with the norm of a range of a run's masters: [n], fp32 or fp64, perhaps of pieces."""
+    """Returns a tensor that has the norm of masters [start, end): the masters or norms of pieces, [n], fp32 or fp64."""
     if isinstance(run.main, Plain) and run.main.tensor.device == run.model.device:
         return run.main.read(start, end)
     in_range = pieces(run.main, start=start, end=end)
     norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in in_range]
-    # A few numbers of what may be in the host's memory.
+    # Masters may be in the host's memory; only these few norms are copied to the device.
     return torch.stack(norms).to(run.model.device)
 
 
 def _with_norm_of(param: Tensor) -> Tensor:
-    """Returns a tensor with a parameter's norm: itself, any shape and dtype, or of a DTensor [1], fp64."""
+    """Returns a tensor that has a parameter's norm: the parameter, any shape and dtype; for a DTensor [1], fp64."""
     if not isinstance(param, DTensor):
         return param.detach()
     square = torch.linalg.vector_norm(param._local_tensor.detach(), dtype=torch.float64).square().view(1)
@@ -311,7 +313,7 @@ def _with_norm_of(param: Tensor) -> Tensor:
     return square.sqrt()
 
 
-# The arithmetic: tensors of one rank, then the ranks of groups.
+# Arithmetic, first over tensors of one rank, then over the ranks of groups.
 
 
 def total_norm(
@@ -321,15 +323,15 @@ def total_norm(
     groups: Sequence[dist.ProcessGroup | None],
     accumulate_in: torch.dtype,
 ) -> torch.Tensor:
-    """Returns get_grad_norm_fp32 of tensors of any shape and dtype, left on the device: [], fp64.
+    """Returns the norm of tensors of any shape and dtype over ranks, left on the device: [], fp64.
 
-    groups: over the ranks of the first, then over those of the next: each spreads elements apart from the others.
+    groups: combined one after another; the ranks of each hold different elements. See get_grad_norm_fp32.
     """
     return _total_of_norms(_piece_norms(grads, norm_type, accumulate_in=accumulate_in), norm_type, groups=groups)
 
 
 def _piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Norms of the pieces that gradients of any shape and dtype are cut into, for _total_of_norms: [n], fp64."""
+    """Returns norms of the pieces of gradients, any shapes and dtypes, for _total_of_norms: [n], fp64."""
     # Views, so that cutting costs no memory.
     flat = [grad.view(-1) for grad in grads if grad.numel() > 0]
     cut = [piece for grad in flat for piece in (grad.split(_PIECE) if grad.device.type == "cpu" else [grad])]
@@ -339,17 +341,17 @@ def _piece_norms(grads: Sequence[torch.Tensor], norm_type: float, *, accumulate_
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for piece in cut:
         by_dtype.setdefault(torch.promote_types(piece.dtype, accumulate_in), []).append(piece)
-    # fp64 gradients keep their own precision beside fp32 ones.
+    # fp64 gradients are accumulated in fp64 even if others are accumulated in fp32.
     norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=dtype)) for dtype, some in by_dtype.items()]
-    # Few numbers by now: fp64 costs nothing and the order no longer matters.
+    # For these few numbers fp64 costs nothing, and makes their order irrelevant.
     return torch.cat([of_dtype.double() for of_dtype in norms])
 
 
 def _total_of_norms(
     norms: torch.Tensor, norm_type: float, *, groups: Sequence[dist.ProcessGroup | None]
 ) -> torch.Tensor:
-    """total_norm of gradients from the norms of their pieces, [n], fp64: the same bits, [], fp64."""
-    # A rank may own nothing and still take part in the exchange over ranks.
+    """Returns total_norm of gradients, with the same bits, from the norms of their pieces: [n], fp64 -> [], fp64."""
+    # A rank without gradients takes part in the exchange.
     total = torch.linalg.vector_norm(norms, norm_type) if norms.numel() > 0 else norms.new_zeros(())
     for group in groups:
         total = _norm_over_ranks(total, norm_type, group=group)
@@ -357,54 +359,53 @@ def _total_of_norms(
 
 
 def _norm_over_ranks(local: torch.Tensor, norm_type: float, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    # The norm of one norm is itself, but only up to rounding.
+    # Without this, one rank would take the norm of one norm, which may round.
     if group_size(group) == 1:
         return local
-    # Gathered and combined here rather than reduced there: the same bits on every rank and for every p.
+    # Gathered and combined locally, not reduced, for the same bits on every rank and for every p.
     norms = [torch.empty_like(local) for _ in range(group_size(group))]
     dist.all_gather(norms, local, group=group)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def read_norm_sync(total: torch.Tensor) -> float:
-    """A norm, [] fp64, rounded to fp32. NOTE: reads the device at each step: the optimizer needs it to decide."""
+    """Returns a norm, [], fp64, rounded to fp32. NOTE: waits for the device, because the host decides by it."""
     return total.float().item()
 
 
 def clip_coefficient(max_norm: float, total_norm: float) -> float:
-    """Factor that brings gradients of `total_norm` down to `max_norm`; 1 where they are not above it."""
+    """Returns the factor that reduces a norm of `total_norm` to `max_norm`, at most 1."""
     return min(1.0, max_norm / (total_norm + _CLIP_EPS))
 
 
 def clip_coefficient_on_device(max_norm: float, total_norm: torch.Tensor) -> torch.Tensor:
-    """clip_coefficient of a norm on its device, the same bits: [], fp64 -> [], fp64."""
-    # Of two tensors: a GPU divides a number by a tensor, and a tensor by a number, by way of a rounded reciprocal.
+    """Returns clip_coefficient of a norm on its device, with the same bits: [], fp64 -> [], fp64."""
+    # A quotient of two tensors, because with a Python number a GPU multiplies by a rounded reciprocal.
     return (torch.full_like(total_norm, max_norm) / (total_norm + _CLIP_EPS)).clamp(max=1.0)
 
 
 def _owns_elements(param: torch.Tensor, tp_group: dist.ProcessGroup | None) -> bool:
-    """Whether this rank counts a parameter's elements: any shape and dtype; of copies the group's first rank does."""
+    """Returns whether this rank counts a parameter, any shape and dtype; replicas count on the group's first rank."""
     facts = param_facts(param)
     return not facts.shared and (facts.tensor_model_parallel or group_rank(tp_group) == 0)
 
 
 def _total_zeros(grads: Iterable[torch.Tensor], groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """Number of exact zeros in `grads`, left on the device: [], int64.
+    """Returns the number of exact zeros over ranks, left on the device: [], int64.
 
-    grads: any shapes, floating point, other elements on each rank of the groups, over the ranks of the first, then over
-    those of the next.
+    grads: any shapes, floating point, different elements on each rank of the groups, which are summed over in turn.
     """
     return _sum_over_ranks(_num_zeros(grads), groups)
 
 
 def _num_zeros(grads: Iterable[torch.Tensor]) -> torch.Tensor:
-    """_total_zeros of this rank alone; grads: any shapes, floating point. [], int64."""
+    """Returns the number of exact zeros on this rank: [], int64; grads: any shapes, floating point."""
     counts = [grad.numel() - torch.count_nonzero(grad) for grad in grads]
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=default_device())
 
 
 def _sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
-    """A count, [], int64, summed in place over the ranks of the first group, then over those of the next."""
+    """Sums a count, [], int64, in place over the ranks of each group in turn, and returns it."""
     for group in groups:
         if group_size(group) > 1:
             dist.all_reduce(total, group=group)
@@ -412,5 +413,5 @@ def _sum_over_ranks(total: torch.Tensor, groups: Sequence[dist.ProcessGroup | No
 
 
 def read_count_sync(total: torch.Tensor) -> float:
-    """A count, [], int64, as a number. NOTE: reads the device, where zeros are counted."""
+    """Returns a count, [], int64, as a number. NOTE: waits for the device, if zeros are counted."""
     return float(total.item())

@@ -1,6 +1,6 @@
-"""DistributedOptimizer: each data-parallel rank steps its shard of every bucket, then all gather the parameters.
+"""DistributedOptimizer: each data-parallel rank steps its shard of every bucket, then ranks gather the parameters.
 
-How buckets are cut and what is launched when is megatron.core.distributed's; what a step is, optimizer.py's.
+megatron.core.distributed cuts buckets and launches collectives; optimizer.py implements the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,16 +22,17 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """ZeRO-1: masters and moments of this rank's shards alone, in fp32 or as the settings say; ZeRO-2 over chunks that
-    keep its shards of gradients alone, which changes nothing here. In a step, after what MegatronOptimizer does:
+    """ZeRO-1: masters and moments of this rank's shards only. ZeRO-2 if the chunks shard gradients too.
 
-    1. the parameters of other ranks' shards are stale from here on;
+    Steps like MegatronOptimizer, but an update consists of:
+
+    1. the parameters of other ranks' shards become stale;
     2. this rank's shards are updated;
-    3. without overlap all gather them; with overlap_param_gather forward does, before each module;
+    3. parameters are gathered: without overlap immediately, with overlap_param_gather in forward before each module,
        with overlap_param_gather_with_optimizer_step each bucket as soon as it is updated, in the order of forward.
 
-    A rank may own padding alone, or nothing of a parameter group. The norm counts each element once, so that all ranks
-    skip a step together. Checkpoints hold boxes of whole tensors: any number of ranks loads what any number saved.
+    A rank may own padding only, or nothing of a parameter group. The norm counts each element once, so that all ranks
+    skip a step together. Checkpoints hold boxes of whole tensors and load on any number of ranks.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class DistributedOptimizer(MegatronOptimizer):
             device=device,
         )
         self._sharded_chunks = list(model_chunks)
-        # Chunks of a stage share one, in which their gathers have one order.
-        self._orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
+        # Chunks of a stage share a scheduler, which orders their gathers.
+        self._gather_schedulers = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
         overlap = model_chunks[0].ddp_config
         self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
         self._gathers_after_step = not overlap.overlap_param_gather
@@ -66,18 +67,18 @@ class DistributedOptimizer(MegatronOptimizer):
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
-        """Yields the boxes of sharded_state to load in place. Collective where masters are kept as remainders."""
+        """Yields the boxes of sharded_state to load in place. Collective if masters are stored as remainders."""
         with super().loading(model_pieces) as tensors:
             yield tensors
-        # Not by what this rank owns, which may be nothing.
+        # Decided by the chunks' dtypes, not by this rank's ranges, of which there may be none.
         dtypes = [buffer.param_data.dtype for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
         if self.config.keeps_remainders and torch.bfloat16 in dtypes:
-            # Loading remainders rounds the parameters anew, of this shard alone.
+            # Loading remainders has changed this rank's shard of the parameters, so the others gather it.
             for chunk in self._sharded_chunks:
                 chunk.start_param_sync(force_sync=True, force_dispatch=True)
 
     def _update(self, scale: GradScale) -> None:
-        # First of all: a gather that is still under way would write over what is updated.
+        # First of all, because a gather in flight would overwrite updated parameters.
         self._mark_params_stale()
         if self._gathers_in_step:
             with self._whole_update():
@@ -91,7 +92,7 @@ class DistributedOptimizer(MegatronOptimizer):
     def _after_device_update(self) -> None:
         self._mark_params_stale()
         super()._after_device_update()
-        # Whole buckets, where `step` gathers each as soon as it is updated: nobody knew whether it would be.
+        # `step` could gather each bucket after its update. Here the host learns of the update only at the end.
         if self._gathers_in_step or self._gathers_after_step:
             self._start_gathers()
 
@@ -107,16 +108,16 @@ class DistributedOptimizer(MegatronOptimizer):
         together = [rule for rule in self._rules if rule.is_collective]
         self._step_ranges(scale, self._runs, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
-        for order in self._orders:
-            for group in order.gather_order:
+        for scheduler in self._gather_schedulers:
+            for group in scheduler.gather_order:
                 places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
                 runs = [run for place in places for run in self._runs_in.get(place, [])]
                 self._step_ranges(scale, runs, rules=rest)
-                order.start_param_sync([group])
+                scheduler.start_param_sync([group])
 
 
 def check_same_sharding(chunks: list[_BaseDataParallel], *, wanted: bool | None) -> bool:
-    """Whether the chunks are sharded; raises ValueError unless all are, or none, and as `wanted` if that is given."""
+    """Returns whether the chunks are sharded; raises ValueError if they differ, or differ from `wanted` unless None."""
     sharded = [chunk.ddp_config.use_distributed_optimizer for chunk in chunks]
     if len(set(sharded)) > 1:
         raise ValueError(
@@ -131,7 +132,7 @@ def check_same_sharding(chunks: list[_BaseDataParallel], *, wanted: bool | None)
 
 
 def check_sharded_gradients(chunks: list[_BaseDataParallel], *, optimizer: str) -> None:
-    """Raises ValueError unless gradients are sharded by all chunks or none, and by distributed_fused_adam alone."""
+    """Raises ValueError unless all chunks shard gradients with distributed_fused_adam, and none does without it."""
     wanted = optimizer == "distributed_fused_adam"
     found = [chunk.ddp_config.shard_gradients for chunk in chunks]
     if any(is_sharded != wanted for is_sharded in found):

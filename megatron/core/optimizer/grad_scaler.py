@@ -1,13 +1,13 @@
-"""Loss scales for fp16: constant, and one that follows overflow.
+"""Loss scales for fp16: ConstantGradScaler, and DynamicGradScaler, which reacts to overflow.
 
-They hold numbers only; who multiplies losses and divides gradients is optimizer.py.
+They hold numbers only; optimizer.py multiplies losses and divides gradients by them.
 """
 
 from typing import Any, Protocol
 
 
 class GradScaler(Protocol):
-    """What the optimizer needs of a loss scale."""
+    """Interface of loss scales for the optimizer."""
 
     @property
     def scale(self) -> float: ...
@@ -33,17 +33,18 @@ class ConstantGradScaler:
         """Does nothing: the user chose the scale."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep: the scale comes from the configuration."""
+        """Returns an empty dict: the configuration sets the scale."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the scale of the configuration."""
+        """Does nothing: the configuration sets the scale."""
 
 
 class DynamicGradScaler:
-    """A loss scale that grows after `growth_interval` clean steps and backs off after `hysteresis` overflows.
+    """A loss scale that grows after `growth_interval` steps without overflow and shrinks after `hysteresis` overflows.
 
-    The count of overflows starts anew only when the scale grows, as Megatron's does.
+    The count of overflows is reset only when the scale grows, as in Megatron. Dynamic loss scaling is from Micikevicius
+    et al., 2018, Mixed Precision Training.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class DynamicGradScaler:
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._hysteresis = hysteresis
-        # Both go into checkpoints: a resumed run must double its scale at the same step.
+        # Both are in checkpoints, because a resumed run must double its scale at the same step.
         self._clean_steps = 0
         self._overflows_left = hysteresis
 
@@ -79,9 +80,9 @@ class DynamicGradScaler:
         return self._scale
 
     def update(self, found_inf: bool) -> None:
-        """Takes note of one step; found_inf: whether its gradients overflowed on any rank."""
+        """Records one step; found_inf: whether its gradients overflowed on any rank."""
         if found_inf:
-            # The window counts clean steps in a row.
+            # Only consecutive steps without overflow count.
             self._clean_steps = 0
             self._overflows_left -= 1
             if self._overflows_left <= 0:
@@ -91,11 +92,11 @@ class DynamicGradScaler:
         if self._clean_steps == self._growth_interval:
             self._clean_steps = 0
             self._overflows_left = self._hysteresis
-            # Without a ceiling: the next overflow is the ceiling.
+            # No upper limit is needed: the next overflow reduces the scale.
             self._scale *= self._growth_factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counters, under Megatron's names; JSON values."""
+        """Returns scale and counters under Megatron's names, as JSON values."""
         return {
             "scale": self._scale,
             "growth_tracker": self._clean_steps,
@@ -103,10 +104,10 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`; the limits stay those of the configuration."""
+        """Continues from `state_dict`, with the limits of the configuration."""
         if not state_dict:
             return  # saved by a run with a constant scale
-        # JSON may have made an integer of it.
+        # JSON may have turned it into an integer.
         self._scale = float(state_dict["scale"])
         self._clean_steps = int(state_dict["growth_tracker"])
         self._overflows_left = int(state_dict["hysteresis_tracker"])

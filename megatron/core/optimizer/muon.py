@@ -1,7 +1,7 @@
-"""MuonRule: orthogonal updates of the matrices inside runs, also where these are cut over ranks.
+"""MuonRule: orthogonalized updates of matrices, including those that a sharded optimizer cuts over ranks.
 
-A plan over numbers assigns each matrix to one rank, which receives it whole. Modules describe the matrices of their
-parameters (megatron/core/weight_matrices.py).
+A plan assigns each matrix to one rank, which receives it whole. Modules describe the matrices of their parameters
+(megatron/core/weight_matrices.py).
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.weight_matrices import MatrixWindow
 
-# Keller Jordan's coefficients: singular values come to lie around 1 within five steps.
+# Keller Jordan's coefficients, which bring singular values close to 1 within five steps.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
-# Elements that a rank sends at a time: two bytes each, there and back.
+# Elements that a rank sends at a time, of two bytes each; as many are returned.
 _SENT_AT_ONCE = 1 << 24
 
 
@@ -56,9 +56,9 @@ class _MatrixUnit:
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's range of a unit: elements first to last of its run's flat tensors.
+    """This rank's part of a unit: elements [first, last) of a flat range's tensors.
 
-    These are the flattened parameter's elements from `start` on.
+    start: the element of the flattened parameter at `first`.
     """
 
     unit: _MatrixUnit
@@ -68,7 +68,7 @@ class _Part:
     last: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """flat: [N], one of the run's, any dtype -> [last - first], a view."""
+        """Returns the part's elements: [N], a tensor of its flat range, any dtype -> [last - first], a view."""
         return flat[self.first : self.last]
 
 
@@ -85,17 +85,17 @@ class _Batch:
 
     @property
     def parts(self) -> list[_Part]:
-        """All parts of this rank, in the order in which they are sent."""
+        """All parts of this rank, in the order of sending."""
         return [part for parts in self.sends for part in parts]
 
 
 class MuonRule:
-    """Muon (Keller Jordan, 2024): momentum, made orthogonal matrix by matrix, with decay apart from it.
+    """Muon (Keller Jordan, 2024): momentum orthogonalized matrix by matrix, with decoupled weight decay.
 
-    A matrix is an expert's, a projection's, or the q, k or v of an attention. Momenta are kept like all other state, by
-    each rank of what it owns. In a step each rank gets some matrices whole, in bf16, in which Newton-Schulz works
-    anyway, and sends back what it made of them. buffers: all of the model's; keys: the group of every parameter in
-    them. matrices: windows by parameter name; a parameter that it leaves out is one matrix as it is.
+    A matrix is that of an expert, of a projection, or of q, k or v of an attention. Each rank stores the momenta of its
+    ranges. In a step each rank receives some whole matrices in bf16, in which Newton-Schulz computes anyway, and
+    returns their updates to the owners. buffers: all buffers of the model. keys: the group of every parameter in them.
+    matrices: windows by parameter name; a parameter without an entry is one matrix.
     """
 
     is_collective = True
@@ -125,7 +125,7 @@ class MuonRule:
     def _torch_groups(
         self, windows: Mapping[ParamSlot, list[MatrixWindow]], keys: Mapping[nn.Parameter, GroupKey]
     ) -> list[dict[str, Any]]:
-        """One for the matrices of a shape and key, on all ranks, whatever they own: a schedule goes through them."""
+        """Builds a group for each shape and key of matrices, on all ranks, so that schedules find the same groups."""
         groups: dict[tuple[GroupKey, tuple[int, int]], dict[str, Any]] = {}
         for slot, window in ((slot, window) for slot, of_slot in windows.items() for window in of_slot):
             key = keys[slot.param]
@@ -134,21 +134,21 @@ class MuonRule:
         for part in (part for batch in self._batches for part in batch.parts):
             for window in part.unit.windows:
                 self._group_of[part.unit.name, window]["params"] += _views(part, window, flat=part.of(part.run.stepped))
-        # torch takes over these very dictionaries, and refuses to have none.
+        # torch keeps these dictionary objects, and refuses an empty list.
         return list(groups.values()) or [{"params": []}]
 
     def refresh_rates(self) -> None:
-        """Does nothing: `update` reads the learning rates where the schedule writes them."""
+        """Does nothing: `update` reads the learning rates from the groups."""
 
     @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Steps all runs in one call. Collective over the ranks that shards are spread over."""
-        assert runs >= set(self.runs), "matrices reach over ranks' runs: they are stepped together"
+        """Steps all ranges in one call. Collective over the ranks that own shards."""
+        assert runs >= set(self.runs), "matrices cross the ends of ranges: all ranges must be stepped together"
         divisor = scale.divisor
-        assert isinstance(divisor, float), "the host decides whether Muon steps: see OptimizerConfig"
+        assert isinstance(divisor, float), "Muon needs a host decision: see OptimizerConfig.validate_device_step"
         grads = {}
         for run in self.runs:
-            # 16-bit gradients become wider ones; the others are divided where they stand.
+            # 16-bit gradients are converted, which copies them; others are divided in place.
             grad = run.grad.to(self._momenta[run].dtype)
             grads[run] = grad.div_(divisor) if divisor != 1.0 else grad
             self._momenta[run].lerp_(grad, 1 - self._config.muon_momentum)
@@ -158,12 +158,12 @@ class MuonRule:
             run.write_model()
 
     def _step(self, batch: _Batch, grads: Mapping[FlatParamRange, torch.Tensor]) -> None:
-        there = [[self._direction(part, grads[part.run]) for part in parts] for parts in batch.sends]
+        directions = [[self._direction(part, grads[part.run]) for part in parts] for parts in batch.sends]
         sizes = [[last - first for _, first, last in ranges] for ranges in batch.receives]
-        arrived = _exchange(batch, there, sizes=sizes)
-        self._orthogonalize(batch, arrived)
-        back = _exchange(batch, arrived, sizes=[[t.numel() for t in sent] for sent in there])
-        for part, update in zip(batch.parts, (t for received in back for t in received), strict=True):
+        received = _exchange(batch, directions, sizes=sizes)
+        self._orthogonalize(batch, received)
+        returned = _exchange(batch, received, sizes=[[t.numel() for t in sent] for sent in directions])
+        for part, update in zip(batch.parts, (t for of_rank in returned for t in of_rank), strict=True):
             for window in part.unit.windows:
                 group = self._group_of[part.unit.name, window]
                 rate = group["lr"] * _torch_factor(window.matrix_shape)
@@ -172,16 +172,16 @@ class MuonRule:
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
 
     def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:
-        """[n], bf16."""
+        """Returns a part's momentum, or Nesterov's interpolation with the gradient: [n], bf16."""
         momentum = part.of(self._momenta[part.run])
         if self._config.muon_nesterov:
             momentum = part.of(grad).lerp(momentum, self._config.muon_momentum)
         return momentum.bfloat16()
 
-    def _orthogonalize(self, batch: _Batch, arrived: list[list[torch.Tensor]]) -> None:
-        """Replaces what arrived of this rank's units, each [n], bf16, by what becomes of it."""
+    def _orthogonalize(self, batch: _Batch, received: list[list[torch.Tensor]]) -> None:
+        """Replaces received parts of this rank's units, [n], bf16 each, by their orthogonalized values."""
         held: dict[_MatrixUnit, list[tuple[int, torch.Tensor]]] = {}
-        for ranges, tensors in zip(batch.receives, arrived, strict=True):
+        for ranges, tensors in zip(batch.receives, received, strict=True):
             for (unit, first, _), tensor in zip(ranges, tensors, strict=True):
                 held.setdefault(unit, []).append((first - unit.start, tensor))
         for unit, pieces in held.items():
@@ -199,9 +199,9 @@ class MuonRule:
         return {"momentum_buffer": Plain(self._momenta[run])}
 
     def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the group settings of each parameter in a run.
+        """Returns the group settings of each parameter in a range.
 
-        Of a parameter with matrices in several groups, these are the settings that the groups have in common.
+        For a parameter with matrices in several groups, returns the settings that these groups have in common.
         """
         ends = [member.span.start for member in run.params[1:]] + [run.span.numel]
         parts = [Span(one.span.start, end - one.span.start) for one, end in zip(run.params, ends, strict=True)]
@@ -213,13 +213,14 @@ class MuonRule:
         return {key: first[key] for key in shared if all(other[key] == first[key] for other in others)}
 
     def step_counts(self) -> list[torch.Tensor]:
-        """Returns an empty list of [], fp32: Muon counts no steps."""
+        """Returns an empty list of [], fp32, because Muon counts no steps."""
         return []
 
 
 def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
-    """The orthogonal matrix next to one, roughly: singular values around 1. [rows, columns], bf16, may be overwritten
-    -> the same shape and dtype. The quintic iteration of Muon.
+    """Approximates the nearest orthogonal matrix, with singular values around 1, by Muon's quintic iteration.
+
+    matrix: [rows, columns], bf16, may be overwritten -> [rows, columns], bf16.
     """
     rows, columns = matrix.shape
     wide = matrix.T if rows > columns else matrix
@@ -231,7 +232,7 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
     return wide.T if rows > columns else wide
 
 
-# The plan: which rank works on which matrices, where a sharded optimizer cuts them over ranks.
+# The plan, which assigns matrices to ranks if a sharded optimizer cuts them.
 
 
 def _plan(
@@ -256,7 +257,7 @@ def _plan(
 
 
 def _units_of(name: str, windows: Iterable[MatrixWindow], *, place: int) -> list[_MatrixUnit]:
-    """The matrices of a parameter, those that lie between each other in one unit, in the order of their places."""
+    """Returns the matrices of a parameter as units, sorted by place; interleaved matrices share a unit."""
     units: list[_MatrixUnit] = []
     for window in sorted(windows, key=lambda window: window.offset):
         reach = sum((n - 1) * s for n, s in zip(window.shape, window.stride, strict=True))
@@ -270,7 +271,7 @@ def _units_of(name: str, windows: Iterable[MatrixWindow], *, place: int) -> list
 
 
 def _owners_of(units: Sequence[_MatrixUnit], num_ranks: int) -> list[int]:
-    """A rank for each unit: the costliest first, each to the rank that has least so far."""
+    """Returns a rank for each unit: greedily, the costliest first, each to the rank with the least load."""
     loads = [(0, rank) for rank in range(num_ranks)]
     owners = [0] * len(units)
     for index in sorted(range(len(units)), key=lambda index: -units[index].cost):
@@ -281,7 +282,7 @@ def _owners_of(units: Sequence[_MatrixUnit], num_ranks: int) -> list[int]:
 
 
 def _batches_of(units: Sequence[_MatrixUnit], *, max_elements: int) -> Iterator[list[_MatrixUnit]]:
-    """Neighbouring units whose elements are sent together: at least one, and no more than that many elements."""
+    """Yields neighbouring units to send together: at least one, and no more than max_elements of several."""
     batch: list[_MatrixUnit] = []
     size = 0
     for unit in units:
@@ -320,7 +321,7 @@ def _part_of(
 
 
 def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Sends tensors, each [n], bf16, to each rank; sizes: of those that come from each. One message a rank."""
+    """Exchanges tensors, [n], bf16 each, with one message per rank; sizes: of the tensors to receive from each rank."""
     if group_size(batch.group) == 1:
         return sends
     nothing = torch.empty(0, dtype=torch.bfloat16, device=batch.device)
@@ -332,7 +333,7 @@ def _exchange(batch: _Batch, sends: list[list[torch.Tensor]], *, sizes: list[lis
 
 
 def _views(part: _Part, window: MatrixWindow, *, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The elements of a matrix in a part's tensor [n]: any shapes, views."""
+    """Returns the elements of a matrix in a part's tensor, [n], as views of any shapes."""
     zeros = (0,) * len(window.shape)
     piece = LogicalPiece(part.unit.name, window.shape, window.stride, window.offset, window.shape, zeros)
     return range_views([piece], flat, start=part.start)
@@ -344,13 +345,16 @@ def _whole(param: torch.Tensor) -> MatrixWindow:
 
 
 def _torch_factor(shape: tuple[int, int]) -> float:
-    """Returns the factor on the learning rate of torch.optim.Muon, so that rates mean the same here."""
+    """Returns the factor that torch.optim.Muon applies to the learning rate, so that rates have the same meaning."""
     rows, columns = shape
     return math.sqrt(max(1, rows / columns))
 
 
 def _values(key: GroupKey, window: MatrixWindow, *, config: OptimizerConfig) -> dict[str, Any]:
-    """A torch group for matrices of one shape: its rate is scaled, its decay, which the rate multiplies, is not."""
+    """Returns a torch group for matrices of one shape, with a scaled learning rate.
+
+    Weight decay is divided by that factor, because the learning rate multiplies it.
+    """
     rows, columns = window.matrix_shape
     wanted = {
         "spectral": math.sqrt(max(rows, columns)),

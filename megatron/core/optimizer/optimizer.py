@@ -1,7 +1,7 @@
-"""MegatronOptimizer: one step over flat parameters, with loss scale, clipping and skipped steps.
+"""MegatronOptimizer: a step over flat parameters, with loss scale, clipping and skipped steps.
 
-The host decides whether a step updates, or the device, so that a graph can hold the step. Which parameters lie together
-is in flat_params.py; the update rules are in adam.py and muon.py.
+The host decides whether a step updates; or the device does, so that a graph can hold the step. flat_params.py joins
+parameters; the update rules are in adam.py and muon.py.
 """
 
 import math
@@ -36,16 +36,16 @@ from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 
 _BROKEN_UPDATE = (
-    "an error broke an earlier step off in the middle of its update, so parameters and optimizer states are no longer "
-    "of one step: load a checkpoint"
+    "an error interrupted the update of an earlier step, so parameters and optimizer states are no longer of one step: "
+    "load a checkpoint"
 )
 
 
 @dataclass(frozen=True)
 class _StepOutcome:
-    """Numbers of a step. is_void: the caller said so, and nothing else counts."""
+    """Numbers of a step. is_discarded: the caller discarded the step, and the other numbers have no meaning."""
 
-    is_void: bool
+    is_discarded: bool
     found_inf: bool
     grad_norm: float
     num_zeros: float
@@ -53,22 +53,22 @@ class _StepOutcome:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Result of a step on the device, for the host; each replay of a graph with the step rewrites it.
+    """Result of a step on the device, for the host; each replay of a graph with the step overwrites it.
 
-    outcome: [4], fp64, on the device: void, found_inf, grad_norm and num_zeros.
+    outcome: [4], fp64, on the device: is_discarded, found_inf, grad_norm and num_zeros.
     """
 
     outcome: torch.Tensor
 
     def read_sync(self) -> _StepOutcome:
-        """NOTE: waits until the device has done the step."""
-        is_void, found_inf, grad_norm, num_zeros = self.outcome.tolist()
-        return _StepOutcome(bool(is_void), bool(found_inf), grad_norm, num_zeros)
+        """Returns the numbers of the step. NOTE: waits until the device has run the step."""
+        is_discarded, found_inf, grad_norm, num_zeros = self.outcome.tolist()
+        return _StepOutcome(bool(is_discarded), bool(found_inf), grad_norm, num_zeros)
 
 
 @dataclass(frozen=True)
 class _FlatState:
-    """One of the things that are kept of a run."""
+    """One kind of state of a flat range."""
 
     kind: str
     stored: StoredFloats
@@ -78,7 +78,7 @@ class _FlatState:
         return self.stored.read(0, self.stored.numel)
 
     def tensors(self, flat: torch.Tensor, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        # Boxes by parameter: a run is a matter of this layout and must not show in a checkpoint.
+        # By parameter, because flat ranges depend on the layout and must not affect checkpoints.
         return [
             tensor
             for member in self.run.params
@@ -93,17 +93,18 @@ class MegatronOptimizer:
 
     1. the norm of all gradients, which also tells whether any of them overflowed;
     2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
-    3. otherwise each rule divides by loss scale and clip factor while it updates its runs (fused: no pass of its own);
+    3. otherwise each rule divides by loss scale and clip factor inside its update, without a pass of its own;
     4. 16-bit parameters are written from their fp32 masters.
 
-    `step` decides 2 on the host, which waits for the norm. A graph holds step_on_device instead, which decides there:
-    prepare_device_step, then that or a replay of it, then settle_step_sync come to the same bits as `step`.
+    `step` decides 2 on the host, which waits for the norm. A graph holds step_on_device instead, which decides on the
+    device. prepare_device_step, step_on_device or a replay of it, and settle_step_sync give the same bits as `step`.
 
-    An update changes all runs or none: an error inside it leaves parameters and states of two steps, and until a
-    checkpoint is loaded every later step and save is refused.
+    An error inside an update leaves parameters and states of two steps. Every later step and save is then refused until
+    a checkpoint is loaded.
 
-    grad_stats: of the gradients of `runs`. device: the model's; None: default_device(). State exists from the start, so
-    that a run whose every step was skipped can be saved and resumed.
+    grad_stats: computes the norm of the gradients of `runs`, the flat ranges. device: the model's; None means
+    default_device(). State exists from the start, so that training can be saved and resumed even if every step so far
+    was skipped.
     """
 
     def __init__(
@@ -119,32 +120,31 @@ class MegatronOptimizer:
     ):
         self.config = config
         self.grad_scaler = grad_scaler
-        # Copies of the lists: a caller that goes on building must not change what is stepped.
+        # Copies, so that later changes of the caller's lists have no effect.
         self._rules = list(rules)
         self._runs = list(runs)
         self._model_chunks = list(model_chunks)
         # Chunks of a stage share one.
-        self._gradient_orders = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
-        for order in self._gradient_orders:
-            order.iteration.has_optimizer = True
+        self._schedulers = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
+        for scheduler in self._schedulers:
+            scheduler.iteration.has_optimizer = True
         self._grad_stats = grad_stats
-        # Why parameters and states are of two steps: from the beginning of an update to its end, and for good if an
-        # error comes between.
+        # The error to raise while parameters and states are of two steps: during an update, and after an error in it.
         self._half_done: str | None = None
-        # Wrappers hold it for no longer than this optimizer does.
+        # Wrappers refer to it weakly, so it lives as long as this optimizer.
         self._run_states = _RunStates(self._rules)
         for chunk in model_chunks:
             chunk.set_state_provider(self._run_states.states)
-        # Here and not read from torch's state: a rank may have nothing to train, and steps with the others.
+        # Not read from torch's state, because a rank without trained parameters counts steps too.
         self._num_steps = 0
         # Persistent, so that graphs multiply losses and divide gradients by the scale of their replay.
         self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device or default_device())
-        # What a graph has taken as plain numbers; None before the first step on the device.
+        # Weight decays that a graph has captured as plain numbers; None before the first step on the device.
         self._decays_on_device: list[float] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer; the first of several."""
+        """The torch optimizer, or the first of several."""
         return self._rules[0].optimizer
 
     @property
@@ -154,42 +154,42 @@ class MegatronOptimizer:
 
     @property
     def decoupled_learning_rate(self) -> float | None:
-        """Current learning rate of the parameters of --decoupled-lr; None without it."""
+        """Current learning rate of parameters with --decoupled-lr; None without that flag."""
         return next((group["lr"] for group in self.param_groups if group.get("is_decoupled_lr")), None)
 
     def zero_grad(self) -> None:
-        """Forgets all gradients; call before the first microbatch."""
+        """Drops all gradients; call before the first microbatch."""
         for chunk in self._model_chunks:
-            # Not by `param.grad = None`: gradients live in flat buffers, whose memory is kept.
+            # Not `param.grad = None`, because gradients are in flat buffers, whose memory is persistent.
             chunk.zero_grad_buffer(caller=self)
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Factor of the loss: [], fp32, on the CPU."""
-        # A tensor because scripts written for Megatron call .item() on it.
+        """Returns the factor of the loss: [], fp32, on the CPU."""
+        # A tensor, because scripts written for Megatron call .item() on it.
         return torch.tensor(self._loss_scale, dtype=torch.float32)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, any shape, floating point, times the loss scale, if there is one: same shape, then fp32.
+        """Multiplies a loss, any shape, floating point, by the loss scale, if any: same shape, then fp32.
 
-        The scale is read on the device: in a graph, it is that of the replay.
+        Reads the scale on the device, so that a graph uses the one of the replay.
         """
-        # In fp32, or a scaled fp16 loss would overflow before its gradients do.
+        # In fp32, because a scaled fp16 loss would overflow before its gradients do.
         return loss if self.grad_scaler is None else loss.float() * self._device_scale.float()
 
     @record_function("MegatronOptimizer.step")
     def step(self) -> tuple[bool, float, float | None]:
-        """Updates the parameters from reduced gradients: (whether it did, gradient norm, zeros if configured).
+        """Updates the parameters from reduced gradients; returns (is_updated, grad_norm, num_zeros).
 
-        The norm is that of the unscaled gradients before clipping. Not updated means that a gradient was not finite.
-        Collective over all ranks that hold parts of the model. An error before the update changes nothing; after one
-        inside it parameters and states are of two steps, and this raises RuntimeError until a checkpoint is loaded. So
-        it does without finish_grad_sync, and RemoteRankError where another rank has called reset_iteration since.
+        is_updated is False if a gradient was not finite. grad_norm is that of unscaled gradients before clipping.
+        num_zeros is None unless log_num_zeros_in_grad is set. Collective over all ranks that hold parts of the model.
+        An error before the update changes nothing. Raises RuntimeError without finish_grad_sync, and after an error
+        inside an update, until a checkpoint is loaded; RemoteRankError if another rank has called reset_iteration.
         """
         self._prepare_step()
-        # Before anything of this rank changes: others may have caught an error since their gradients were reduced.
-        for order in self._gradient_orders:
-            order.step()
-        # One pass for both: a norm is finite only if every gradient is.
+        # Before any change on this rank, because others may have caught an error after the reduction of gradients.
+        for scheduler in self._schedulers:
+            scheduler.step()
+        # One pass finds norm and overflow, because the norm is finite only if every gradient is.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
             scaled_norm = read_norm_sync(self._grad_stats.norm())
         found_inf = not math.isfinite(scaled_norm)
@@ -210,9 +210,9 @@ class MegatronOptimizer:
         return True, grad_norm, num_zeros
 
     def prepare_device_step(self) -> None:
-        """Fills in the learning rates; call before step_on_device and before each replay of it.
+        """Writes the learning rates to the device; call before step_on_device and before each replay of it.
 
-        Raises RuntimeError and ValueError where `step` would, ValueError where the graph has another weight decay.
+        Raises the RuntimeError and ValueError of `step`, and ValueError if weight decay has changed since the capture.
         """
         self._prepare_step()
         decays = self._weight_decays()
@@ -224,11 +224,11 @@ class MegatronOptimizer:
 
     @record_function("MegatronOptimizer.step_on_device")
     def step_on_device(self, void: torch.Tensor | None = None) -> DeviceStep:
-        """A step of which the device alone knows whether it updates; for graphs, as it never waits for the device.
+        """Runs a step in which the device decides whether to update; for graphs, since it never waits for the device.
 
-        void: any shape and dtype, on the device, alike on all ranks: where any of it is above 0, nothing changes. Call
-        it after finish_grad_sync and CollectiveScheduler.step, when no gather is under way. Collective as `step`.
-        Raises ValueError for settings that need the host.
+        void: discards the step if any element is above 0: any shape and dtype, on the device, the same on all ranks.
+        Call it after finish_grad_sync and CollectiveScheduler.step, without a gather in flight. Collective, like
+        `step`. Raises ValueError for settings that need the host.
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
@@ -242,17 +242,17 @@ class MegatronOptimizer:
         return decision.for_host(num_zeros)
 
     def forget_broken_capture(self) -> None:
-        """Restores the state after a failed capture of step_on_device: nothing was done, so parameters are whole."""
+        """Allows steps again after a failed capture of step_on_device, which has changed no parameter."""
         self._make_whole()
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
-        """Takes note of a step on the device, or of a replay of it, and returns what `step` does; once for each.
+        """Completes a step on the device on the host and returns the result of `step`; call once for each replay.
 
-        Scale, step count and sharded parameters are then as after `step`; after a void step they are as before. NOTE:
-        waits until the device has done the step. Collective where `step` gathers parameters.
+        Updates loss scale, step count and sharded parameters like `step`; a discarded step changes none of them. NOTE:
+        waits until the device has run the step. Collective if `step` gathers parameters.
         """
         outcome = done.read_sync()
-        if outcome.is_void:
+        if outcome.is_discarded:
             return False, outcome.grad_norm, None
         self._update_scale(outcome.found_inf)
         if outcome.found_inf:
@@ -261,15 +261,15 @@ class MegatronOptimizer:
         self._after_device_update()
         return True, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
-    # The parts of an update; UpdatesInBackward calls them before the step.
+    # Parts of an update, which UpdatesInBackward calls before the step.
 
     def prepare_update(self) -> None:
-        """Prepares an update before it changes anything: raises where it must not run, and copies the learning rates.
+        """Checks that an update may run, and copies the learning rates.
 
-        Raises RuntimeError while parameters and states are of two steps, ValueError where a parameter was moved.
+        Raises RuntimeError if parameters and states are of two steps, ValueError if a parameter was moved.
         """
         self._check_whole()
-        # Else the kernel would update memory that the model no longer reads, silently.
+        # Without this check the kernel would silently update memory that the model no longer reads.
         for run in self._runs:
             run.check_attached()
         for rule in self._rules:
@@ -278,57 +278,55 @@ class MegatronOptimizer:
     def update_ranges(
         self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
     ) -> None:
-        """Steps runs by their scaled gradients; rules: those that step now, None for all."""
+        """Steps flat ranges by their scaled gradients; rules: the rules that step now, None for all."""
         chosen = frozenset(runs)
         for rule in self._rules if rules is None else rules:
             rule.update(scale, chosen)
 
     def mark_half_done(self, error: str) -> None:
-        """Records that parameters and states are of two steps from here on; error: the message of what is refused."""
+        """Records that parameters and states are of two steps; error: message of the errors until they are whole."""
         self._half_done = error
 
     # Parameters and states.
 
     def params_norm(self) -> float:
-        """2-norm of all parameters as they are stepped (masters), summed in fp64. Collective, as `step`."""
+        """Returns the 2-norm of all parameters as they are stepped (masters), in fp64. Collective, like `step`."""
         return self._grad_stats.params_norm()
 
     def norm_of(self, params: Iterable[nn.Parameter]) -> float:
-        """2-norm of parameters that it does not step, any shapes and dtypes, summed in fp64. Collective, as `step`."""
+        """Returns the 2-norm of unstepped parameters, any shapes and dtypes, in fp64. Collective, like `step`."""
         return self._grad_stats.norm_of(params)
 
     def reload_model_params(self) -> None:
-        """Takes the fp32 masters from the model's parameters, after weights alone were loaded."""
+        """Sets the fp32 masters to the model's parameters, after a load of weights alone."""
         for run in self._runs:
             run.take_model()
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
-        """Moments and masters as boxes to save, all as they are read, fp32; model_pieces: by parameter name.
+        """Returns moments and masters of this rank's shard as boxes to save, fp32; model_pieces: by parameter name.
 
-        Of this rank's shard alone. What is kept as fp32 is not copied. Raises RuntimeError where `step` would.
+        State that is stored as fp32 is not copied. Raises RuntimeError if parameters and states are of two steps.
         """
         self._check_whole()
         return [tensor for state in self._flat_states() for tensor in state.tensors(state.read(), model_pieces)]
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
-        """The boxes of sharded_state to load in place; what is kept in another form takes them when the block ends."""
+        """Yields the boxes of sharded_state to load in place; other forms than fp32 are written when the block ends."""
         states = self._flat_states()
         values = [state.read() for state in states]
         yield [tensor for state, flat in zip(states, values) for tensor in state.tensors(flat, model_pieces)]
         for state, flat in zip(states, values):
             state.stored.write(0, flat)
         for run in self._runs:
-            # A copy without a master has no entry of its own in the checkpoint.
+            # A copy that is not a master has no entry in the checkpoint.
             if run.is_copy and not run.has_master:
                 run.take_model()
         self._make_whole()
 
     @property
     def state_bytes(self) -> dict[str, int]:
-        """Memory of what it keeps beside parameters and gradients, of this rank: of `masters` and of `moments` on the
-        device, and of both in the host's memory, host_states.
-        """
+        """Bytes of this rank's state: `masters` and `moments` on the device, and both on the host as `host_states`."""
         by_run = {run: rule.flat_state(run).values() for rule in self._rules for run in rule.runs}
         found = {"masters": 0, "moments": 0, "host_states": 0}
         for run in self._runs:
@@ -340,13 +338,13 @@ class MegatronOptimizer:
         states = []
         by_run = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}
         for run in self._runs:
-            # Without a master, the model's own weights in the checkpoint are what was stepped.
+            # Without masters, the model's weights are stepped, which the checkpoint has already.
             masters = {MASTERS: run.main} if run.has_master else {}
             states += [_FlatState(kind, stored, run) for kind, stored in {**by_run[run], **masters}.items()]
         return states
 
     def state_dict(self) -> dict[str, Any]:
-        """Step count and loss scale, the same on all ranks, JSON values; tensors are in sharded_state."""
+        """Returns step count and loss scale, the same on all ranks, as JSON values; tensors are in sharded_state."""
         return {
             "step": self._num_steps,
             "grad_scaler": None if self.grad_scaler is None else self.grad_scaler.state_dict(),
@@ -354,11 +352,11 @@ class MegatronOptimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`; the tensors of sharded_state are loaded apart."""
+        """Continues from `state_dict`; the tensors of sharded_state are loaded separately."""
         self._num_steps = state_dict["step"]
         for count in self._step_counts():
             count.fill_(self._num_steps)
-        # A run may change its precision between save and load.
+        # The precision may change between save and load.
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self._device_scale.fill_(self._loss_scale)
@@ -377,7 +375,7 @@ class MegatronOptimizer:
         return [group["weight_decay"] for group in self.param_groups]
 
     def _clip_coefficient(self, grad_norm: float) -> float:
-        # No factor would repair such a gradient, and a step that is skipped needs none.
+        # A non-finite gradient cannot be clipped, and its step is skipped.
         if self.config.clip_grad == 0 or not math.isfinite(grad_norm):
             return 1.0
         return clip_coefficient(self.config.clip_grad, grad_norm)
@@ -388,7 +386,7 @@ class MegatronOptimizer:
         self._note_update()
 
     def _after_device_update(self) -> None:
-        """Does on the host the rest of an update that the device has made."""
+        """Does the host's part of an update that the device has made."""
         self._note_update()
 
     def _prepare_step(self) -> None:
@@ -396,7 +394,7 @@ class MegatronOptimizer:
             self.prepare_update()
 
     def _step_ranges(self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
-        """Updates runs in a step, unless they were updated in backward; call it inside `_whole_update`."""
+        """Updates ranges in a step, unless they were updated in backward; call it inside `_whole_update`."""
         if not self._grad_stats.is_updated:
             self.update_ranges(scale, runs, rules=rules)
 
@@ -413,7 +411,7 @@ class MegatronOptimizer:
         self._grad_stats.forget()
 
     def _check_whole(self) -> None:
-        """Raises RuntimeError where parameters and states are of two steps."""
+        """Raises RuntimeError if parameters and states are of two steps."""
         if self._half_done is not None:
             raise RuntimeError(self._half_done)
 
@@ -422,7 +420,7 @@ class MegatronOptimizer:
             chunk.note_update()
 
     def _step_counts(self) -> list[torch.Tensor]:
-        # One a run of rules that count, all moved together.
+        # One for each range of a rule that counts; all have the same value.
         return [count for rule in self._rules for count in rule.step_counts()]
 
 
@@ -435,7 +433,7 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Steps some parameters by one torch optimizer, the rest by another, under one norm and loss scale."""
+    """Steps parameters by several torch optimizers with a common norm and loss scale."""
 
     @property
     def chained_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -443,14 +441,14 @@ class ChainedOptimizer(MegatronOptimizer):
         return [rule.optimizer for rule in self._rules]
 
 
-# The decision of a step on its device; MegatronOptimizer.step decides on the host, to the same bits.
+# The device's decision whether a step updates; MegatronOptimizer.step decides on the host, with the same bits.
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """Whether and how a step updates. is_void, found_inf: [], bool. grad_norm, divisor: [], fp64. All on the device."""
+    """Decision of a step. is_discarded, found_inf: [], bool. grad_norm, divisor: [], fp64. All on the device."""
 
-    is_void: torch.Tensor
+    is_discarded: torch.Tensor
     found_inf: torch.Tensor
     grad_norm: torch.Tensor
     divisor: torch.Tensor
@@ -458,38 +456,38 @@ class _Decision:
     @property
     def scale(self) -> GradScale:
         """The GradScale for update rules."""
-        return GradScale(self.divisor.float(), skip=(self.is_void | self.found_inf).float())
+        return GradScale(self.divisor.float(), skip=(self.is_discarded | self.found_inf).float())
 
     def for_host(self, num_zeros: torch.Tensor | None) -> DeviceStep:
-        """Result for the host; num_zeros: [], int64, None where they are not counted."""
+        """Returns the result for the host; num_zeros: [], int64, None if zeros are not counted."""
         zeros = torch.zeros_like(self.grad_norm) if num_zeros is None else num_zeros.double()
-        return DeviceStep(torch.stack([self.is_void.double(), self.found_inf.double(), self.grad_norm, zeros]))
+        return DeviceStep(torch.stack([self.is_discarded.double(), self.found_inf.double(), self.grad_norm, zeros]))
 
 
 def _decide(
     total_norm: torch.Tensor, *, loss_scale: torch.Tensor, void: torch.Tensor | None, clip_grad: float
 ) -> _Decision:
-    """From the norm of scaled gradients, [], fp64, and their scale, [], fp64, on one device; reads neither.
+    """Decides from the norm of scaled gradients and the loss scale, [], fp64 each, on one device, without waiting.
 
-    void: the step is void where any of it is above 0: any shape, any dtype. clip_grad: 0 does not clip.
+    void: discards the step if any element is above 0: any shape, any dtype. clip_grad: 0 does not clip.
     """
     # Rounded as read_norm_sync rounds it.
     scaled_norm = total_norm.float()
     found_inf = torch.isfinite(scaled_norm).logical_not()
-    is_void = torch.zeros_like(found_inf) if void is None else (void > 0).any()
+    is_discarded = torch.zeros_like(found_inf) if void is None else (void > 0).any()
     grad_norm = scaled_norm.double() / loss_scale
     coefficient = clip_coefficient_on_device(clip_grad, grad_norm) if clip_grad else torch.ones_like(grad_norm)
-    return _Decision(is_void, found_inf, grad_norm, divisor=loss_scale / coefficient)
+    return _Decision(is_discarded, found_inf, grad_norm, divisor=loss_scale / coefficient)
 
 
 # States for hooks on reduced gradients.
 
 
 class _RunStates:
-    """States of each bucket's parameters, for hooks on reduced gradients; rules: those of the optimizer."""
+    """Provides optimizer states of each bucket to hooks on reduced gradients; rules: the optimizer's."""
 
     def __init__(self, rules: Sequence[UpdateRule]) -> None:
-        # By what wrappers know of a run: its buffer, the very object, and the place of its bucket there.
+        # Keys are known to wrappers: the buffer object and the index of the bucket in it.
         self._found: dict[tuple[object, int], list[tuple[UpdateRule, FlatParamRange]]] = {}
         for rule in rules:
             for run in rule.runs:
@@ -498,7 +496,7 @@ class _RunStates:
             pairs.sort(key=lambda pair: pair[1].span.start)
 
     def states(self, place: ReleasedBucket) -> Sequence[RunState]:
-        """States of a bucket in the order of places: fp32 or fp64, views of what is stored so, else copies."""
+        """Returns states of a bucket, sorted by place: fp32 or fp64, views of storage in that dtype, else copies."""
         start = place.buffer.owned_spans()[place.layout.index].start
         found = self._found.get((place.buffer, place.layout.index), [])
         return [state for rule, run in found for state in _states_of(run, rule, bucket_start=start)]

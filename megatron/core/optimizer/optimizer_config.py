@@ -1,7 +1,7 @@
-"""Settings of the optimizer: its rule, rates, clipping and loss scaling, and the forms and places of its state.
+"""OptimizerConfig: update rule, learning rates, clipping, loss scaling, and the forms and places of optimizer state.
 
-OptimizerConfig inherits its parts, so that flags keep the parts' order. The schedules of learning rate and weight decay
-are in megatron/core/optimizer_param_scheduler.py.
+It inherits its parts, so that flags have the order of the parts. Schedules of learning rate and weight decay are in
+megatron/core/optimizer_param_scheduler.py.
 """
 
 from collections.abc import Callable
@@ -21,68 +21,68 @@ _MOMENTS = ("fp32", "fp16", "bf16", "fp8")
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    """State in fewer bits than the optimizer computes with (stored_floats.py). OptimizerConfig checks the values."""
+    """Settings for state in fewer bits than steps compute in (stored_floats.py); OptimizerConfig checks them."""
 
     cli_group: ClassVar[str] = "optimizer"
 
     use_precision_aware_optimizer: bool = config_field(
-        False, help="Keep masters, gradients and moments of --optimizer adam in the types of the flags below."
+        False, help="Store masters, gradients and moments of --optimizer adam in the dtypes of the flags below."
     )
     main_grads_dtype: str = config_field(
         "fp32",
         choices=("fp32", "bf16"),
-        help="Type in which the optimizer finds gradients; bf16 if they are reduced so.",
+        help="Dtype of the gradients that the optimizer reads; bf16 needs reduction in bf16.",
     )
     main_params_dtype: str = config_field(
-        "fp32", choices=("fp32", "fp16"), help="Type of the masters of 16-bit parameters; fp16 is scaled by blocks."
+        "fp32", choices=("fp32", "fp16"), help="Dtype of the masters of 16-bit parameters; fp16 has a scale per block."
     )
     exp_avg_dtype: str = config_field(
-        "fp32", choices=_MOMENTS, help="Type of Adam's first moment; fp16 is scaled by blocks, fp8 is not there."
+        "fp32", choices=_MOMENTS, help="Dtype of Adam's first moment; fp16 has a scale per block, fp8 is refused."
     )
     exp_avg_sq_dtype: str = config_field(
-        "fp32", choices=_MOMENTS, help="Type of Adam's second moment; fp16 is scaled by blocks, fp8 is not there."
+        "fp32", choices=_MOMENTS, help="Dtype of Adam's second moment; fp16 has a scale per block, fp8 is refused."
     )
     store_param_remainders: bool = config_field(
         True,
         flags=(),
-        help="Of fp32 masters beside bf16 parameters, keep only the 16 bits that the parameters lack.",
+        help="For fp32 masters of bf16 parameters, store only the 16 bits that the parameters lack.",
     )
 
     @property
     def keeps_remainders(self) -> bool:
-        """Whether masters of bf16 parameters are the 16 bits that these lack."""
+        """Whether masters of bf16 parameters are stored as the 16 bits that the parameters lack."""
         return self.use_precision_aware_optimizer and self.main_params_dtype == "fp32" and self.store_param_remainders
 
     def validate_stored_types(self, optimizer: str) -> None:
-        """Raises ValueError for types that cannot be stored; optimizer: the name of the update rule."""
+        """Raises ValueError for dtypes that cannot be stored; optimizer: the name of the update rule."""
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             value = vars(self)[name]
             if value == "fp8":
-                raise ValueError(f"OptimizerConfig.{name} is fp8: must be fp32, bf16 or fp16, there is no fp8 here")
+                raise ValueError(f"OptimizerConfig.{name} is fp8: must be fp32, bf16 or fp16")
             if value != "fp32" and not self.use_precision_aware_optimizer:
                 raise ValueError(f"OptimizerConfig.{name} is {value}: needs use_precision_aware_optimizer")
         if self.use_precision_aware_optimizer and optimizer not in ("adam", "distributed_fused_adam"):
             raise ValueError(
-                "OptimizerConfig.use_precision_aware_optimizer is set: optimizer must be adam or "
-                f"distributed_fused_adam, not {optimizer}"
+                f"OptimizerConfig.optimizer is {optimizer} with use_precision_aware_optimizer: must be adam or "
+                "distributed_fused_adam"
             )
 
 
 @dataclass(kw_only=True)
 class OptimizerOffloadConfig:
-    """State in the host's memory; flat_params.py chooses the parameters. OptimizerConfig checks the values."""
+    """Settings for state in the host's memory; flat_params.py selects it, OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 
     optimizer_cpu_offload: bool = config_field(
-        False, help="Keep masters and moments in the host's memory, and update there; no effect on a CPU."
+        False, help="Store masters and moments in the host's memory and update them there; no effect on a CPU."
     )
     optimizer_offload_fraction: float = config_field(
-        1.0, at_least=0, at_most=1, help="Part of the parameters that --optimizer-cpu-offload is for."
+        1.0, at_least=0, at_most=1, help="Part of the parameters whose state --optimizer-cpu-offload moves."
     )
     overlap_cpu_optimizer_d2h_h2d: bool = config_field(
         False,
-        help="With --optimizer-cpu-offload: gradients come and parameters go while the host updates others.",
+        help="With --optimizer-cpu-offload: copy gradients and parameters while the host updates others.",
     )
 
     @property
@@ -93,7 +93,7 @@ class OptimizerOffloadConfig:
     def validate_offload(self, optimizer: str) -> None:
         """Raises ValueError for settings that cannot be offloaded; optimizer: the name of the update rule."""
         if self.optimizer_cpu_offload and optimizer == "muon":
-            raise ValueError("OptimizerConfig.optimizer_cpu_offload is set: any optimizer will do but muon")
+            raise ValueError("OptimizerConfig.optimizer is muon with optimizer_cpu_offload: must be another optimizer")
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise ValueError(
                 "OptimizerConfig.overlap_cpu_optimizer_d2h_h2d is set: needs optimizer_cpu_offload as well"
@@ -107,35 +107,35 @@ class OptimizerOffloadConfig:
 
 @dataclass(kw_only=True)
 class MuonConfig:
-    """Muon, which steps matrices (muon.py). OptimizerConfig checks the values."""
+    """Settings of Muon, which steps matrices (muon.py); OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 
     muon_momentum: float = config_field(0.9, at_least=0, less_than=1, help="Momentum of --optimizer muon.")
-    muon_nesterov: bool = config_field(False, help="Look ahead by Nesterov's rule in --optimizer muon.")
+    muon_nesterov: bool = config_field(False, help="Use Nesterov momentum in --optimizer muon.")
     muon_num_ns_steps: int = config_field(
-        5, at_least=1, less_than=100, help="Newton-Schulz steps that make Muon's updates orthogonal."
+        5, at_least=1, less_than=100, help="Newton-Schulz steps that orthogonalize Muon's updates."
     )
     muon_scale_mode: str = config_field(
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
         help="Scale of Muon's update of an [m, n] matrix: sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n)).",
     )
-    muon_extra_scale_factor: float = config_field(1.0, more_than=0, help="Another factor of Muon's updates.")
+    muon_extra_scale_factor: float = config_field(1.0, more_than=0, help="Additional factor of Muon's updates.")
     muon_split_qkv: bool = config_field(
         True,
         flags=("--muon-no-split-qkv",),
-        help="Make the update of q, k and v orthogonal as one matrix, where one weight holds them.",
+        help="Orthogonalize the update of q, k and v as one matrix if one weight holds them.",
     )
     muon_tp_mode: str = config_field(
         "duplicated",
         choices=("blockwise", "duplicated", "distributed"),
-        help="How Muon treats matrices that lie on several ranks; all the same while none does.",
+        help="Treatment of tensor-parallel matrices in Muon; no effect, as these are refused.",
     )
 
 
 class InBackwardClip(Enum):
-    """Clipping of gradients whose update precedes the norm of all gradients."""
+    """Clipping of gradients in updates that precede the norm of all gradients."""
 
     EXACT = "exact"
     PREVIOUS_NORM = "previous-norm"
@@ -144,29 +144,29 @@ class InBackwardClip(Enum):
 
 @dataclass(kw_only=True)
 class InBackwardConfig:
-    """Updates in backward (optimizer_in_backward.py). OptimizerConfig checks the values."""
+    """Settings for updates in backward (optimizer_in_backward.py); OptimizerConfig checks the values."""
 
     cli_group: ClassVar[str] = "optimizer"
 
     optimizer_in_backward: bool = config_field(
-        False, help="Update each bucket of parameters as soon as its gradients are reduced, and free these."
+        False, help="Update each bucket of parameters as soon as its gradients are reduced, and free the gradients."
     )
     optimizer_in_backward_clip: str | None = config_field(
         None,
         choices=tuple(clip.value for clip in InBackwardClip),
-        help="How --optimizer-in-backward clips: exact keeps reduced gradients until the norm is known, previous-norm "
-        "takes the norm of the step before, per-bucket that of each bucket.",
+        help="Clipping with --optimizer-in-backward: exact stores reduced gradients until the norm is known, "
+        "previous-norm uses the norm of the step before, per-bucket that of each bucket.",
     )
 
     @property
     def in_backward_clip(self) -> InBackwardClip | None:
-        """The policy; None: updates in backward without clipping, or none in backward."""
+        """The policy; None for updates in backward without clipping, or without updates in backward."""
         chosen = self.optimizer_in_backward_clip
         return None if chosen is None else InBackwardClip(chosen)
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether nothing changes before all gradients are known, so that a step may be skipped or dropped."""
+        """Whether updates follow the norm of all gradients, so that a step can still be skipped or dropped."""
         return self.in_backward_clip is InBackwardClip.EXACT
 
     def validate_in_backward(
@@ -174,18 +174,18 @@ class InBackwardConfig:
     ) -> None:
         """Raises ValueError for settings that exclude updates in backward.
 
-        optimizer: the name of the update rule. offloads: the host keeps states. has_graph: a CUDA graph holds the step.
+        optimizer: name of the update rule. offloads: states are on the host. has_graph: a CUDA graph holds the step.
         """
         if self.optimizer_in_backward:
             self.validate_clip_in_backward(clip_grad, fp16=fp16)
             others = [
-                ("optimizer is muon", optimizer == "muon", "its step takes matrices apart that lie in several buckets"),
+                ("optimizer is muon", optimizer == "muon", "it needs whole matrices, which buckets may cut"),
                 (
                     "optimizer_cpu_offload is set",
                     offloads,
-                    "the host updates in step(), while gradients are sent to it",
+                    "the host updates in step(), during the copies of gradients",
                 ),
-                ("optimizer_cuda_graph is set", has_graph, "graphs need gradients that stand in memory"),
+                ("optimizer_cuda_graph is set", has_graph, "graphs need persistent gradients"),
             ]
             for words, is_set, why in others:
                 if is_set:
@@ -200,10 +200,10 @@ class InBackwardConfig:
             )
 
     def validate_clip_in_backward(self, clip_grad: float, *, fp16: bool) -> None:
-        """Raises ValueError where updates in backward would not clip as these two say."""
+        """Raises ValueError if updates in backward cannot clip to clip_grad, or cannot skip steps of fp16."""
         clip = self.optimizer_in_backward_clip
         if clip_grad > 0 and clip is None:
-            # Others clip nothing here, silently.
+            # Without an error, nothing would be clipped.
             raise ValueError(
                 f"OptimizerConfig.clip_grad is {clip_grad} and OptimizerConfig.optimizer_in_backward is set: the norm "
                 "of all gradients is not known before backward ends, so OptimizerConfig.optimizer_in_backward_clip "
@@ -212,12 +212,12 @@ class InBackwardConfig:
         if clip_grad == 0 and clip is not None and not self.holds_gradients:
             raise ValueError(
                 f"OptimizerConfig.optimizer_in_backward_clip is {clip} and OptimizerConfig.clip_grad is 0, which clips "
-                "nothing: give the norm to clip to, or leave OptimizerConfig.optimizer_in_backward_clip out"
+                "nothing: give the norm to clip to, or leave out OptimizerConfig.optimizer_in_backward_clip"
             )
         if fp16 and not self.holds_gradients:
             raise ValueError(
-                "OptimizerConfig.fp16 and OptimizerConfig.optimizer_in_backward are both set: a step that overflows is "
-                "skipped, which is not known before backward ends, so OptimizerConfig.optimizer_in_backward_clip must "
+                "OptimizerConfig.fp16 and OptimizerConfig.optimizer_in_backward are both set: whether a step overflows "
+                "and is skipped is not known before backward ends, so OptimizerConfig.optimizer_in_backward_clip must "
                 "be exact"
             )
 
@@ -235,7 +235,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         "AdamW with sharded states and gradients (ZeRO-2).",
     )
     lr: float | None = config_field(None, more_than=0, help="Highest learning rate; the schedule scales it.")
-    min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate; the schedule never goes below it.")
+    min_lr: float = config_field(0.0, at_least=0, help="Lowest learning rate of the schedule.")
     decoupled_lr: float | None = config_field(
         None, more_than=0, help="Highest learning rate of word embeddings and output layer; unset: --lr."
     )
@@ -246,7 +246,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         0.01, at_least=0, help="Weight decay; biases and one-dimensional parameters are not decayed."
     )
     apply_wd_to_qk_layernorm: bool = config_field(
-        False, help="Weight decay of the norms that --qk-layernorm adds, too."
+        False, help="Apply weight decay to the norms that --qk-layernorm adds, too."
     )
     adam_beta1: float = config_field(0.9, at_least=0, less_than=1, help="Decay of Adam's first moment.")
     adam_beta2: float = config_field(0.999, at_least=0, less_than=1, help="Decay of Adam's second moment.")
@@ -257,7 +257,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
     loss_scale: float | None = config_field(
         None, more_than=0, help="Constant loss scale for --fp16; none means a dynamic scale."
     )
-    # High on purpose: the first steps of a run overflow and find the scale that fits.
+    # High on purpose: the first steps overflow until the scale fits.
     initial_loss_scale: float = config_field(2**32, more_than=0, help="Dynamic loss scale at the start.")
     min_loss_scale: float = config_field(1.0, more_than=0, help="Lowest dynamic loss scale.")
     loss_scale_window: float = config_field(
@@ -267,14 +267,14 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     fp16: bool = config_field(False, flags=(), help="The model's parameters are fp16: loss scaling, fp32 masters.")
     bf16: bool = config_field(False, flags=(), help="The model's parameters are bf16: fp32 masters.")
-    params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Type of the model's parameters.")
+    params_dtype: torch.dtype = config_field(torch.float32, flags=(), help="Dtype of the model's parameters.")
     deterministic_mode: bool = config_field(False, flags=(), help="Accumulate norms in fp64.")
     use_distributed_optimizer: bool | None = config_field(
-        None, flags=(), help="Whether states are sharded, as DistributedDataParallelConfig says; unset: as that says."
+        None, flags=(), help="Must equal DistributedDataParallelConfig.use_distributed_optimizer if set."
     )
-    log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Let step() count zeros in the gradient.")
+    log_num_zeros_in_grad: bool = config_field(False, flags=(), help="Count zeros in the gradient in step().")
     optimizer_cuda_graph: bool = config_field(
-        False, help="The step belongs to the graph of --cuda-graph-impl full_iteration as well."
+        False, help="Include the step in the graph of --cuda-graph-impl full_iteration."
     )
     timers: Timers = field(default_factory=Timers)
 
@@ -299,7 +299,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         run_checks(*checks)
 
     def validate_learning_rate(self) -> None:
-        # A configuration without a rate is fine until an optimizer is built from it.
+        # lr may be None until an optimizer is built.
         if self.lr is not None and self.min_lr > self.lr:
             raise ValueError(
                 f"OptimizerConfig.min_lr is {self.min_lr}: must be at most OptimizerConfig.lr, which is {self.lr}"
@@ -317,7 +317,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     def validate_precision(self) -> None:
         if self.fp16 and self.bf16:
-            raise ValueError("OptimizerConfig.fp16 and bf16 are both set: choose one")
+            raise ValueError("OptimizerConfig.fp16 and bf16 are both set: set only one")
         if self.min_loss_scale > self.initial_loss_scale:
             raise ValueError(
                 f"OptimizerConfig.min_loss_scale is {self.min_loss_scale}: "
@@ -328,12 +328,12 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         """Raises ValueError for settings whose step needs the host, which no graph can hold (optimizer_cuda_graph)."""
         if self.optimizer == "muon":
             raise ValueError(
-                "OptimizerConfig.optimizer is muon, whose step the host decides on: with optimizer_cuda_graph it must "
-                "be adam or sgd"
+                "OptimizerConfig.optimizer is muon, which needs a decision of the host: must be adam or sgd with "
+                "optimizer_cuda_graph"
             )
         if self.optimizer_cpu_offload:
             raise ValueError(
-                "OptimizerConfig.optimizer_cpu_offload is set, and the host updates what it keeps: leave it out with "
+                "OptimizerConfig.optimizer_cpu_offload is set, so that the host updates: leave it out with "
                 "optimizer_cuda_graph"
             )
         if self.main_params_dtype == "fp16":

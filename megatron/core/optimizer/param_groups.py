@@ -1,6 +1,6 @@
-"""Which parameters share a learning rate and a weight decay, and how a script sets others for some of them.
+"""Parameter groups: parameters that share learning rate and weight decay, and a script's overrides of both.
 
-The schedule turns these into numbers (optimizer_param_scheduler.py); where parameters lie is flat_params.py.
+optimizer_param_scheduler.py computes the values of each step. flat_params.py joins parameters of a group in memory.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-# Names under which GPTModel and its kin keep the weights that meet the vocabulary.
+# Patterns for weights with a vocabulary dimension, as GPTModel and similar models name them.
 _VOCABULARY = ("*word_embeddings.weight", "*output_layer.weight")
 _HEAD_NORMS = ("*.q_layernorm.*", "*.k_layernorm.*", "*.kv_layernorm.*")
 _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
@@ -22,10 +22,10 @@ _EMBEDDINGS = ("*embeddings.weight", "*output_layer.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class ParamKey:
-    """Selects the parameters of an override: those for which any of the given conditions holds.
+    """Selects the parameters of an override: those that satisfy any of the given conditions.
 
-    name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: attributes that are set and true
-    on the parameter. predicate: takes name and parameter, for shapes and all else.
+    name: shell patterns for names without wrapper prefixes ("*.router.weight"). attr: names of attributes that are true
+    on the parameter. predicate: a function of name and parameter, for other conditions such as shapes.
     """
 
     name: str | tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class ParamKey:
     predicate: Callable[[str, nn.Parameter], bool] | None = None
 
     def matches(self, name: str, param: nn.Parameter) -> bool:
-        """Whether the override is for this parameter; param: any shape and dtype."""
+        """Returns whether the override applies to this parameter; param: any shape and dtype."""
         return (
             any(fnmatchcase(name, pattern) for pattern in _words(self.name))
             or any(vars(param).get(attribute) for attribute in _words(self.attr))
@@ -43,10 +43,11 @@ class ParamKey:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroupOverride:
-    """Values of its parameters in place of the run's; None: the run's.
+    """Values for selected parameters that replace the configured ones; None leaves the configured value.
 
-    max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay over the run. lr_mult,
-    wd_mult: factors of both; wd_mult 0 keeps parameters from decaying, 1 lets biases and norms decay too.
+    max_lr, min_lr: limits of the schedule's learning rate. start_wd, end_wd: weight decay at begin and end of training.
+    lr_mult, wd_mult: factors of learning rate and weight decay; wd_mult 0 turns decay off, 1 turns it on for biases and
+    norms too.
     """
 
     max_lr: float | None = None
@@ -71,16 +72,16 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupKey:
-    """Properties that parameters of one group share. is_matrix: Muon updates them."""
+    """Properties shared by the parameters of one group. is_matrix: whether Muon updates them."""
 
     override: ParamGroupOverride
     is_decoupled_lr: bool = False
     is_matrix: bool = False
 
     def values(self, config: OptimizerConfig) -> dict[str, Any]:
-        """A torch parameter group without its parameters, under the names that Megatron's groups have."""
+        """Returns a torch parameter group without its parameters, with Megatron's keys."""
         given = {name: value for name, value in vars(self.override).items() if value is not None}
-        # The schedule multiplies by the factors; before its first word, the values are those of the configuration.
+        # Initial values; the schedule replaces them, and multiplies by the factors itself.
         lr_mult, wd_mult = given.get("lr_mult", 1.0), given["wd_mult"]
         decay = given.get("end_wd", config.weight_decay)
         values = {
@@ -92,7 +93,7 @@ class GroupKey:
         return {**values, "is_decoupled_lr": self.is_decoupled_lr}
 
     def check_rates(self, config: OptimizerConfig) -> None:
-        """Raises ValueError where the lowest rate is above the highest."""
+        """Raises ValueError if the lowest learning rate is above the highest."""
         highest = config.lr if self.override.max_lr is None else self.override.max_lr
         lowest = config.min_lr if self.override.min_lr is None else self.override.min_lr
         if highest is not None and lowest > highest:
@@ -100,18 +101,18 @@ class GroupKey:
 
 
 class ParamGrouping:
-    """Finds the group of each parameter from the settings and a script's overrides; of several, later ones win."""
+    """Assigns each parameter a group, from the settings and a script's overrides; later overrides win."""
 
     def __init__(self, config: OptimizerConfig, overrides: ConfigOverrides | None = None) -> None:
         self._config = config
         self._overrides = dict(overrides or {})
-        # Places in the overrides of those that were for a parameter: what ranks can tell each other of them.
+        # Indices of overrides that apply to a parameter; ranks exchange them.
         self.used: set[int] = set()
 
     def key_of(self, name: str, param: nn.Parameter) -> GroupKey:
-        """The group of a parameter; name: without wrapper prefixes, param: any shape and dtype.
+        """Returns the group of a parameter; name: without wrapper prefixes, param: any shape and dtype.
 
-        Raises ValueError where its rates contradict each other.
+        Raises ValueError if its learning rates contradict each other.
         """
         decays = weight_decays(name, param) or (self._config.apply_wd_to_qk_layernorm and _fits(name, _HEAD_NORMS))
         merged = ParamGroupOverride(wd_mult=1.0 if decays else 0.0)
@@ -129,7 +130,7 @@ class ParamGrouping:
         return group
 
     def plain_keys(self) -> list[GroupKey]:
-        """The groups that every run has, so that a schedule and a log line find them also where they are empty."""
+        """Returns the groups that always exist, even if empty, so that schedules and log lines find them."""
         plain = [ParamGroupOverride(wd_mult=wd_mult) for wd_mult in (1.0, 0.0)]
         keys = [GroupKey(override=override) for override in plain]
         if self._config.decoupled_lr is not None:
@@ -137,26 +138,28 @@ class ParamGrouping:
         return keys
 
     def check_all_used(self, used: Collection[int]) -> None:
-        """Raises ValueError for an override that is for no parameter; used: places of those that are."""
-        # A misspelt name would change nothing, silently.
+        """Raises ValueError for an override that applies to no parameter; used: indices of those that do."""
+        # A misspelt name would silently have no effect.
         for place, key in enumerate(self._overrides):
             if place not in used:
-                raise ValueError(f"config_overrides: {key} matches no parameter that requires grad")
+                raise ValueError(
+                    f"config_overrides has {key}, which matches no parameter that requires grad: must match one"
+                )
 
     def _with_decoupled_rates(self, override: ParamGroupOverride) -> ParamGroupOverride:
-        # Without a minimum of their own these fall to the common one, as in Megatron.
+        # decoupled_min_lr None means the common minimum, as in Megatron.
         rates = {"max_lr": self._config.decoupled_lr, "min_lr": self._config.decoupled_min_lr}
         return dataclasses.replace(override, **rates)
 
 
 def weight_decays(name: str, param: torch.Tensor) -> bool:
-    """Whether a parameter decays: biases and one-dimensional parameters (norms) do not. param: any shape and dtype."""
-    # By name too, since a bias may be stored with several dimensions.
+    """Returns whether a parameter decays, any shape and dtype; biases and one-dimensional parameters do not."""
+    # Biases are found by name too, because one may be stored with several dimensions.
     return not (_is_bias(name) or param.dim() <= 1)
 
 
 def _is_bias(name: str) -> bool:
-    # Grouped experts have those of both their layers under one name each.
+    # bias1 and bias2 are those of the two layers of grouped experts.
     return name.rpartition(".")[2] in ("bias", "bias1", "bias2")
 
 

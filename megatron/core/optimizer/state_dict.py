@@ -1,7 +1,7 @@
-"""Optimizer state in checkpoints: its names, and the state of Adam that is spread over ranks.
+"""Optimizer state in checkpoints: its keys, and the state dict of an Adam whose state is sharded over ranks.
 
-An entry has the state of one parameter in logical order, the same at every layout. Checkpoints are written and read by
-megatron/core/dist_checkpointing; what Adam does with its state is in adam.py.
+An entry holds the state of one parameter in logical order, the same for every layout. megatron/core/dist_checkpointing
+writes and reads checkpoints; adam.py defines the state.
 """
 
 import math
@@ -27,13 +27,13 @@ from megatron.core.group_collectives import gather_objects, message_device
 from megatron.core.optimizer.adam import FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 
-# The kind of state that holds what is stepped of a 16-bit parameter.
+# The kind of state that holds the fp32 masters of 16-bit parameters.
 MASTERS = "fp32_param"
 STEP, EXP_AVG, EXP_AVG_SQ = "step", "exp_avg", "exp_avg_sq"
 _BIAS_CORRECTION = "bias_correction"
 _DECOUPLED = "decoupled_weight_decay"
 _REQUIRED = ("lr", "betas", "eps", "weight_decay")
-# Settings that only torch's optimizers have, with values that leave the way of calculation to them.
+# Settings that only torch's optimizers have, with their default values.
 _TORCH_SETTINGS = {
     "amsgrad": False,
     "maximize": False,
@@ -42,40 +42,40 @@ _TORCH_SETTINGS = {
     "differentiable": False,
     "fused": None,
 }
-# Elements of a box that is saved: who reads a file has so much of it in memory at a time, and reads it once for each
-# part that it needs. 64 MiB of fp32.
+# Elements of a saved box, 64 MiB of fp32. A reader holds a whole box in memory, and reads it once for each part that it
+# needs.
 _SAVED_ELEMENTS = 1 << 24
 # Elements that are loaded at a time.
 _LOADED_ELEMENTS = 1 << 22
 
-# The values by kind: [] of the step, else [*parameter's shape], any float dtype.
+# Values by kind: the step, [], and tensors of the parameter's shape, any float dtype.
 _Entry = dict[str, torch.Tensor]
 _Groups = Sequence[Mapping[str, Any]]
 
 
-# Names in checkpoints, `optimizer.KIND.KEY OF THE PARAMETER`, and state as of a start.
+# Keys in checkpoints, `optimizer.KIND.KEY OF THE PARAMETER`, and initial state.
 
 
 def state_prefix(kind: str) -> str:
-    """Prefix of a parameter's key; kind: MASTERS, or torch's name of a state."""
+    """Returns the prefix of a parameter's key; kind: MASTERS, or torch's name of a state."""
     return f"optimizer.{kind}."
 
 
 def is_state(key: str) -> bool:
-    """Whether it is a key of optimizer state."""
+    """Returns whether a key of a checkpoint is one of optimizer state."""
     return key.startswith("optimizer.")
 
 
 def parameter_key(key: str) -> str:
-    """The key of the parameter that a key of optimizer state is for."""
+    """Returns the parameter's key from a key of optimizer state."""
     return key.split(".", 2)[2]
 
 
 def fresh_state(weights: Sequence[ShardedTensor], state: Iterable[tuple[str, torch.dtype]]) -> list[ShardedTensor]:
-    """State as of a start: masters are the weights, all else is zeros.
+    """Returns initial state: masters are the weights, everything else is zero.
 
-    weights: boxes of parameters, any shapes and dtypes. state: key and dtype of all there is, of any parameters. Gives
-    as many boxes for each of `weights` as its parameter has kinds of state.
+    weights: boxes of parameters, any shapes and dtypes. state: keys and dtypes of all state, possibly of other
+    parameters too. Returns one box for each of `weights` and each kind of state of its parameter.
     """
     by_parameter: dict[str, list[tuple[str, torch.dtype]]] = {}
     for key, dtype in sorted(state, key=str):
@@ -91,7 +91,7 @@ def _fresh(weight: torch.Tensor, dtype: torch.dtype, *, is_master: bool) -> torc
     return weight.to(dtype) if is_master else torch.zeros_like(weight, dtype=dtype)
 
 
-# Adam's state of one rank, saved and loaded.
+# Saving and loading the Adam state of one rank.
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +109,12 @@ class StateRange:
 
 @dataclass(frozen=True)
 class AdamShard:
-    """One rank's part of an optimizer, built whenever it is needed.
+    """One rank's part of an optimizer's state, for a single save or load.
 
-    ranges: all that this rank owns, in any order. Of every parameter each element is in a range of some rank, or in
-    the same range of several ranks. param_groups: the optimizer's own. process_group: all ranks that own some of its
-    parameters, or copies of it; None only where torch.distributed is not initialised. without_state: the numbers of
-    parameters that nobody steps, which are in no range, the same on all ranks.
+    ranges: all ranges of this rank, in any order. Each element of a parameter with state is in a range of one rank, or
+    in the same range of several. param_groups: the optimizer's groups. process_group: all ranks that own ranges of the
+    parameters, or copies of them; None only without torch.distributed. without_state: numbers of parameters that are
+    not stepped and are in no range, the same on all ranks.
     """
 
     ranges: Sequence[StateRange]
@@ -130,12 +130,13 @@ class AdamShard:
 
 
 def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
-    """Returns the state that torch.distributed.checkpoint saves at any number of ranks, and fills at any other.
+    """Returns a state dict that torch.distributed.checkpoint saves and fills at any number of ranks.
 
-    {"state": {index: {"step", "exp_avg", "exp_avg_sq", "fp32_param"}}, "param_groups": [...]} as of torch.optim, with
-    the masters besides; the same keys on all ranks. The values have the parameters' shapes and are fp32 (fp64 where
-    states are computed so); each rank has some boxes of them, and reads these when they are saved. Nothing is copied
-    and no other rank waited for. Hyper-parameters that are tensors become numbers, for which the device is waited for.
+    The format is that of torch.optim with masters added: {"state": {index: {"step", "exp_avg", "exp_avg_sq",
+    "fp32_param"}}, "param_groups": [...]}, with the same keys on all ranks. Values have the parameters' shapes, in fp32
+    (fp64 if states are computed in it). Each rank holds some boxes of them, which are read only when they are saved.
+    Not collective, and copies no state. NOTE: waits for the device if hyper-parameters are tensors, which become
+    numbers.
     """
     by_index: dict[int, list[StateRange]] = defaultdict(list)
     for part in shard.ranges:
@@ -154,14 +155,14 @@ def adam_state_dict(shard: AdamShard) -> dict[str, Any]:
 def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> None:
     """Loads a state dict of adam_state_dict, filled by torch.distributed.checkpoint.load or saved at the same layout.
 
-    Loads one of torch.optim.Adam or AdamW as well, with full tensors of any float dtype.
+    Also loads state dicts of torch.optim.Adam and AdamW, with full tensors of any float dtype. Collective.
 
-    Collective. The groups take the hyper-parameters; a learning rate that is a tensor keeps its memory. Without masters
-    in it, masters become what the parameters are, so these must be whole. With them it is the parameters that must
-    change: call adam's write_parameters for each run and gather them as after a step.
-    Raises ValueError or RemoteRankError, on every rank and with nothing changed, naming parameter, value and what would
-    be right: for other groups, for entries that are missing, unknown or of another shape, for elements that this rank
-    needs and the value lacks, and for step counts that differ among parameters of one run.
+    Sets the groups' hyper-parameters; a learning rate that is a tensor keeps its memory. If the state dict has no
+    masters, masters are set to the parameters, which must then be gathered. If it has masters, the caller updates the
+    parameters: adam.write_parameters for each flat range, and a gather as after a step.
+    Raises ValueError or RemoteRankError, on every rank and before anything changes, if groups differ, if entries are
+    missing, unknown or of another shape, if a value lacks elements that this rank needs, or if step counts differ among
+    parameters of one flat range.
     """
     with all_ranks_agree(shard.process_group):
         groups = _checked_groups_sync(shard.param_groups, state_dict, adam_w_mode=shard.adam_w_mode)
@@ -176,17 +177,16 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
         part.adam.step.copy_(loaded[part.index].step)
         for kind, stored in _stored(part.adam).items():
             _write(part, stored, source=loaded[part.index].sources.get(kind))
-    _take_groups(shard.param_groups, groups)
+    _update_groups(shard.param_groups, groups)
 
 
 @torch.no_grad()
 def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
-    """On the group's rank 0 a state dict that torch.optim.AdamW loads (Adam without adam_w_mode), None on the others.
+    """Returns a state dict for torch.optim.AdamW (Adam without adam_w_mode) on the group's rank 0; None on the others.
 
-    Collective. The tensors are on the host, fp32 (fp64 where states are computed so), [*parameter's shape] in its
-    memory format, the step counts [], fp32. Only rank 0 ever holds more than its own, and that without masters:
-    torch's optimizers have none, so save the parameters as well. Raises ValueError for bias_correction=False, which
-    torch's cannot do.
+    Collective. Moments are on the host, [*parameter's shape] in its memory format, fp32 (fp64 if states are computed in
+    it); step counts are [], fp32. Only rank 0 holds more than its own part. Torch's optimizers have no masters, so save
+    the parameters as well. Raises ValueError for bias_correction=False, which torch's optimizers do not have.
     """
     groups = _groups_to_save_sync(shard.param_groups, adam_w_mode=shard.adam_w_mode)
     for number, group in enumerate(groups):
@@ -199,7 +199,7 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
         for part in shard.ranges
     ]
     claims = gather_objects(mine, shard.process_group)
-    # Replicas claim the same range: the first rank sends it.
+    # Replicas announce the same range, and the first of them sends it.
     senders: dict[int, dict[int, tuple[int, _Claim]]] = {}
     for rank, of_rank in enumerate(claims):
         for claim in of_rank:
@@ -220,7 +220,7 @@ def gather_torch_state_sync(shard: AdamShard) -> dict[str, Any] | None:
 
 
 def range_values(part: StateRange, stored: StoredFloats) -> torch.Tensor:
-    """The numbers of a range in the order of memory: [numel], fp32 or fp64, perhaps a view."""
+    """Returns the numbers of a range in the order of memory: [numel], fp32 or fp64, possibly a view."""
     return _read(stored, part.range.span.start, shape=(part.range.span.numel,), stride=(1,))
 
 
@@ -229,10 +229,10 @@ def _stored(adam: FlatAdam) -> dict[str, StoredFloats]:
 
 
 def _spread_state(param: nn.Parameter, parts: Sequence[StateRange]) -> dict[str, torch.Tensor]:
-    """The state of one parameter, [*parameter's shape] each, and the step count, [], fp32."""
+    """Returns the state of one parameter, [*parameter's shape] each, and the step count, [], fp32."""
     dtype = parts[0].adam.wide if parts else torch.promote_types(param.dtype, torch.float32)
     if param.numel() == 0:
-        # Nobody owns any of it, and a checkpoint has its key all the same.
+        # No rank owns a range of it, but a checkpoint must have its key.
         nothing = {kind: torch.zeros(param.shape, dtype=dtype) for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS)}
         return {STEP: torch.zeros((), dtype=torch.float32), **nothing}
     state: dict[str, torch.Tensor] = {}
@@ -259,7 +259,7 @@ def _held_boxes(part: StateRange, stored: StoredFloats) -> Iterator[HeldBox]:
 
 
 def _read(stored: StoredFloats, place: int, *, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Neighbouring numbers from `place` on, as a box: [*shape], fp32 or fp64."""
+    """Reads contiguous numbers from `place` on, viewed as a box: [*shape], fp32 or fp64."""
     first = place // BLOCK * BLOCK
     flat = stored.read(first, round_up(place + math.prod(shape), BLOCK))[place - first :]
     return flat.as_strided(shape, stride)
@@ -269,7 +269,7 @@ def _read(stored: StoredFloats, place: int, *, shape: tuple[int, ...], stride: t
 
 
 class _Source:
-    """A loaded tensor by boxes; value: [*parameter's shape], any float dtype, or some boxes of it."""
+    """A loaded tensor, read by boxes; value: [*parameter's shape], any float dtype, or some boxes of it."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
@@ -277,11 +277,11 @@ class _Source:
         self._places = BoxIndex(self._boxes)
 
     def num_missing(self, box: Box) -> int:
-        """Number of elements of a box that the tensor lacks."""
+        """Returns the number of elements of a box that the tensor lacks."""
         return box.volume - sum(common.volume for _, common in self._common(box))
 
     def fill(self, target: torch.Tensor, box: Box) -> None:
-        """Copies a box of which it has every element: [*box shape], any float dtype."""
+        """Copies a box whose elements are all present to `target`: [*box shape], any float dtype."""
         for held, common in self._common(box):
             values = self._value.read(held) if isinstance(self._value, SpreadTensor) else self._value
             target[common.relative_to(box)].copy_(values[common.relative_to(held)])
@@ -289,12 +289,12 @@ class _Source:
     def _common(self, box: Box) -> Iterator[tuple[Box, Box]]:
         for position in self._places.touching(box):
             common = intersection(self._boxes[position], box)
-            assert common is not None, "boxes that touch share elements"
+            assert common is not None, "boxes that touch must share elements"
             yield self._boxes[position], common
 
 
 class _Loaded:
-    """The entry of one parameter. sources: by kind, without masters where these are to be the parameters."""
+    """The loaded entry of one parameter. sources: by kind; without masters if these are set to the parameters."""
 
     def __init__(self, entry: _Entry, name: str) -> None:
         self.sources = {kind: _Source(value) for kind, value in entry.items()}
@@ -302,7 +302,7 @@ class _Loaded:
 
     @property
     def step(self) -> torch.Tensor:
-        """[], fp32, on the host."""
+        """The step count: [], fp32, on the host."""
         count = torch.zeros((), dtype=torch.float32)
         self.sources[STEP].fill(count, whole(()))
         return count
@@ -315,8 +315,8 @@ class _Loaded:
             missing = sum(source.num_missing(box) for box in ([whole(())] if kind == STEP else boxes))
             if missing:
                 raise ValueError(
-                    f"{kind} of {self._name} lacks {missing} elements that this rank owns: it is of a rank of another "
-                    "layout; torch.distributed.checkpoint.save and load take a state from any layout to any other"
+                    f"{kind} of {self._name} lacks {missing} elements that this rank owns: it was saved by one rank "
+                    "of another layout; use torch.distributed.checkpoint.save and load to change the layout"
                 )
 
 
@@ -328,13 +328,13 @@ def _check_steps_sync(ranges: Sequence[StateRange], loaded: Mapping[int, _Loaded
         if other != step:
             raise ValueError(
                 f"step of parameter {part.index} is {step:g} and that of parameter {index} is {other:g}: must be equal "
-                "as they were taken over together and are stepped so; give those of each count to init_params on their "
-                "own, before state_dict and load_state_dict"
+                "for parameters that are stepped together; call init_params separately for the parameters of each "
+                "step count, before state_dict and load_state_dict"
             )
 
 
 def _write(part: StateRange, stored: StoredFloats, *, source: _Source | None) -> None:
-    """Fills one kind of a range's state; source: None for the parameter itself."""
+    """Fills one kind of a range's state from a source; None copies the parameter itself."""
     held = part.range
     offset, numel = held.span.start, held.span.numel
     assert offset % BLOCK == 0, f"span.start is {offset}: ranges must start at a multiple of {BLOCK}"
@@ -352,11 +352,11 @@ def _write(part: StateRange, stored: StoredFloats, *, source: _Source | None) ->
         stored.write(offset + first, padded)
 
 
-# Parameter groups and entries under the names of torch.optim. Their values are looked at from outside alone.
+# Checks of parameter groups and entries in the format of torch.optim, by keys, shapes and dtypes.
 
 
 def _descriptions(groups: _Groups) -> list[str]:
-    """Number, name if there is one, and shape of each parameter, for messages."""
+    """Describes each parameter by number, name if there is one, and shape, for messages."""
     named = [
         (name, param)
         for group in groups
@@ -369,7 +369,7 @@ def _descriptions(groups: _Groups) -> list[str]:
 
 
 def _groups_to_save_sync(groups: _Groups, *, adam_w_mode: bool) -> list[dict[str, Any]]:
-    """The groups with numbers for parameters and for tensors, and with all that torch.optim.Adam looks for."""
+    """Returns the groups with numbers in place of parameters and tensors, and with all keys of torch.optim.Adam."""
     saved, first = [], 0
     for group in groups:
         numbers_of = list(range(first, first + len(group["params"])))
@@ -380,7 +380,7 @@ def _groups_to_save_sync(groups: _Groups, *, adam_w_mode: bool) -> list[dict[str
 
 
 def _checked_groups_sync(groups: _Groups, state_dict: Any, *, adam_w_mode: bool) -> list[dict[str, Any]]:
-    """Hyper-parameters that each group is to take; raises ValueError for other groups than these."""
+    """Returns the new hyper-parameters of each group; raises ValueError if the groups of a state dict differ."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         has = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(f"state_dict is {has}: must have 'state' and 'param_groups', on every rank")
@@ -394,17 +394,19 @@ def _checked_groups_sync(groups: _Groups, state_dict: Any, *, adam_w_mode: bool)
             raise ValueError(f"param group {number} of the state dict is {group}: must be a dict with 'params'")
     sizes, saved_sizes = ([len(group["params"]) for group in some] for some in (groups, saved))
     if sizes != saved_sizes:
-        raise ValueError(f"param_groups of the state dict have {saved_sizes} parameters: must be {sizes}, as here")
+        raise ValueError(
+            f"param_groups of the state dict have {saved_sizes} parameters: must be {sizes}, as in this optimizer"
+        )
     return [_checked_group_sync(number, new, adam_w_mode=adam_w_mode) for number, new in enumerate(saved)]
 
 
 def _checked_entries(
     groups: _Groups, state_dict: Mapping[str, Any], *, without_state: Collection[int] = ()
 ) -> dict[int, _Entry]:
-    """The entry of each parameter by its number here, masters in all or in none; raises ValueError for others.
+    """Returns the entry of each parameter by its number in this optimizer; raises ValueError for invalid entries.
 
-    without_state: numbers of those that may have none. An optimizer of torch that has never stepped has no entries:
-    they are zeros, as it would begin with.
+    All entries must have masters, or none of them. without_state: numbers of parameters that may lack an entry. A torch
+    optimizer that has never stepped has no entries; they are returned as zeros.
     """
     params = [param for group in groups for param in group["params"]]
     saved_numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -421,19 +423,19 @@ def _checked_entries(
         if index in without_state and number not in state:
             continue
         if not state:
-            entries[index] = _entry_of_a_start(param)
+            entries[index] = _initial_entry(param)
         elif number not in state:
             raise ValueError(
-                f"state lacks {name}: must have {sorted(kinds)} of it; if torch's optimizer never had a gradient of "
-                "it, the step of the others and zeros"
+                f"state lacks {name}: must have {sorted(kinds)} of it; for a parameter that never had a gradient in "
+                "torch's optimizer, add the step of the others and zeros"
             )
         else:
             entries[index] = _checked_entry(state[number], kinds, param=param, name=name)
     return entries
 
 
-def _take_groups(groups: Sequence[dict[str, Any]], new_values: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group its hyper-parameters; tensors keep their memory, as graphs read it."""
+def _update_groups(groups: Sequence[dict[str, Any]], new_values: Sequence[Mapping[str, Any]]) -> None:
+    """Sets each group's hyper-parameters; tensors keep their memory, because graphs read it."""
     for group, new in zip(groups, new_values, strict=True):
         for key, value in new.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -448,7 +450,8 @@ def _checked_group_sync(number: int, new: Mapping[str, Any], *, adam_w_mode: boo
     for key in _REQUIRED:
         values = plain.get(key) if key == "betas" else [plain.get(key)]
         if not isinstance(values, (tuple, list)) or not all(isinstance(value, numbers.Real) for value in values):
-            raise ValueError(f"{where} has {key} {plain.get(key)!r}: must be given, in numbers")
+            kind = "two numbers" if key == "betas" else "a number"
+            raise ValueError(f"{where} has {key} {plain.get(key)!r}: must be {kind}")
     for key in ("amsgrad", "maximize"):
         if plain.get(key):
             raise ValueError(f"{where} has {key} {plain[key]}: must be False")
@@ -456,14 +459,14 @@ def _checked_group_sync(number: int, new: Mapping[str, Any], *, adam_w_mode: boo
     if decoupled != adam_w_mode and plain["weight_decay"] != 0:
         raise ValueError(
             f"{where} has {_DECOUPLED} {decoupled} with weight_decay {plain['weight_decay']}: must be {adam_w_mode}, "
-            "as adam_w_mode here"
+            "like adam_w_mode of this optimizer"
         )
     left_out = {*_TORCH_SETTINGS, _DECOUPLED, "params", "param_names"}
     return {key: value for key, value in plain.items() if key not in left_out}
 
 
-def _entry_of_a_start(param: nn.Parameter) -> _Entry:
-    # One number, seen as all of them.
+def _initial_entry(param: nn.Parameter) -> _Entry:
+    # A single zero, expanded to the shape.
     zeros = torch.zeros((), dtype=param.dtype).expand(param.shape)
     return {STEP: torch.zeros((), dtype=torch.float32), EXP_AVG: zeros, EXP_AVG_SQ: zeros}
 
@@ -471,16 +474,19 @@ def _entry_of_a_start(param: nn.Parameter) -> _Entry:
 def _checked_entry(entry: Mapping[str, Any], kinds: set[str], *, param: nn.Parameter, name: str) -> _Entry:
     if entry.keys() != kinds:
         raise ValueError(f"state of {name} has {sorted(entry)}: must have {sorted(kinds)}")
-    # Torch's optimizers once counted in plain numbers.
+    # Old versions of torch's optimizers count steps in plain numbers.
     step = entry[STEP]
     values = {**entry, STEP: torch.tensor(float(step), dtype=torch.float32) if isinstance(step, numbers.Real) else step}
     for kind, value in values.items():
-        # Of other kinds of tensors, as of DTensor, no box could be copied.
+        # No box could be copied from other subclasses of tensor, such as DTensor.
         if type(value) not in (torch.Tensor, nn.Parameter, SpreadTensor):
-            raise ValueError(f"{kind} of {name} is a {type(value).__name__}: must be a tensor, whole or as saved here")
+            raise ValueError(
+                f"{kind} of {name} is a {type(value).__name__}: must be a torch.Tensor, or a value of this optimizer's "
+                "state_dict"
+            )
         shape = [] if kind == STEP else list(param.shape)
         if list(value.shape) != shape or not value.dtype.is_floating_point:
-            raise ValueError(f"{kind} of {name} is {list(value.shape)}, {value.dtype}: must be {shape}, of floats")
+            raise ValueError(f"{kind} of {name} is {list(value.shape)}, {value.dtype}: must be {shape}, floating point")
     return values
 
 
@@ -488,7 +494,7 @@ def _plain_sync(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-# torch.optim's format: whole tensors on one rank.
+# Full tensors on one rank, for torch.optim's format.
 
 
 @dataclass(frozen=True)
@@ -503,7 +509,7 @@ class _Claim:
 
 
 class _Transfer:
-    """Sends ranges to rank 0 of a group, one after the other in the same order on all ranks."""
+    """Sends ranges to rank 0 of a group, one after another in the same order on all ranks."""
 
     def __init__(self, mine: dict[tuple[int, int], StateRange], group: dist.ProcessGroup | None) -> None:
         self._mine, self._group = mine, group
@@ -511,7 +517,7 @@ class _Transfer:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def whole(self, param: nn.Parameter, kind: str, *, senders: Sequence[tuple[int, _Claim]]) -> torch.Tensor | None:
-        """A moment of a parameter on rank 0: [*parameter's shape], fp32 or fp64, on the host; None on the others."""
+        """Returns a parameter's moment on rank 0, [*parameter's shape], fp32 or fp64, on the host; None elsewhere."""
         for rank, claim in senders:
             if rank == self.rank != 0:
                 dist.send(self._values(claim, kind).to(self._device), group=self._group, group_dst=0)

@@ -1,6 +1,6 @@
-"""Bytes that a rank holds from step to step, as a formula over sizes and settings; it looks at no tensor's memory.
+"""Bytes that a rank holds from step to step, as a formula over sizes and settings; reads no tensor's memory.
 
-Activations, and what collectives hold while they run, are not in it.
+Excludes activations and the temporary memory of collectives.
 """
 
 from collections.abc import Sequence
@@ -48,12 +48,12 @@ def state_bytes(
 ) -> StateBytes:
     """Returns the bytes of `num_params` parameters and their state on one rank, all of one dtype.
 
-    num_shards: ranks that share the optimizer's state (use_distributed_optimizer); 1 where each has all of it.
-    num_grad_shards: ranks that share the gradients (shard_gradients), apart from buckets held during a backward.
-    num_param_shards: ranks that share the parameters (torch's fully_shard), apart from units gathered for a pass.
-    num_matrix_params: how many of the parameters Muon steps, which keeps one moment.
+    num_shards: ranks that shard the optimizer's state (use_distributed_optimizer); 1 if each rank has all of it.
+    num_grad_shards: ranks that shard the gradients (shard_gradients), not counting buckets in flight in a backward.
+    num_param_shards: ranks that shard the parameters (torch's fully_shard), not counting gathered units.
+    num_matrix_params: number of the parameters that Muon steps, which has one moment.
     """
-    # What the update computes in.
+    # The dtype that the update computes in.
     wide = torch.promote_types(params_dtype, torch.float32).itemsize
     if config.optimizer == "sgd":
         moments: float = num_params * wide * (config.sgd_momentum > 0)
@@ -77,7 +77,7 @@ def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerC
             shares_all = isinstance(chunk, TorchFullyShardedDataParallel)
             shares_grads = shares_all or chunk.ddp_config.shard_gradients
             here = _bytes_of(buffer, config, grouping=grouping, shares_grads=shares_grads, shares_params=shares_all)
-            # What is released holds nothing from step to step; sums that are to be divided later stand.
+            # Released gradients hold nothing from step to step, unless they are sums to divide by tokens later.
             releases = chunk.ddp_config.release_gradients and not chunk.config.calculate_per_token_loss
             total += replace(here, gradients=0.0) if releases else here
     return total
@@ -106,7 +106,7 @@ def _bytes_of(
 
 
 def _stored_bytes(dtype: torch.dtype, wide: int) -> float:
-    # fp16 has a scale, one byte, for each block.
+    # fp16 has a scale of one byte for each block.
     return {torch.float32: wide, torch.bfloat16: 2, torch.float16: 2 + 1 / BLOCK}[dtype]
 
 

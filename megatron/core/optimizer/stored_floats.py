@@ -1,6 +1,7 @@
-"""Forms in which an optimizer keeps its numbers, some in fewer bits than it computes with; all read as fp32 or fp64.
+"""StoredFloats: storage of an optimizer's numbers, possibly in fewer bits than it computes with.
 
-The meaning of the numbers is in adam.py; all forms have a multiple of BLOCK elements.
+Every form is read and written as fp32 or fp64, and has a multiple of BLOCK elements. adam.py gives the numbers their
+meaning.
 """
 
 from collections.abc import Iterator
@@ -11,35 +12,35 @@ import torch
 from megatron.core.device import host_bytes
 from megatron.core.distributed.layout import ALIGNMENT
 
-# Elements that share a scale. It is the grid on which ranks cut parameters, so that no cut changes a scale.
+# Elements that share a scale. Equal to the grid on which ranks cut parameters, so that no cut changes a scale.
 BLOCK = ALIGNMENT
-# The largest number of a block comes to lie at half of fp16's range, the next power of two would leave it.
+# The frexp exponent of a block's largest number after scaling. With 16, numbers near 2^16 would overflow fp16.
 TOP_EXPONENT = 15
 LOWEST_EXPONENT = -100
-# Elements that are converted at a time: four tensors of that many numbers stay in the cache of a core. A GPU takes
-# longer over so many than it takes to launch its kernels, which fewer would not.
+# Elements that are converted at a time: four such tensors fit into a core's cache. On a GPU a piece is larger, so that
+# its kernels take longer than their launches.
 PIECE = 1 << 16
 _GPU_PIECE = 1 << 23
 
 
 class StoredFloats(Protocol):
-    """N numbers, to be read and written in any ranges that start and end on the grid of blocks."""
+    """N numbers that are read and written in ranges that start and end at multiples of BLOCK."""
 
     @property
     def num_bytes(self) -> int: ...
     @property
     def numel(self) -> int: ...
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns numbers start to end: [end - start], fp32 or fp64, the storage itself if it is such, else a copy."""
+        """Returns the numbers from start to end: [end - start], fp32 or fp64; a view of such storage, else a copy."""
         ...
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, as `read` returned them or changed: [n], fp32 or fp64."""
+        """Stores values from `start` on: [n], fp32 or fp64, possibly the tensor that `read` returned."""
         ...
 
 
 class _OneTensor:
-    """Base class of forms that keep one number in each element of a tensor, [N]."""
+    """Base class of forms with one number in each element of a tensor, [N]."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -56,7 +57,7 @@ class _OneTensor:
 
 
 class Plain(_OneTensor):
-    """fp32 or fp64 as it is; tensor: [N]."""
+    """Unconverted fp32 or fp64; tensor: [N]."""
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Returns the numbers from start to end: [end - start], the tensor's dtype, a view."""
@@ -65,15 +66,15 @@ class Plain(_OneTensor):
     def write(self, start: int, values: torch.Tensor) -> None:
         """Stores values from `start` on: [n], the tensor's dtype. Free if they are the view that `read` returned."""
         own = self.tensor[start : start + values.numel()]
-        # What was read is the storage itself.
+        # `read` returned a view, so the values may be in place already.
         if own.data_ptr() != values.data_ptr():
             own.copy_(values)
 
 
 class Rounded(_OneTensor):
-    """The nearest numbers of a narrower type than they are computed in; tensor: [N], any float dtype.
+    """Numbers rounded to a narrower dtype than they are computed in; tensor: [N], any float dtype.
 
-    wide: fp32 or fp64. Of 16 bits bf16 has the exponents of fp32, while fp16 loses what is below 6e-8.
+    wide: the dtype to read, fp32 or fp64. bf16 has the exponent range of fp32; fp16 rounds numbers below 3e-8 to zero.
     """
 
     def __init__(self, tensor: torch.Tensor, wide: torch.dtype = torch.float32) -> None:
@@ -90,18 +91,20 @@ class Rounded(_OneTensor):
 
 
 class ScaledHalf(_OneTensor):
-    """fp16 with a power of two a block, so that small numbers keep their digits: squares of gradients are far below
-    what fp16 can say. tensor: [N], fp16; exponents: [N / 64], int8, of what the numbers were multiplied by.
+    """fp16 with one power of two for each block, so that small numbers keep their digits.
+
+    Squares of gradients are far below the range of fp16. tensor: [N], fp16. exponents: [N / 64], int8, the exponents of
+    the factors that the numbers were multiplied by.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
-        # A byte for 64 numbers.
+        # One byte for 64 numbers.
         self.exponents = torch.zeros(tensor.numel() // BLOCK, dtype=torch.int8, device=tensor.device)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of it, with the scales."""
+        """Bytes of the tensor and the scales."""
         return super().num_bytes + self.exponents.nbytes
 
     def read(self, start: int, end: int) -> torch.Tensor:
@@ -112,7 +115,7 @@ class ScaledHalf(_OneTensor):
     def write(self, start: int, values: torch.Tensor) -> None:
         """Stores values from `start` on, with a new exponent for each block: [n], fp32."""
         blocks = values.view(-1, BLOCK)
-        # The highest is in [2^(e - 1), 2^e).
+        # frexp: the block's largest absolute number is in [2^(e - 1), 2^e).
         highest = torch.frexp(blocks.abs().amax(dim=1)).exponent.clamp_(min=LOWEST_EXPONENT)
         exponents = TOP_EXPONENT - highest
         self.exponents[start // BLOCK :][: len(exponents)].copy_(exponents)
@@ -120,11 +123,11 @@ class ScaledHalf(_OneTensor):
 
 
 class WithRemainder:
-    """fp32 of which bf16 parameters have the upper half, and this the lower: nothing is stored twice.
+    """fp32 numbers whose upper halves are the bf16 parameters, and whose lower halves are stored here.
 
-    model: [N], bf16, the parameters themselves: `write` changes them. upper, lower: [N], int16. Rounded to nearest,
-    halves away from zero: where they fall to the even neighbour, as of torch, the lower half could not tell from which
-    side it came.
+    model: [N], bf16, the parameters themselves, which `write` changes. upper, lower: [N], int16. Parameters are rounded
+    to nearest, with ties away from zero. Torch rounds ties to even, up or down, so that a signed lower half could not
+    encode both.
     """
 
     def __init__(self, model: torch.Tensor) -> None:
@@ -133,7 +136,7 @@ class WithRemainder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of it besides the parameters'."""
+        """Bytes in addition to the parameters."""
         return self.lower.nbytes
 
     @property
@@ -142,42 +145,42 @@ class WithRemainder:
         return self.lower.numel()
 
     def read(self, start: int, end: int) -> torch.Tensor:
-        """Returns the numbers from start to end: [end - start], fp32, a copy, each bit as it was written."""
-        # The lower half is signed: it takes back what rounding added to the upper one.
+        """Returns the numbers from start to end: [end - start], fp32, a copy with the bits that were written."""
+        # The lower half is signed: it subtracts what rounding added to the upper one.
         return (self.upper[start:end].int() << 16).add_(self.lower[start:end]).view(torch.float32)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Stores values from `start` on, and so changes the parameters: [n], fp32."""
+        """Stores values from `start` on, which changes the parameters: [n], fp32."""
         bits = values.view(torch.int32)
         lower = bits.to(torch.int16)
         self.lower[start : start + values.numel()].copy_(lower)
         self.upper[start : start + values.numel()].copy_((bits - lower) >> 16)
 
     def forget(self) -> None:
-        """Makes the numbers what the parameters are."""
+        """Sets the numbers to the values of the parameters."""
         self.lower.zero_()
 
 
 def piece_elements(stored: StoredFloats) -> int:
-    """Returns how many of the numbers are converted at a time."""
+    """Returns the number of elements that are converted at a time."""
     return PIECE if stored.read(0, 0).device.type == "cpu" else _GPU_PIECE
 
 
 def pieces(stored: StoredFloats, *, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Ranges of what is stored, each with its start: [n], fp32 or fp64; copies are of bounded size."""
+    """Iterates over pieces of stored numbers, each with its start: [n], fp32 or fp64; copies have bounded size."""
     step = end - start if isinstance(stored, Plain) else piece_elements(stored)
     for first in range(start, end, max(step, 1)):
         yield first, stored.read(first, min(first + step, end))
 
 
 def full_masters(model: torch.Tensor) -> StoredFloats:
-    """16-bit parameters, [N], as fp32; wider ones as they are."""
-    # 16-bit weights lose updates below their last digit; the copy keeps them.
+    """Builds masters as fp32 copies of 16-bit parameters, [N]; wider parameters are their own masters."""
+    # Updates below the last digit of a 16-bit weight would be lost without the copy.
     return Plain(model if model.dtype.itemsize >= 4 else model.float())
 
 
 def host_masters(model: torch.Tensor) -> StoredFloats:
-    """Parameters, [N], as fp32 (fp64) in the host's memory, pinned; the parameters themselves where they are there."""
+    """Builds masters of parameters, [N], as fp32 or fp64 in pinned host memory; on a CPU as full_masters does."""
     if model.device.type == "cpu":
         return full_masters(model)
     wide = torch.promote_types(model.dtype, torch.float32)
@@ -186,7 +189,7 @@ def host_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def half_masters(model: torch.Tensor) -> StoredFloats:
-    """16-bit parameters, [N], as scaled fp16; wider ones as they are."""
+    """Builds masters of 16-bit parameters, [N], as scaled fp16; wider parameters are their own masters."""
     if model.dtype.itemsize >= 4:
         return Plain(model)
     masters = ScaledHalf(torch.empty_like(model, dtype=torch.float16))
@@ -197,14 +200,14 @@ def half_masters(model: torch.Tensor) -> StoredFloats:
 
 
 def remainder_masters(model: torch.Tensor) -> StoredFloats:
-    """bf16 parameters, [N], with the half of fp32 that they lack; others as by full_masters."""
+    """Builds masters of bf16 parameters, [N], as fp32 remainders; of others as full_masters does."""
     return WithRemainder(model) if model.dtype == torch.bfloat16 else full_masters(model)
 
 
 def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
-    """Returns zeros for a moment of `main`, kept in `dtype`: bf16, scaled fp16, or as wide as `main` is read.
+    """Returns zeros for a moment of `main`, stored as bf16, as scaled fp16, or in the dtype in which `main` is read.
 
-    MegatronOptimizer's moments; DistributedFusedAdam builds its own by StateForm. The Triton kernel writes both too.
+    These are the moments of MegatronOptimizer; DistributedFusedAdam builds its own from a StateForm.
     """
     like = main.read(0, 0)
     if dtype == torch.bfloat16:
@@ -215,5 +218,5 @@ def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^e by its bits, since pow may round: [B], int32, -126 to 127 -> [B], fp32."""
+    """Returns 2^e from its bits, because pow may round: [B], int32, -126 to 127 -> [B], fp32."""
     return ((exponents + 127) << 23).view(torch.float32)

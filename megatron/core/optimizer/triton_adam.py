@@ -1,13 +1,12 @@
-"""The kernel that steps a run in one pass over its memory: it divides gradients, steps, and rounds to what is kept.
+"""Triton kernel that steps a flat range in one pass: divides gradients, applies Adam, rounds to the stored forms.
 
-Arithmetic is in fp32, one rounding an operation, in the order of torch's kernel for CPUs; forms of storage are those of
-stored_floats.py, to the same bytes. Not yet run on a GPU.
+Arithmetic is in fp32 with one rounding per operation, in the order of torch's kernel for CPUs. Forms of storage are
+those of stored_floats.py, byte for byte. Not yet run on a GPU.
 
-[Note: no fused multiply-add]
-The compiler would join multiplications and additions in each form differently. Without that all forms step to the same
-bits, so that parameters with remainders are those that fp32 masters give in this kernel; memory, not arithmetic,
-decides the time. adam_step takes it for remainders and scaled states alone. Torch's kernel, which serves the other
-forms, may round other last digits.
+[Note: no fused multiply-add] The compiler would fuse multiplications and additions differently for each form. Without
+fusion all forms give the same bits, so that parameters with remainders equal those with fp32 masters in this kernel.
+That costs little, because memory bounds the time. adam_step uses the kernel for remainders and scaled states only.
+Torch's kernel, which steps the other forms, may round last digits differently.
 """
 # mypy: allow-untyped-defs
 
@@ -32,17 +31,18 @@ from megatron.core.optimizer.stored_floats import (
 )
 from megatron.core.triton_compile import CompileCase, compile_case
 
-NUMBERS = tl.constexpr(BLOCK)  # that share a scale
+NUMBERS = tl.constexpr(BLOCK)  # elements that share a scale
 TOP, LOWEST = tl.constexpr(TOP_EXPONENT), tl.constexpr(LOWEST_EXPONENT)
 # See [Note: no fused multiply-add].
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-# Several times what has room at once, so that none is left alone at the end; each calculates the corrections, in fp64.
+# Several times the number of resident programs, for an even load at the end. Not more, because each program computes
+# the bias corrections in fp64.
 _PROGRAMS_PER_PROCESSOR = 32
 
 
 @triton.jit
 def _read(memory, more, block, is_there):
-    """[blocks, 64], fp32, of any form. more: exponents or lower halves, by their type; None where there are none."""
+    """Reads [blocks, 64], fp32, from any form. more: exponents (int8) or lower halves (int16); None for neither."""
     at = block[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     kept = tl.load(memory + at, mask=is_there[:, None], other=0)
     if more is None:
@@ -58,14 +58,14 @@ def _read(memory, more, block, is_there):
 
 @triton.jit
 def _write(memory, more, block, is_there, values):
-    """Keeps [blocks, 64], fp32, and gives what parameters are then, fp32."""
+    """Stores [blocks, 64], fp32, in any form and returns the parameters that they are rounded to, as fp32."""
     at = block[:, None] * NUMBERS + tl.arange(0, NUMBERS)[None, :]
     if more is None:
         kept = values.to(memory.dtype.element_ty)
         result = kept.to(tl.float32)
     elif more.dtype.element_ty == tl.int8:
         bits = values.to(tl.int32, bitcast=True)
-        # As integers, so that a NaN is the highest.
+        # Compared as integers, so that NaN is the largest.
         exponent = TOP - _exponent(tl.max(bits & 0x7FFFFFFF, axis=1))
         tl.store(more + block, exponent.to(tl.int8), mask=is_there)
         kept = (values * _power_of_two(exponent)[:, None]).to(memory.dtype.element_ty)
@@ -102,17 +102,17 @@ def adam_kernel(
     beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta1_rest, log_beta2, log_beta2_rest, eps, weight_decay,
     IS_DECOUPLED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Steps tiles of a run with Adam; does nothing where `skip` is not 0.
+    """Steps tiles of a flat range with Adam; changes no byte if `skip` is not 0.
 
-    log_...: natural logarithms in two parts, minus infinity for no correction. step, lr, divisor, skip: one number
-    each; the last two and `out` may be None.
+    log_...: natural logarithms in two parts, minus infinity for no correction. step, lr, divisor, skip: one element
+    each; divisor, skip and `out` may be None.
     """
     if skip is not None:
         if tl.load(skip) != 0:
             return
     count = tl.load(step).to(tl.float64) + 1
     rate = tl.load(lr).to(tl.float64)
-    # Numbers are passed as fp32: parts of the logarithms keep the digits that the first steps' corrections need.
+    # Scalars are passed as fp32, so logarithms have two parts: the corrections of the first steps need their digits.
     correction1 = 1 - tl.exp(count * log_beta1 + count * log_beta1_rest)
     correction2 = 1 - tl.exp(count * log_beta2 + count * log_beta2_rest)
     step_size = (rate / correction1).to(tl.float32)
@@ -131,7 +131,7 @@ def adam_kernel(
         else:
             slope += value * weight_decay
         mean = _read(exp_avg, exp_avg_more, block, is_there)
-        # From the nearer end, as torch's lerp.
+        # Interpolates from the nearer end, like torch's lerp.
         from_mean = one_minus_beta1 < 0.5
         mean = tl.where(from_mean, mean, slope) + tl.where(from_mean, one_minus_beta1, one_minus_beta1 - 1) * (
             slope - mean
@@ -160,10 +160,10 @@ def step_run(
     divisor: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
-    """Steps one run in one launch; counts nothing. stored: masters and both moments, N numbers each, read as fp32.
+    """Steps one flat range in one launch; does not count the step.
 
-    grad, out: [N], any float dtype. step: [], fp32, the steps taken before; lr, divisor, skip: [], fp32. The other
-    settings are those of AdamRates.
+    stored: masters and both moments, N numbers each, read as fp32. grad, out: [N], any float dtype. step: number of
+    steps taken before, [], fp32. lr, divisor, skip: [], fp32. The other settings are those of AdamRates.
     """
     numel, device = grad.numel(), grad.device
     if numel == 0:
@@ -195,17 +195,17 @@ def step_run(
 
 
 def _tensors(stored: StoredFloats) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A form as the kernel takes it."""
+    """Returns a form's tensors as arguments of the kernel."""
     if isinstance(stored, ScaledHalf):
         return stored.tensor, stored.exponents
     if isinstance(stored, WithRemainder):
         return stored.upper, stored.lower
-    assert isinstance(stored, (Plain, Rounded)), "a form that the kernel does not know"
+    assert isinstance(stored, (Plain, Rounded)), f"{type(stored).__name__}: the kernel has no case for this form"
     return stored.tensor, None
 
 
 def _log_parts(beta: float) -> tuple[float, float]:
-    """Two numbers of fp32 whose sum is the logarithm."""
+    """Returns two fp32 numbers whose sum is the logarithm."""
     if beta == 0.0:
         return -math.inf, 0.0
     log = math.log(beta)
@@ -214,7 +214,7 @@ def _log_parts(beta: float) -> tuple[float, float]:
 
 
 def _tile_blocks(*item_bytes: int) -> int:
-    """Blocks that a program steps at a time: 8 numbers for each thread, 4 where some are fp64, or registers run out."""
+    """Returns the blocks that a program steps at a time: 8 numbers per thread, 4 with fp64, to fit the registers."""
     return 8 if max(item_bytes) == 8 else 16
 
 
@@ -227,7 +227,7 @@ def _num_programs(device: torch.device, tiles: int) -> int:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Each form of masters and moments, with the gradients and parameters that it is for."""
+    """Yields each form of masters and moments, with dtypes of gradients and parameters that occur with it."""
     plain, halves, scaled = ("*fp32:16", None), ("*bf16:16", None), ("*fp16:16", "*i8:16")
     remainders = ("*i16:16", "*i16:16")
     yield _case("fp32, divided", (plain, plain), grad="fp32")
@@ -241,7 +241,7 @@ def compile_cases() -> Iterator[CompileCase]:
 def _case(
     name: str, forms: tuple[tuple[str, str | None], tuple[str, str | None]], *, grad: str, out: str | None = None
 ) -> CompileCase:
-    """forms: of masters and of both moments."""
+    """Builds a case; forms: one of masters, one of both moments."""
     (main, main_more), (moment, moment_more) = forms
     arguments = {"main": main, "main_more": main_more, "grad": f"*{grad}:16", "out": out and f"*{out}:16"}
     for moments in ("exp_avg", "exp_avg_sq"):

@@ -265,7 +265,7 @@ def test_builder_asks_for_a_learning_rate_and_a_wrapper():
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [ddp])
     with pytest.raises(ValueError, match="model_chunks is empty"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [])
-    with pytest.raises(ValueError, match="None, None and 2.0: give config_overrides instead"):
+    with pytest.raises(ValueError, match="None, None and 2.0: must be .* pass config_overrides instead"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [wrap(tiny_model())], None, lr_mult=2.0)
     with pytest.raises(ValueError, match="Sequential: must be wrapped"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [tiny_model()])

@@ -26,13 +26,13 @@ WRONG = [
     ("a group", lambda d: d["param_groups"].pop(), r"have \[4\] parameters: must be \[4, 5\]"),
     ("sizes", lambda d: d["param_groups"][0]["params"].pop(), r"have \[3, 5\] parameters: must be \[4, 5\]"),
     ("no params", lambda d: d["param_groups"][1].pop("params"), "group 1 .* is {.*}: must be a dict with 'params'"),
-    ("no lr", lambda d: d["param_groups"][1].pop("lr"), "param group 1 of the state dict has lr None: must be given"),
-    ("betas", lambda d: d["param_groups"][0].update(betas=0.9), "group 0 .* has betas 0.9: must be given, in numbers"),
+    ("no lr", lambda d: d["param_groups"][1].pop("lr"), r"group 1 of the state dict has lr None: must be a number"),
+    ("betas", lambda d: d["param_groups"][0].update(betas=0.9), "group 0 .* has betas 0.9: must be two numbers"),
     ("amsgrad", lambda d: d["param_groups"][1].update(amsgrad=True), "group 1 .* has amsgrad True: must be False"),
     (
         "decay",
         lambda d: d["param_groups"][1].update(decoupled_weight_decay=False),
-        "decoupled_weight_decay False with weight_decay 0.1: must be True, as adam_w_mode here",
+        "decoupled_weight_decay False with weight_decay 0.1: must be True, like adam_w_mode",
     ),
     (
         "entry",
@@ -46,24 +46,25 @@ WRONG = [
     (
         "shape",
         lambda d: d["state"][5].update(exp_avg=torch.zeros(9, 6)),
-        r"exp_avg of parameter 5 out \[6, 9\] is \[9, 6\], torch.float32: must be \[6, 9\], of floats",
+        r"exp_avg of parameter 5 out \[6, 9\] is \[9, 6\], torch.float32: must be \[6, 9\], floating",
     ),
     ("step", lambda d: d["state"][5].update(step=torch.ones(1)), r"step of .* 5 out \[6, 9\] is \[1\].*must be \[\]"),
     (
         "dtype",
         lambda d: d["state"][1].update(exp_avg=torch.ones(64).int()),
-        "exp_avg of .* torch.int32: must be .* floats",
+        "exp_avg of .* torch.int32: must be .* floating point",
     ),
     ("type", lambda d: d["state"][1].update(exp_avg=[0.0] * 64), r"exp_avg of parameter 1 \[64\] is a list: must be"),
     (
         "steps",
         lambda d: d["state"][0].update(step=torch.tensor(8.0)),
-        r"step of parameter [01] is [78] and that of parameter [01] is [78]: must be equal as they",
+        r"step of parameter [01] is [78] and that of parameter [01] is [78]: must be equal for parameters",
     ),
     (
         "another rank's",
         lambda d: d["state"].update(SpreadAdam([make_params()], rank=1, num_ranks=2).state_dict()["state"]),
-        r"of parameter \d \[.*\] lacks \d+ elements that this rank owns: it is of a rank of another layout; torch.dist",
+        r"of parameter \d \[.*\] lacks \d+ elements that this rank owns: it was saved by one rank of another layout; "
+        "use torch.distributed.checkpoint",
     ),
 ]
 

@@ -104,7 +104,7 @@ def test_norm_of_parameters_and_reload_read_any_form() -> None:
         ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype is fp8: must be fp32"),
         (
             {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
-            "optimizer must be adam or distributed_fused_adam, not sgd",
+            "optimizer is sgd with use_precision_aware_optimizer: must be adam or distributed_fused_adam",
         ),
     ],
 )
