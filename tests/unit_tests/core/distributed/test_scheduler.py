@@ -210,7 +210,7 @@ def test_what_overlap_and_shards_do_not_allow_is_refused():
         DistributedDataParallel(DistributedDataParallelConfig(), ModelParallelConfig(), nn.Linear(2, 2))
     with pytest.raises(TypeError, match="module is None: must be a Module"):
         wrapped(None)
-    with pytest.raises(ValueError, match=r"\[1\]: must be a list of patterns"):
+    with pytest.raises(ValueError, match=r"\[1\]: must be a list of strings"):
         wrapped(nn.Linear(2, 2), param_name_patterns_for_fp32_local_accumulation=[1])
 
 
