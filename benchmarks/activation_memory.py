@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
 from benchmarks.sides import context  # noqa: E402
-from megatron.core.cpu_heap import keep_cpu_heap  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.rope import RotaryEmbedding  # noqa: E402

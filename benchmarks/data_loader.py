@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from megatron.core.cpu_heap import keep_cpu_heap  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.data_iterators import BatchPlan, DataIterator  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
 from megatron.core.datasets.loss_masks import loss_mask_prefix  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.tokenizers.null_tokenizer import NullTokenizer  # noqa: E402
 
 VOCABULARY = NullTokenizer(50_000)

@@ -34,7 +34,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.sides import context as machine  # noqa: E402
-from megatron.core.cpu_heap import keep_cpu_heap  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup  # noqa: E402

@@ -35,8 +35,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
 from benchmarks.sides import context as machine  # noqa: E402
-from megatron.core.cpu_heap import keep_cpu_heap  # noqa: E402
-from megatron.core.device import use_deterministic_kernels  # noqa: E402
+from megatron.core.device import keep_cpu_heap, use_deterministic_kernels  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import (  # noqa: E402
     Counter,
     PagedStash,

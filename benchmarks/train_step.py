@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
 import pretrain_gpt  # noqa: E402
 from benchmarks.plain_model import PlainConfig, PlainModel  # noqa: E402
 from benchmarks.sides import print_table, run_rounds, start_side, write_record  # noqa: E402
-from megatron.core.cpu_heap import keep_cpu_heap  # noqa: E402
+from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402

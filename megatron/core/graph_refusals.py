@@ -284,14 +284,14 @@ PYTHON_CALLS: dict[str, Reason] = {
             "torch.cuda.synchronize",
             "torch.accelerator.synchronize",
             "torch.cpu.synchronize",
-            "megatron.core.device.synchronize",
-            "megatron.core.device.seconds_between",
-            "megatron.core.device.CopyStream.host_waits_for",
+            "megatron.core.device.streams.synchronize",
+            "megatron.core.device.streams.seconds_between",
+            "megatron.core.device.streams.CopyStream.host_waits_for",
         ),
         WAIT,
     ),
     **dict.fromkeys(("torch.cuda.memory.empty_cache", "torch.accelerator.memory.empty_cache"), ALLOCATOR),
-    **dict.fromkeys(("megatron.core.device.host_bytes",), HOST_MEMORY),
+    **dict.fromkeys(("megatron.core.device.memory.host_bytes",), HOST_MEMORY),
     "torch.serialization.save": READ,
     **dict.fromkeys(
         (
@@ -324,8 +324,8 @@ PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 # Not the graphsafe_ ones, which put one generator's state in another's place.
 _OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_offset set_offset".split())
 # What touches a generator's state on the CPU alone, and uses objects that graphs know on a GPU; what runs there alone.
-GRAPH_SAFE_STATES = "megatron.core.device.RandomStream.drawn"
-ON_CPU_ALONE = "megatron.core.device.cpu_alone.<locals>.run_on_cpu_alone"
+GRAPH_SAFE_STATES = "megatron.core.device.rng.RandomStream.drawn"
+ON_CPU_ALONE = "megatron.core.device.current.cpu_alone.<locals>.run_on_cpu_alone"
 
 
 # Functions of torch in C that no mode sees.

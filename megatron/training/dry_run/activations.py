@@ -1,6 +1,6 @@
 """Bytes that a microbatch leaves for its backward, by kind, found by a forward of the model without memory.
 
-The model runs on the meta device, and autograd says what it saves; see megatron/core/device.py, without_memory.
+The model runs on the meta device, and autograd says what it saves; see without_memory of megatron/core/device.
 """
 
 import re

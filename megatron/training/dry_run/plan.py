@@ -1,7 +1,7 @@
 """Plans a run on one process without training it: what a rank of each pipeline stage would hold, by kind.
 
 The code of the run itself builds the rank's model, buffers and optimizer, over process groups that send nothing and on
-a device that has no memory; see fake_ranks.py and megatron/core/device.py, without_memory.
+a device that has no memory; see fake_ranks.py and without_memory of megatron/core/device.
 """
 
 import argparse

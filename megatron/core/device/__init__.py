@@ -1,0 +1,75 @@
+"""Everything that differs between CPU and CUDA; re-exports only.
+
+No other package asks torch.cuda anything, except that kernels and the paged stash have their own.
+"""
+
+from megatron.core.device.current import (
+    RowChunks,
+    cpu_alone,
+    default_device,
+    device_name,
+    distributed_backend,
+    keep_cpu_heap,
+    prepare_device,
+    use_deterministic_kernels,
+    without_memory,
+)
+from megatron.core.device.graphs import CudaGraphs
+from megatron.core.device.memory import (
+    cuda_memory_snapshot,
+    host_bytes,
+    memory_bytes,
+    peak_memory_bytes,
+    start_cuda_memory_history,
+    start_cuda_profiler,
+    stop_cuda_profiler,
+    total_memory_bytes,
+)
+from megatron.core.device.rng import RandomStream, rng_state_bytes, seed_all, set_rng_state_bytes
+from megatron.core.device.streams import (
+    Arrival,
+    CompletionMarks,
+    CopyStream,
+    SideStream,
+    TimeMark,
+    Writers,
+    keep_for_current_stream,
+    mark_time,
+    seconds_between,
+    synchronize,
+)
+
+__all__ = [
+    "Arrival",
+    "CompletionMarks",
+    "CopyStream",
+    "CudaGraphs",
+    "RandomStream",
+    "RowChunks",
+    "SideStream",
+    "TimeMark",
+    "Writers",
+    "cpu_alone",
+    "cuda_memory_snapshot",
+    "default_device",
+    "device_name",
+    "distributed_backend",
+    "host_bytes",
+    "keep_cpu_heap",
+    "keep_for_current_stream",
+    "mark_time",
+    "memory_bytes",
+    "peak_memory_bytes",
+    "prepare_device",
+    "rng_state_bytes",
+    "seconds_between",
+    "seed_all",
+    "set_rng_state_bytes",
+    "start_cuda_memory_history",
+    "start_cuda_profiler",
+    "stop_cuda_profiler",
+    "synchronize",
+    "total_memory_bytes",
+    "use_deterministic_kernels",
+    "without_memory",
+]
