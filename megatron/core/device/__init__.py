@@ -1,6 +1,6 @@
-"""Everything that differs between CPU and CUDA; re-exports only.
+"""What differs between a CPU and a GPU: devices, memory, streams, random numbers and graphs; re-exports only.
 
-No other package asks torch.cuda anything, except that kernels and the paged stash have their own.
+Calls of torch.cuda belong here. The paged stash, which may not import this package, makes its own.
 """
 
 from megatron.core.device.current import (

@@ -1,4 +1,14 @@
-"""CudaGraphs: torch's CUDA graphs as a GraphDevice of graph_capture.py, with their memory pools."""
+"""CudaGraphs: captures the work of a GPU as CUDA graphs of torch. It is the GraphDevice of graph_capture.py.
+
+Not run on a GPU yet. Its calls of torch are tested with a stand-in for torch.cuda.
+
+[Note: broken captures] The GPU may break off a capture, for example at an operation that no graph can hold.
+capture_end raises then, and leaves three things behind. The first is the current stream, if torch.cuda.graph made it
+current. The second is the allocator's use of the memory pool, which torch ends only for an intact capture: the
+allocator would keep the memory for a graph that does not exist, and would stop checking events. The third is the
+registered generators, which raise at the next number drawn (up to torch 2.11 at least). The end of another capture
+releases them. It must not be empty, since torch warns of an empty capture.
+"""
 
 import gc
 import weakref
@@ -10,48 +20,49 @@ import torch
 
 
 class _GraphPool:
-    """A memory pool of CUDA graphs, and the graphs in it; see [Note: pools] in graph_capture.py."""
+    """A memory pool and the graphs captured in it; see [Note: pools] in graph_capture.py."""
 
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def handle_for_capture(self) -> Any:
-        """Returns the handle of torch's pool."""
+        """Returns the handle of torch's pool for the next capture."""
         if not self.graphs:
-            # A pool whose last graph has gone, while somebody holds a tensor of it, takes no other graph.
+            # Once its last graph has been freed, torch accepts no capture into a pool of which a tensor is still alive.
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
 
 class CudaGraphs:
-    """CUDA graphs of a GPU: see GraphDevice. Not run on a GPU yet.
+    """Captures the work of one GPU; see GraphDevice.
 
-    generators: those beside the default one that captured work draws from, asked for at each capture.
+    generators: returns the generators, in addition to the default one, that captured work draws from. It is called for
+    each capture.
     """
 
     def __init__(self, device: torch.device, *, generators: Callable[[], Sequence[torch.Generator]] = tuple) -> None:
-        """Raises ValueError where there is no GPU."""
+        """Raises ValueError if `device` is no GPU."""
         if device.type != "cuda":
-            raise ValueError(f"device is {device}: CUDA graphs need a GPU; for tests TapeGraphs() stands for one")
+            raise ValueError(f"device is {device}: CUDA graphs need a GPU; use TapeGraphs() for tests without one")
         self._device, self._generators = device, generators
-        # Captures need a stream of their own, as the default one takes part in no capture. One for all of them: memory
-        # that one graph has freed goes to the next only on the same stream.
+        # The default stream cannot be captured. All captures use one other stream, as the allocator reuses memory that
+        # one capture freed in a later capture only on the same stream.
         self._stream = torch.cuda.Stream(device)
         self._own_pool = _GraphPool()
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those of all pools
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # of all pools
         self._scratch = torch.zeros(1, dtype=torch.float32, device=device)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Runs its body on the stream that captures, for which cuBLAS and other libraries set up their workspaces."""
+        """Runs its body on the capture stream, so that cuBLAS and other libraries create their workspaces for it."""
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
-            # After an error too: what runs next works on the same memory.
+            # After an error too, since the next work uses the same memory.
             main.wait_stream(self._stream)
 
     def new_pool(self) -> _GraphPool:
@@ -60,17 +71,21 @@ class CudaGraphs:
 
     @contextmanager
     def capturing(self, pool: _GraphPool | None = None) -> Iterator[torch.cuda.CUDAGraph]:
+        """Captures its body into the graph that it yields. Raises RuntimeError if the GPU broke the capture off.
+
+        The caller must wait for all other streams before the body ends.
+        """
         if not self._graphs:
-            # What only a cycle of references keeps alive would hold its memory beside that of the graphs.
+            # Frees memory that only reference cycles hold, before graphs allocate theirs.
             gc.collect()
         pool = self._own_pool if pool is None else pool
         handle = pool.handle_for_capture()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         graph = self._new_graph()
-        # Not by torch.cuda.graph: after a capture that the GPU broke off that leaves its own stream the current one.
+        # torch.cuda.graph would leave its own stream current: see [Note: broken captures].
         with torch.cuda.stream(self._stream), _no_collections():
-            # "thread_local": the threads of NCCL and of data loaders may go on asking the GPU meanwhile.
+            # "thread_local": threads of NCCL and of data loaders may still query the GPU.
             graph.capture_begin(handle, capture_error_mode="thread_local")
             try:
                 yield graph
@@ -79,7 +94,7 @@ class CudaGraphs:
         pool.graphs.add(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Does nothing: memory that a capture allocated stays as it is."""
+        """Does nothing, since a GPU keeps the memory that a capture allocated."""
         return nullcontext()
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
@@ -89,7 +104,7 @@ class CudaGraphs:
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
-        """Raises RuntimeError if the GPU has broken the capture off, and leaves no trace of it then."""
+        """Ends a capture. Cleans up and raises RuntimeError if the GPU broke it off."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -98,18 +113,15 @@ class CudaGraphs:
         self._graphs.add(graph)
 
     def _forget_broken_capture(self, handle: Any) -> None:
-        """Ends a broken capture's use of the memory pool, which torch does only for intact ones."""
+        """Releases the memory pool and the generators; see [Note: broken captures]."""
         try:
             torch._C._cuda_endAllocateToPool(self._stream.device_index, handle)
         except RuntimeError:
-            # It was done already, in torch versions that do it first.
+            # Some versions of torch have done it already.
             return
         else:
-            # Else the allocator would keep the memory for a graph that never was, and ask no event again.
             torch._C._cuda_releasePool(self._stream.device_index, handle)
         finally:
-            # Up to torch 2.11 at least generators stay in the capture, and would raise at the next number drawn. The
-            # end of another capture lets them out, which is not empty, as torch warns of that.
             graph = self._new_graph()
             graph.capture_begin(capture_error_mode="thread_local")
             self._scratch.zero_()
@@ -118,7 +130,7 @@ class CudaGraphs:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Garbage is not collected inside: its finalizers, of graphs or pages of earlier steps, would be captured."""
+    """Disables garbage collection: finalizers of earlier graphs or stash pages would run within the capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

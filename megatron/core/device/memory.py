@@ -1,4 +1,4 @@
-"""Memory of a device and of its host: how much there is, how much is used, and torch's records of it."""
+"""Memory of a device and of its host: sizes, use and peaks, pinned buffers, and the recordings of torch's allocator."""
 
 import os
 import resource
@@ -9,7 +9,11 @@ import torch
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Memory by kind: what torch holds of a GPU, and how much of the process is in memory; peaks since the start."""
+    """Returns the memory in use now and its peaks since the start, by kind.
+
+    A GPU has allocated and reserved bytes of torch's allocator. The resident set of the process is "rss" and
+    "peak_rss"; the former on Linux alone.
+    """
     memory = {}
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -22,13 +26,13 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as stream:
             memory["rss"] = int(stream.read().split()[1]) * resource.getpagesize()
-    # The kernel counts the two in different places: the peak may lag behind by some pages.
+    # The kernel counts the two separately, and its peak may be some pages less than the current size.
     memory["peak_rss"] = max(peak_memory_bytes(torch.device("cpu")), memory.get("rss", 0))
     return memory
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Highest memory use so far: allocated bytes of a GPU, resident bytes of the process on the CPU."""
+    """Returns the peak memory use: allocated bytes of a GPU, resident bytes of the process for the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Linux counts ru_maxrss in KiB, macOS in bytes.
@@ -37,35 +41,35 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Returns the memory of a GPU, or of this machine for any other device."""
+    """Returns the size of a GPU's memory, or of this machine's for any other device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory to copy to and from `device`: [num_bytes], uint8, on the CPU; with a GPU pinned."""
-    # Copies from and to memory that is not pinned would make the host wait for each of them.
+    """Allocates host memory for copies from and to `device`: [num_bytes], uint8, on the CPU, pinned for a GPU."""
     place = device if device.type == "meta" else None
+    # The host would wait for each copy from or to memory that is not pinned.
     return torch.empty(num_bytes, dtype=torch.uint8, device=place, pin_memory=device.type == "cuda")
 
 
 def start_cuda_profiler() -> None:
-    """Tells nsys, which was started with --capture-range=cudaProfilerApi, to begin."""
+    """Starts the recording of nsys, if it runs with --capture-range=cudaProfilerApi."""
     torch.cuda.profiler.start()
 
 
 def stop_cuda_profiler() -> None:
-    """Tells nsys to end, once the GPU has done what was launched."""
+    """Ends the recording of nsys after all launched work has completed."""
     torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
 
 def start_cuda_memory_history() -> None:
-    """Lets torch's allocator keep its last 100,000 actions, with the Python lines behind them."""
+    """Makes torch's allocator record its last 100,000 actions with their Python stacks."""
     torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def cuda_memory_snapshot() -> dict[str, Any]:
-    """Returns the allocator's recorded history, as torch.cuda.memory describes it."""
+    """Returns the recorded actions, in the format of torch.cuda.memory._snapshot."""
     return torch.cuda.memory._snapshot()

@@ -1,4 +1,10 @@
-"""Random numbers of a device: seeds, the states of torch's generators, and streams besides the default one."""
+"""Random numbers: seeds, the states of torch's generators, and streams in addition to the default one.
+
+[Note: generators of a GPU] While a CUDA graph is captured, the bytes of a generator's state may be neither read nor
+written. One generator object may take over for another, though: graphsafe_set_state makes the default generator share
+the state of `gpu`. A replay advances the objects that were registered with the graph before its capture. So a stream
+keeps one object for its lifetime, and a loaded state is written into it. This has not been run on a GPU yet.
+"""
 
 import random
 from collections.abc import Iterator
@@ -9,14 +15,14 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's generators, on every device."""
+    """Seeds the generators of Python, numpy and torch, the last on all devices."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state_bytes(device: torch.device) -> list[torch.Tensor]:
-    """States of torch's generators that `device` uses: each [N], uint8, on the CPU."""
+    """Returns the states of torch's default generators that `device` uses: each [N], uint8, on the CPU."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -24,23 +30,20 @@ def rng_state_bytes(device: torch.device) -> list[torch.Tensor]:
 
 
 def set_rng_state_bytes(states: list[torch.Tensor], device: torch.device) -> None:
-    """Restores what `rng_state_bytes` returned: each [N], uint8, on the CPU."""
+    """Restores the states that rng_state_bytes returned: each [N], uint8, on the CPU."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 
 
 class RandomStream:
-    """Random numbers that go on by themselves beside torch's default ones: the host's, and the device's where it is a
-    GPU. The GPU side has not been run yet.
+    """A random-number stream independent of torch's default one, on the host and, for a GPU, also on the device.
 
-    A GPU's state is an object that takes the default one's place, since the capture of a CUDA graph forbids to read or
-    set its bytes. A replay moves on the objects that were registered with the graph before it was captured.
+    See [Note: generators of a GPU].
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._host = torch.Generator().manual_seed(seed).get_state()
-        # One object for good: what a checkpoint brings is written into it, so that graphs go on with that.
         self.gpu = torch.Generator(device).manual_seed(seed) if device.type == "cuda" else None
 
     @contextmanager
@@ -56,11 +59,11 @@ class RandomStream:
             torch.set_rng_state(default)
 
     def state_bytes(self) -> list[torch.Tensor]:
-        """States as rng_state_bytes gives them: each [N], uint8, on the CPU. Not while a CUDA graph is captured."""
+        """Returns the states: each [N], uint8, on the CPU. Not allowed while a CUDA graph is captured."""
         return [self._host] if self.gpu is None else [self._host, self.gpu.get_state()]
 
     def set_state_bytes(self, states: list[torch.Tensor]) -> None:
-        """Takes what state_bytes returned: each [N], uint8, on the CPU. Not while a CUDA graph is captured."""
+        """Restores states of state_bytes: each [N], uint8, on the CPU. Not allowed while a CUDA graph is captured."""
         self._host = states[0]
         if self.gpu is not None:
             self.gpu.set_state(states[1])

@@ -1,4 +1,12 @@
-"""Order of work on a device: waiting for it, times at which it reaches a point, and streams besides the main one."""
+"""Order and times of work on a device: synchronization, timestamps, and streams in addition to the main one.
+
+A CPU has no streams: work completes before its call returns, and the classes below have nothing to wait for. Their
+GPU side has not been run yet.
+
+[Note: memory across streams] The caching allocator reuses freed memory for the stream that allocated it, in the order
+of that stream. A tensor that another stream still uses must be recorded there (record_stream), or its memory is
+reused while it is read or written.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +17,17 @@ import torch.distributed as dist
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all work that was launched; nothing to wait for on the CPU."""
+    """Waits until a GPU has completed all launched work; returns immediately for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# A moment: seconds of the host's clock on the CPU, an event in the current stream of a GPU.
+# A point in time: seconds of the host's clock for a CPU, an event in a stream for a GPU.
 TimeMark = float | torch.cuda.Event
 
 
 def mark_time(device: torch.device) -> TimeMark:
-    """This moment of `device`, as its stream reaches it; waits for nothing."""
+    """Returns the time at which the current stream of `device` reaches this call. Does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -28,24 +36,25 @@ def mark_time(device: torch.device) -> TimeMark:
 
 
 def seconds_between(start: TimeMark, end: TimeMark) -> float:
-    """Seconds between two moments of one device; waits until a GPU has reached the later one."""
+    """Returns the seconds between two times of one device. Waits until a GPU has reached the later one."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         end.synchronize()
         return start.elapsed_time(end) / 1000.0
-    assert isinstance(start, float) and isinstance(end, float), "moments of two devices"
+    assert isinstance(start, float) and isinstance(end, float), "times of two devices"
     return end - start
 
 
 class CompletionMarks:
-    """Times at which collectives end, on the clock of mark_time, without waiting. The GPU side has not been run yet."""
+    """Records the times at which collectives complete, on the clock of mark_time, without waiting for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def mark(self, works: Sequence[dist.Work], note: Callable[[TimeMark], None]) -> None:
-        """Calls `note` with the moment at which the last of them ends: on the CPU then, from a thread of the back end.
+        """Calls `note` with the time at which the last of `works` completes.
 
-        On a GPU at once, with an event; the tensors of the works must live until they have been waited for.
+        For a GPU it calls `note` immediately, with an event. For a CPU a thread of the backend calls it, once for each
+        work; the last call counts. The caller must keep the tensors of the works until it has waited for the works.
         """
         if self._stream is not None:
             event = torch.cuda.Event(enable_timing=True)
@@ -56,54 +65,54 @@ class CompletionMarks:
             note(event)
             return
         for work in works:
-            # The last call counts.
             work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 
 
 class CopyStream:
-    """Copies that run beside the device's main work, in the order they were asked for; on the CPU they run at once.
-
-    The GPU side has not been run yet.
-    """
+    """A stream for copies that overlap with the main stream's work. Copies run in the order of their calls."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> "torch.cuda.Event | None":
-        """Copies source to target, [N], uint8, one of them on the device, and returns what main_waits_for takes."""
+        """Copies source to target: [N], uint8, one of them on the device.
+
+        Returns the event of the copy's end for host_waits_for and main_waits_for; None for a CPU.
+        """
         if self._stream is None:
             target.copy_(source)
             return None
-        # Without it the copy would read what the main stream has yet to write, or overwrite memory of freed tensors
-        # that its kernels are still reading.
+        # Otherwise the copy may read a source that the main stream has not written yet, or write to memory of a freed
+        # tensor that kernels of the main stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             for tensor in (target, source):
                 if tensor.device.type == "cuda":
-                    # Without it the allocator would hand the memory out anew as soon as Python lets go of the tensor.
+                    # See [Note: memory across streams].
                     tensor.record_stream(self._stream)
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def host_waits_for(self, copied: "torch.cuda.Event | None") -> None:
-        """Returns once that copy has ended: what it wrote may be read by the host, and what it read be written."""
+        """Blocks the host until the copy has ended, so that it may read the target and overwrite the source."""
         if copied is not None:
             copied.synchronize()
 
     def main_waits_for(self, copied: "torch.cuda.Event | None") -> None:
-        """Work launched from now on starts after that copy; the host does not wait."""
+        """Makes the current stream wait for the copy. Does not block the host."""
         if copied is not None:
             torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 class Writers:
-    """The streams that have written to some tensors, which one collective is about to send; none on the CPU.
+    """The streams that wrote the tensors of one collective.
 
-    Autograd runs a hook on the stream of its parameter's forward. A collective reads behind the stream that launches it
-    alone: without `join` it would send gradients that the others have yet to write. The GPU side has not been run yet.
+    Autograd runs a parameter's hook on the stream of its forward, so gradients of one bucket may be written on several
+    streams. A collective waits only for the stream that launches it. Without `join` it may send gradients before the
+    other streams have written them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,12 +120,12 @@ class Writers:
         self._streams: set[torch.cuda.Stream] = set()
 
     def note(self) -> None:
-        """The current stream writes."""
+        """Records that the current stream writes."""
         if self._device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
-        """Lets the current stream wait for what all of them have been given so far, and forgets them."""
+        """Makes the current stream wait for the recorded streams, and clears the record."""
         if self._streams:
             current = torch.cuda.current_stream(self._device)
             for stream in self._streams - {current}:
@@ -125,44 +134,44 @@ class Writers:
 
 
 class Arrival:
-    """Lets other streams wait for a collective that one stream has waited for. Not run on a GPU yet."""
+    """The point at which one stream has waited for a collective, for which other streams can wait too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event: torch.cuda.Event | None = None
-        self._told: set[torch.cuda.Stream] = set()
+        self._waited: set[torch.cuda.Stream] = set()
 
     def note(self) -> None:
-        """Records that the current stream has waited."""
+        """Records that the current stream has waited for the collective."""
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
             self._event = torch.cuda.Event()
             self._event.record(current)
-            self._told = {current}
+            self._waited = {current}
 
     def forget(self) -> None:
-        """Drops the event: there is nothing to wait for."""
+        """Discards the event, so that `wait` does nothing."""
         self._event = None
-        self._told.clear()
+        self._waited.clear()
 
     def wait(self) -> None:
-        """Makes the current stream wait as well, unless it has; the host does not wait."""
+        """Makes the current stream wait too, once for each stream. Does not block the host."""
         if self._event is not None:
             current = torch.cuda.current_stream(self._device)
-            if current not in self._told:
+            if current not in self._waited:
                 current.wait_event(self._event)
-                self._told.add(current)
+                self._waited.add(current)
 
 
 class SideStream:
-    """A stream on which one collective waits for another, in place of the main stream. Not run on a GPU yet."""
+    """A stream on which one collective waits for another, so that the main stream does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def current(self) -> Iterator[bool]:
-        """Makes this stream the current one and yields True; on the CPU, where only the host waits, yields False."""
+        """Makes this stream current and yields True; on a CPU, where only the host can wait, yields False."""
         if self._stream is None:
             yield False
         else:
@@ -171,10 +180,9 @@ class SideStream:
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Lets the memory of `tensor`, any shape and dtype, outlive what the current stream does with it.
+    """Keeps the memory of `tensor`, any shape and dtype, until the current stream's work so far has completed.
 
-    For tensors that another stream has made: the allocator would hand their memory to that one as soon as Python lets
-    go of them.
+    For tensors that another stream allocated: see [Note: memory across streams].
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
