@@ -1,5 +1,5 @@
 """Trains the first steps of a command line twice on the CPU, eagerly and with tapes in the place of CUDA graphs, and
-compares them bit for bit; for `check_capture.py --replay`. What a tape is, is graph_tape.py's.
+compares them bit for bit; for `check_capture.py --replay`. What a tape is, is graphs/tape.py's.
 
 It shows what no look at a single step can: a number, list or flag of the host that changes from step to step, and that
 a graph would go on using as it was. Both run with --deterministic-mode.
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import pretrain_gpt
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.graph_tape import Tape, TapeGraphs
+from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
 from megatron.training.callbacks import StepReport
 from megatron.training.errors import message_for_other_ranks

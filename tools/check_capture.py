@@ -28,7 +28,7 @@ import pretrain_gpt  # noqa: E402
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators  # noqa: E402
 from megatron.core.device import default_device  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.graph_safety import Region, collect_refusals  # noqa: E402
+from megatron.core.graphs.safety import Region, collect_refusals  # noqa: E402
 from megatron.core.group_collectives import gather_objects  # noqa: E402
 from megatron.core.num_microbatches_calculator import get_num_microbatches  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402

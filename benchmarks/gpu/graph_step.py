@@ -54,7 +54,7 @@ from benchmarks.gpu.stand_ins import TABLES, Choices, ForcedRouting, join_stand_
 from benchmarks.train_step import build_run  # noqa: E402
 from megatron.core.device import default_device, mark_time, memory_bytes, seconds_between  # noqa: E402
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # noqa: E402
-from megatron.core.graph_tape import TapeGraphs  # noqa: E402
+from megatron.core.graphs.tape import TapeGraphs  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.training import setup  # noqa: E402

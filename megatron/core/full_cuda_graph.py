@@ -1,6 +1,6 @@
 """FullCudaGraphWrapper: the passes of all microbatches of a step as one CUDA graph, captured once and replayed.
 
-Knows a callable that runs passes, static inputs and participants; no experts and no optimizer. See graph_capture.py.
+Knows a callable that runs passes, static inputs and participants; no experts and no optimizer. See graphs/capture.py.
 """
 
 import logging
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import CudaGraphs, default_device
-from megatron.core.graph_capture import (
+from megatron.core.graphs.capture import (
     CaptureFailedError,
     Graph,
     GraphDevice,

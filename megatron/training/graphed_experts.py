@@ -1,6 +1,6 @@
 """GraphedExperts: what experts with buffers of a fixed size keep account of while a CUDA graph runs a step's passes.
 
-Sizes, and when they change, are expert_memory.py's; what a participant is, graph_capture.py's.
+Sizes, and when they change, are expert_memory.py's; what a participant is, graphs/capture.py's.
 """
 
 from collections.abc import Hashable, Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.graph_capture import GraphParticipant
+from megatron.core.graphs.capture import GraphParticipant
 from megatron.core.transformer.moe.paged_stash import PagedStash
 from megatron.training.expert_memory import ExpertMemory
 

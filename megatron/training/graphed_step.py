@@ -1,6 +1,6 @@
 """What of a training step keeps account on the host while a CUDA graph runs its passes, and the graph of a run.
 
-What a participant is, is graph_capture.py's; how passes are captured, full_cuda_graph.py's; how parts of layers are,
+What a participant is, is graphs/capture.py's; how passes are captured, full_cuda_graph.py's; how parts of layers are,
 transformer/cuda_graphs.py's.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from megatron.core.device import CudaGraphs, default_device
 from megatron.core.distributed import DistributedDataParallel, GraphedReductions
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.graph_capture import GraphDevice, GraphParticipant
+from megatron.core.graphs.capture import GraphDevice, GraphParticipant
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker

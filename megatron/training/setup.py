@@ -19,7 +19,7 @@ from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterator
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
 from megatron.core.enums import ModelType
-from megatron.core.graph_capture import GraphDevice
+from megatron.core.graphs.capture import GraphDevice
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides

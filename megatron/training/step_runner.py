@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.graph_capture import CaptureFailedError
+from megatron.core.graphs.capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers

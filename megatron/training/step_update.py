@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.device import default_device
 from megatron.core.distributed.data_parallel_base import require_wrapped
 from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
-from megatron.core.graph_capture import GraphParticipant
+from megatron.core.graphs.capture import GraphParticipant
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import DeviceStep
 from megatron.core.process_groups_config import group_size

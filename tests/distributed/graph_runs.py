@@ -14,8 +14,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.device import default_device
-from megatron.core.graph_capture import Graph, GraphDevice
-from megatron.core.graph_tape import Tape, TapeGraphs
+from megatron.core.graphs.capture import Graph, GraphDevice
+from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
 from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
 from megatron.training.callbacks import Callback, StepReport

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.graph_safety import assert_capturable
-from megatron.core.graph_tape import TapeGraphs
+from megatron.core.graphs.safety import assert_capturable
+from megatron.core.graphs.tape import TapeGraphs
 from megatron.core.optimizer import DistributedFusedAdam
 from tests.counts import long_count
 from tests.distributed.fused_adam_runs import usually, world

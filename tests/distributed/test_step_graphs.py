@@ -16,8 +16,8 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, GraphedReductions
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.graph_capture import CaptureFailedError
-from megatron.core.graph_tape import TapeGraphs
+from megatron.core.graphs.capture import CaptureFailedError
+from megatron.core.graphs.tape import TapeGraphs
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.training.run import TrainingRun

@@ -1,5 +1,5 @@
 """Steps in CUDA graphs against the same steps launched one by one, bit for bit; skipped without a GPU. Not yet run on
-one: every body has run on the CPU, with tapes (core/graph_tape.py) in the place of graphs.
+one: every body has run on the CPU, with tapes (core/graphs/tape.py) in the place of graphs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -32,7 +32,8 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
-    "megatron.core.graph_tape",
+    "megatron.core.graphs.tape",
+    "megatron.core.graph_tape",  # its name in older versions
     "megatron.core.optimizer",
     "megatron.core.distributed",
 )

@@ -86,7 +86,7 @@ def use_deterministic_kernels() -> None:
 def cpu_alone(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Marks a function that runs only with tensors of the CPU, where reading a value waits for nothing.
 
-    graph_safety.py finds the wrapper among the callers and allows such reads.
+    graphs/safety.py finds the wrapper among the callers and allows such reads.
     """
 
     @functools.wraps(function)

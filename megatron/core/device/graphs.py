@@ -1,4 +1,4 @@
-"""CudaGraphs: captures the work of a GPU as CUDA graphs of torch. It is the GraphDevice of graph_capture.py.
+"""CudaGraphs: captures the work of a GPU as CUDA graphs of torch. It is the GraphDevice of graphs/capture.py.
 
 Not run on a GPU yet. Its calls of torch are tested with a stand-in for torch.cuda.
 
@@ -20,7 +20,7 @@ import torch
 
 
 class _GraphPool:
-    """A memory pool and the graphs captured in it; see [Note: pools] in graph_capture.py."""
+    """A memory pool and the graphs captured in it; see [Note: pools] in graphs/capture.py."""
 
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()

@@ -60,7 +60,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 )
 from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
-from megatron.core.graph_capture import GraphParticipant
+from megatron.core.graphs.capture import GraphParticipant
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (

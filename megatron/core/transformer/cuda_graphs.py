@@ -1,6 +1,6 @@
 """CudaGraphManager: parts of layers as CUDA graphs of their own, forward and backward, between parts that run eagerly.
 
-Knows callables and memory that stays, no experts; which parts there are is graphed_layers.py's. See graph_capture.py.
+Knows callables and memory that stays, no experts; which parts there are is graphed_layers.py's. See graphs/capture.py.
 
 [Note: slots] A graph writes to the memory of its capture each time. What forward saves for backward must stay there
 until backward has read it, while other microbatches of a pipeline run forward. So each microbatch in flight has a slot
@@ -9,7 +9,7 @@ forward that has no backward. All that one graph of a pair leaves to the other, 
 reference.
 
 [Note: lanes] Graphs of one memory pool must be replayed in the order of their capture: see [Note: pools] in
-graph_capture.py. Slots of different microbatches are not, as microbatch 1 runs forward before microbatch 0 runs
+graphs/capture.py. Slots of different microbatches are not, as microbatch 1 runs forward before microbatch 0 runs
 backward. Slots of different layers in one microbatch are: forward runs the layers in the order of their capture, and
 when backward comes to a layer, the layers after it are done. So a lane is a pool and the slots of one microbatch in
 flight, one for each part that its forward step calls, and layers share the memory that they free inside.
@@ -40,7 +40,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron.core.agreement import any_rank
-from megatron.core.graph_capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
+from megatron.core.graphs.capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
 from megatron.core.transformer.module import Run, run
 

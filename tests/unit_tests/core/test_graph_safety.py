@@ -25,14 +25,15 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core import device, graph_refusals
-from megatron.core.graph_refusals import Reason
-from megatron.core.graph_safety import CaptureError, assert_capturable, collect_refusals
+from megatron.core import device
+from megatron.core.graphs import refusals
+from megatron.core.graphs.refusals import Reason
+from megatron.core.graphs.safety import CaptureError, assert_capturable, collect_refusals
 
 Snippet = Callable[[Any], Any]
 THREADS = ThreadPoolExecutor(1)
 STREAM = device.RandomStream(1, torch.device("cpu"))
-REASONS = {name: value for name, value in vars(graph_refusals).items() if isinstance(value, Reason)}
+REASONS = {name: value for name, value in vars(refusals).items() if isinstance(value, Reason)}
 
 
 # One line each. t: tensors from before the region; what is put into t.held lives on.
@@ -460,14 +461,14 @@ def name_in_frames(function: Callable[..., Any]) -> str:
     return f"{undecorated.__globals__['__name__']}.{undecorated.__code__.co_qualname}"
 
 
-@pytest.mark.parametrize("name", [*graph_refusals.PYTHON_CALLS, graph_refusals.GRAPH_SAFE_STATES])
+@pytest.mark.parametrize("name", [*refusals.PYTHON_CALLS, refusals.GRAPH_SAFE_STATES])
 def test_each_rule_names_a_function_by_the_module_that_defines_it(name: str) -> None:
     assert name_in_frames(pkgutil.resolve_name(name)) == name
 
 
 def test_functions_of_ours_have_rules() -> None:
     of_ours = [device.synchronize, device.seconds_between, device.CopyStream.host_waits_for, device.host_bytes]
-    assert {name_in_frames(function) for function in of_ours} <= set(graph_refusals.PYTHON_CALLS)
-    assert name_in_frames(device.RandomStream.drawn) == graph_refusals.GRAPH_SAFE_STATES
+    assert {name_in_frames(function) for function in of_ours} <= set(refusals.PYTHON_CALLS)
+    assert name_in_frames(device.RandomStream.drawn) == refusals.GRAPH_SAFE_STATES
     alone = device.cpu_alone(len)
-    assert graph_refusals.ON_CPU_ALONE == f"{alone.__globals__['__name__']}.{alone.__code__.co_qualname}"
+    assert refusals.ON_CPU_ALONE == f"{alone.__globals__['__name__']}.{alone.__code__.co_qualname}"

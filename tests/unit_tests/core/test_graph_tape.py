@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.graph_safety import CaptureError, assert_capturable
-from megatron.core.graph_tape import Tape, TapeGraphs
+from megatron.core.graphs.safety import CaptureError, assert_capturable
+from megatron.core.graphs.tape import Tape, TapeGraphs
 
 
 def _on_tape(program: Callable[[], Tensor]) -> tuple[Tape, Tensor]:

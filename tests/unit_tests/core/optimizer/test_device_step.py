@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.core.graph_safety import assert_capturable
-from megatron.core.graph_tape import TapeGraphs
+from megatron.core.graphs.safety import assert_capturable
+from megatron.core.graphs.tape import TapeGraphs
 from megatron.core.optimizer import OptimizerConfig
 from tests.counts import soak_only
 from tests.pairwise import pairwise

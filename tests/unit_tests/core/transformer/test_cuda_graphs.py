@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.graph_tape import TapeGraphs
+from megatron.core.graphs.tape import TapeGraphs
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.module import run
 

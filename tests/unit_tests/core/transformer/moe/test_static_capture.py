@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megatron.core.activations import quick_gelu
-from megatron.core.graph_safety import CaptureError, assert_capturable
+from megatron.core.graphs.safety import CaptureError, assert_capturable
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, SEQ, VOCAB, small_config, small_model
 
 EXPERTS = {**LLAMA_LIKE, "num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.01}

@@ -1,7 +1,7 @@
 """assert_capturable(): fails, without a GPU, at the first thing that a CUDA graph could not hold or would get wrong.
 
 It watches what runs on tensors of the CPU and on fake tensors, also fake ones of a GPU. What is refused, and why, is in
-graph_refusals.py; how a graph is made is full_cuda_graph.py's matter.
+graphs/refusals.py; how a graph is made is full_cuda_graph.py's matter.
 
 [Note: what is watched] A TorchFunctionMode sees functions and methods with their arguments, which many operators on the
 CPU never hear of (x.cpu() does nothing there). A TorchDispatchMode sees the operators below, also those of backward. A
@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.graph_refusals import (
+from megatron.core.graphs.refusals import (
     ADDRESS,
     BAKED,
     GENERATOR,
@@ -66,7 +66,7 @@ from megatron.core.graph_refusals import (
 
 # Frames of these files are nobody's own code.
 _OWN_OR_TORCHS = (os.path.dirname(torch.__file__) + os.sep, __file__)
-_FRAMEWORKS = os.path.dirname(__file__) + os.sep
+_FRAMEWORKS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
 _FORWARD_LINE = "line of the forward"
 _RELEASE_SECONDS = 1.0  # far more than gloo's threads need on a busy machine

@@ -1,5 +1,5 @@
 """What a CUDA graph cannot hold, as tables: Python functions, torch's functions, its operators, each with why and what
-to do instead. Who looks for them, and names the line, is graph_safety.py.
+to do instead. Who looks for them, and names the line, is graphs/safety.py.
 
 The reasons are of CUDA. On the CPU many of these wait for nothing; they are refused there too, so that a model that was
 written without a GPU can be captured on one.

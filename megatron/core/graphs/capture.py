@@ -1,7 +1,7 @@
 """What capture of a device's work needs to know of the device, of those who take part, and of the memory that stays.
 
 Which work is captured is full_cuda_graph.py's (a step's passes) and transformer/cuda_graphs.py's (single modules); what
-must not happen in it is graph_safety.py's.
+must not happen in it is graphs/safety.py's.
 
 [Note: graphs] A graph repeats what was launched while it was captured: the same kernels on the same memory, with the
 numbers that the host gave them then. Nothing of it runs in Python again. So inputs are copied into memory that stays,

@@ -1,7 +1,7 @@
 """TapeGraphs: what CUDA graphs do to a program, done on the CPU, so that a replay can be compared with eager passes.
 
 For tests and tools/check_capture.py: it makes nothing faster. Knows operators and memory; what may not be captured at
-all is graph_safety.py's, of which the reads of the device are refused here too.
+all is graphs/safety.py's, of which the reads of the device are refused here too.
 
 [Note: tape] A capture writes down each operator that PyTorch dispatches, with its arguments. As with a GPU, the capture
 itself leaves no trace: memory and random numbers are what they were before, and memory that was made inside holds
@@ -231,7 +231,7 @@ def _refused_outside_operators(read: Callable[..., Any], name: str, *, recorder:
 def _read_refused(operation: str) -> RuntimeError:
     return RuntimeError(
         f"{operation} reads the device, or has a shape that depends on values: no graph can hold it; "
-        "megatron.core.graph_safety.assert_capturable names the line (where the CPU alone reads, which only "
+        "megatron.core.graphs.safety.assert_capturable names the line (where the CPU alone reads, which only "
         "--deterministic-mode does without, tapes cannot stand for a GPU)"
     )
 
