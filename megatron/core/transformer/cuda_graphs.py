@@ -26,11 +26,11 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,32 +50,32 @@ logger = logging.getLogger(__name__)
 _MAX_SIGNATURES = 4
 
 
-class PartParticipant(Protocol):
-    """Keeps the host's records of what a part does when it runs from graphs; see [Note: graphs]."""
+class PartParticipant:
+    """Keeps the host's records of what a part does when it runs from graphs; see [Note: graphs] in graphs/capture.py.
+
+    By itself it does nothing. An account is a participant's record of one slot.
+    """
 
     def prepare(self) -> None:
         """Called before each capture of a slot and each replay of its forward, outside of graphs."""
-        ...
 
     def new_account(self) -> Any:
-        """Returns a slot's record for all that follows; called before a capture, outside of it."""
-        ...
+        """Returns the account of a slot. Called once, before its capture."""
+        return None
 
     def capturing(self, account: Any) -> AbstractContextManager[None]:
-        """Surrounds a forward, then its backward, as part of their graphs, as in GraphParticipant."""
-        ...
+        """Surrounds the capture of a forward, then that of its backward, as GraphParticipant.capturing does."""
+        return nullcontext()
 
     def replaying(self, account: Any) -> Any:
-        """Called after `prepare`, before that forward is replayed; returns the argument of `replaying_backward`."""
-        ...
+        """Called after `prepare`, before a forward is replayed; returns the argument of `replaying_backward`."""
+        return None
 
     def replayed(self, account: Any) -> None:
         """Called after that forward was replayed."""
-        ...
 
     def replaying_backward(self, forward: Any) -> None:
         """Called before the backward of a forward is replayed."""
-        ...
 
 
 class CudaGraphManager:

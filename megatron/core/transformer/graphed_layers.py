@@ -1,7 +1,7 @@
 """Gives parts of layers their CUDA graphs, by the names of --cuda-graph-modules; what graphs do is cuda_graphs.py's."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,29 +69,7 @@ def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
     }
 
 
-class _Participant:
-    """Base class of PartParticipants that act at a few moments only; by itself it does nothing."""
-
-    def prepare(self) -> None:
-        """Runs before each capture and each replay of a forward."""
-
-    def new_account(self) -> Any:
-        """Returns the account of a slot, before its capture."""
-
-    def capturing(self, account: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def replaying(self, account: Any) -> Any:
-        """Runs before a forward is replayed; returns the argument of `replaying_backward`."""
-
-    def replayed(self, account: Any) -> None:
-        """Runs after a forward was replayed."""
-
-    def replaying_backward(self, forward: Any) -> None:
-        """Runs before a backward is replayed."""
-
-
-class _GatheredParams(_Participant):
+class _GatheredParams(PartParticipant):
     """Waits for the parameters of a part."""
 
     def __init__(self, wait: WaitForParams, owner: nn.Module) -> None:
@@ -102,7 +80,7 @@ class _GatheredParams(_Participant):
         self._wait(self._owner.parameters())
 
 
-class _Experts(_Participant):
+class _Experts(PartParticipant):
     """Keeps the row counts and the stash of static experts correct while a part with them runs from graphs."""
 
     def __init__(self, layer: MoELayer) -> None:
