@@ -1,6 +1,7 @@
-"""FullCudaGraphWrapper: the passes of all microbatches of a step as one CUDA graph, captured once and replayed.
+"""FullCudaGraphWrapper: the forward and backward passes of a step's microbatches as one CUDA graph.
 
-Knows a callable that runs passes, static inputs and participants; no experts and no optimizer. See graphs/capture.py.
+It knows the callable that runs the passes, static inputs and participants. Experts and optimizers take part as
+participants: see graphs/capture.py.
 """
 
 import logging
@@ -33,19 +34,19 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 logger = logging.getLogger(__name__)
 
-# Kinds of steps that are remembered as having run eagerly.
+# Limit of the kinds of steps that are remembered as warm.
 _MANY_KEYS = 64
 
 
 class _Plan(Enum):
-    WARM_UP = "run eagerly, to be captured when it comes again"
+    WARM_UP = "run eagerly, capture the next step of this kind"
     CAPTURE = "capture and replay"
     REPLAY = "replay"
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, the memory that it reads and writes, and what each participant's account was after it."""
+    """A graph, its static inputs, the reports of its losses, and each participant's account of it."""
 
     graph: Graph
     inputs: StaticTree
@@ -54,20 +55,22 @@ class _Captured:
 
 
 class FullCudaGraphWrapper:
-    """Takes the place of the function that get_forward_backward_func returns, with the same keywords.
+    """A replacement for the function that get_forward_backward_func returns, with the same keywords.
 
-    1. The first cuda_graph_warmup_steps training steps run as they do without it.
-    2. The next one is captured, for its number of microbatches and the shapes of its batches, and replayed at once.
-    3. Each later step with a known number of microbatches copies its batches into place and replays: its losses and
-       gradients have the bits of the eager passes. Another number runs eagerly once and is captured the time after, as
-       is a known one when what a participant's fingerprint names has changed. max_graphs are kept, the last used ones.
-    4. Passes with forward_only run eagerly, also between replays.
+    1. The first cuda_graph_warmup_steps training steps run eagerly.
+    2. The next step is captured, for its number of microbatches and the shapes of its batches, and then replayed.
+    3. Each later step of a captured kind copies its batches into the static inputs and replays the graph. Losses and
+       gradients are bit-identical to those of eager passes.
+    4. A step of a new kind runs eagerly, and the next one of that kind is captured. The same happens after a change of
+       a participant's fingerprint, which drops all graphs. The max_graphs most recently used graphs are kept.
+    5. Passes with forward_only run eagerly, also between replays.
 
-    If a capture fails on any rank, all raise CaptureFailedError: the batches were read, and nothing was executed. From
-    then on this runs everything eagerly; `failure` says why.
-    device: None for the GPU of this process, with the tracker's random-number streams. participants: see
-    GraphParticipant. follow_up: what else is part of the graph, behind the passes and all that their participants wait
-    for; it is given what the passes return, and does not run after eager ones. Not run on a GPU yet.
+    If a capture fails on any rank, all ranks raise CaptureFailedError. The batches were read, and none of the work has
+    run. Later steps run eagerly, and `failure` has the cause.
+
+    device: None means the GPU of this process, with the random-number streams of the tracker. follow_up: work at the
+    end of the graph, after the passes and all that their participants wait for. It receives the result of the passes,
+    and does not run after eager passes. Not run on a GPU yet.
     """
 
     def __init__(
@@ -90,33 +93,34 @@ class FullCudaGraphWrapper:
         self._follow_up = follow_up
         self._max_graphs = max_graphs
         self._steps_to_warm_up = cuda_graph_warmup_steps
-        self._warm: dict[Hashable, None] = {}  # kinds of steps that have run eagerly, in order
+        self._warm: dict[Hashable, None] = {}  # kinds of steps that have run eagerly, oldest first
         self._has_warned = False
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._given: Hashable = None  # what participants took for given in the last step
+        self._given: Hashable = None  # the fingerprints of the last step
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are kept."""
+        """Number of graphs that are kept."""
         return len(self._graphs)
 
     @property
     def failure(self) -> str | None:
-        """Why a step could not be captured; None: all could so far."""
+        """Why a step could not be captured; None if no capture has failed."""
         return self._failure
 
     @property
     def may_break_off(self) -> bool:
-        """Whether a call may raise CaptureFailedError; once one has, none does."""
+        """Whether a call may raise CaptureFailedError. After the first failure none does."""
         return self._failure is None
 
     def __call__(
         self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
     ) -> list[Any]:
-        """Runs the passes; returns what the losses of the last stage report, in memory of the caller's own.
+        """Runs the passes and returns the reports of the last stage's losses, in memory that no replay overwrites.
 
-        data_iterator: an iterator or None, or a list with one a chunk; the passes get the same, over what was read of
-        it. Collective where the passes are. Raises CaptureFailedError; ValueError for batches that no graph can take.
+        data_iterator: an iterator or None, or a list of these with one for each chunk. The passes receive iterators
+        over the batches that were read from it. Collective if the passes are. Raises CaptureFailedError, and ValueError
+        for batches that cannot be static inputs.
         """
         keywords["num_microbatches"] = num_microbatches
         if forward_only or not self.may_break_off:
@@ -138,13 +142,14 @@ class FullCudaGraphWrapper:
         return self._replay(self._graphs[key], batches)
 
     def drop_graphs(self) -> None:
-        """Lets go of all graphs and their memory; later steps are captured anew."""
+        """Drops all graphs and their memory. Later steps warm up and are captured from scratch."""
         self._graphs.clear()
         self._warm.clear()
 
     def _agree_on_plan(self, key: Hashable) -> "_Plan":
-        """What all ranks do with this step. Collective, a few bytes from host to host: ranks may have read batches of
-        other shapes, and passes that ran eagerly may have taught a rank alone what graphs cannot know.
+        """Returns what all ranks do in this step. Collective, a few bytes from host to host.
+
+        Ranks may differ: in the shapes of their batches, and in fingerprints that eager passes changed on some ranks.
         """
         given = fingerprints(self._participants)
         is_stale, self._given = self._given is not None and self._given != given, given
@@ -162,7 +167,7 @@ class FullCudaGraphWrapper:
         return _Plan.CAPTURE if all_warm else _Plan.WARM_UP
 
     def _count_warm_up(self, key: Hashable) -> None:
-        # Of a number of microbatches, or sizes, that are new: one step, in which kernels are built and tables grow.
+        # A new kind of step needs one warm-up step, which builds kernels and grows tables.
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
         self._warm[key] = None
         if len(self._warm) > _MANY_KEYS:
@@ -170,8 +175,8 @@ class FullCudaGraphWrapper:
             if not self._graphs and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "%d steps had batches of as many kinds (number of micro-batches, shapes, plain values): nothing is "
-                    "captured, as no kind comes again",
+                    "batches of %d steps were all of different kinds (number of micro-batches, shapes, plain values): "
+                    "nothing is captured, as no kind repeats",
                     _MANY_KEYS,
                 )
 
@@ -188,7 +193,7 @@ class FullCudaGraphWrapper:
                 _check_reports(reports)
                 if self._follow_up is not None:
                     self._follow_up(reports)
-        except RuntimeError as error:  # this rank's CaptureFailedError, or the news of another's
+        except RuntimeError as error:  # this rank's CaptureFailedError, or the error that reports another rank's
             self._failure = str(error)
             self.drop_graphs()
             for participant in self._participants:
@@ -206,12 +211,12 @@ class FullCudaGraphWrapper:
         captured.graph.replay()
         for participant, account in zip(self._participants, captured.accounts):
             participant.replayed(account)
-        # The next replay overwrites them.
+        # The next replay overwrites the reports.
         return [tree_map(_own, report) for report in captured.reports]
 
 
 def _read(data_iterator: Any, num_microbatches: int) -> Any:
-    """The step's batches, in a list, or a tuple with one of each chunk; None for those that read nothing."""
+    """Reads the step's batches: a list, or a tuple with one list for each chunk. None if nothing is read."""
     if isinstance(data_iterator, list):
         return tuple(_read(one, num_microbatches) for one in data_iterator)
     return None if data_iterator is None else [next(data_iterator) for _ in range(num_microbatches)]
@@ -225,7 +230,7 @@ def _check_reports(reports: list[Any]) -> None:
     for leaf in tree_leaves(reports):
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
-                f"the loss function reports {leaf!r}, which each replay would repeat: report tensors alone"
+                f"the loss function reports {leaf!r}, which each replay would report again: report tensors only"
             )
 
 

@@ -1,1 +1,1 @@
-"""CUDA graphs: what captures work and who takes part, a stand-in on the CPU, and the lint for captured code."""
+"""CUDA graphs: interfaces of a capture, its stand-in on the CPU, and the lint for captured code."""

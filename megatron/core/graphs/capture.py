@@ -1,18 +1,17 @@
-"""What capture of a device's work needs to know of the device, of those who take part, and of the memory that stays.
+"""Interfaces of a capture: the device that makes graphs, participants that keep records, and static inputs.
 
-Which work is captured is full_cuda_graph.py's (a step's passes) and transformer/cuda_graphs.py's (single modules); what
-must not happen in it is graphs/safety.py's.
+full_cuda_graph.py captures the forward and backward passes of a step, transformer/cuda_graphs.py parts of layers.
+graphs/safety.py checks what captured code must not do.
 
-[Note: graphs] A graph repeats what was launched while it was captured: the same kernels on the same memory, with the
-numbers that the host gave them then. Nothing of it runs in Python again. So inputs are copied into memory that stays,
-numbers that change are read from the device, and whoever keeps account on the host of what passes did is told that
-they ran once more.
+[Note: graphs] A graph repeats the work that was launched during its capture: the same kernels on the same memory, with
+the numbers that the host passed to them then. A replay runs no Python. So inputs are copied into static memory, and
+numbers that change are read from the device. A participant restores the host's records of what the passes did.
 
-[Note: pools] The graphs of one memory pool share memory: a capture reuses whatever earlier captures of its pool have
-freed. A replay therefore may overwrite everything that graphs captured later in the same pool made, their outputs and
-saved tensors included. Memory that a capture made and that is still referenced is never given to a later capture. So
-the graphs of a pool must be replayed in the order of their capture, one at a time, and all that the later graphs made
-must be dead when an earlier one is replayed.
+[Note: pools] The graphs of one memory pool share memory: a capture reuses the memory that earlier captures of its pool
+have freed. A replay may therefore overwrite all memory that later captures of its pool allocated, including their
+outputs and saved tensors. A later capture never reuses memory that is still referenced. So the graphs of a pool must
+be replayed in the order of their capture, one at a time. When an earlier graph is replayed, nothing may still need the
+memory of the later ones.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,73 +21,76 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# What a graph may take from the host as it is, if it is the same each time.
+# Types of values on the host that a graph may contain. They must be equal in each step.
 CONSTANTS = (bool, int, float, str, type(None))
 
 
 class Graph(Protocol):
-    """A captured piece of work; torch.cuda.CUDAGraph is one."""
+    """Captured work, such as a torch.cuda.CUDAGraph."""
 
     def replay(self) -> None:
-        """Launches the captured work on its memory, after the current stream's work; the host does not wait."""
+        """Launches the captured work after the current stream's work. Does not block the host."""
         ...
 
 
 class GraphDevice(Protocol):
-    """Captures the work of a device, into memory pools: see [Note: pools]."""
+    """Captures the work of a device as graphs in memory pools; see [Note: pools]."""
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
-        """Runs its body eagerly where captures are made, so that libraries set up what they keep for a stream."""
+        """Runs its body eagerly on the capture stream, so that libraries create their workspaces for it."""
         ...
 
     def new_pool(self) -> Any:
-        """Returns an empty memory pool for graphs of this device. Its memory is released after its last graph."""
+        """Returns an empty memory pool. Its memory is released with its last graph."""
         ...
 
     def capturing(self, pool: Any = None) -> AbstractContextManager[Graph]:
-        """Records its body into the graph instead of running it. Raises RuntimeError for what no graph can hold.
+        """Records its body into a graph instead of running it. Raises RuntimeError if no graph can hold the body.
 
-        pool: one of `new_pool`; None: a pool of the device's own.
+        pool: a result of `new_pool`; None for the device's own pool.
         """
         ...
 
     def capturing_together(self) -> AbstractContextManager[None]:
-        """Surrounds captures of which later ones use tensors of earlier ones, before any of them has run."""
+        """Surrounds several captures, if later ones use tensors of earlier ones before any graph was replayed."""
         ...
 
 
 class GraphParticipant:
-    """Keeps the host's records of what captured passes do; see [Note: graphs]. By itself it does nothing."""
+    """Keeps the host's records of what captured passes do; see [Note: graphs]. By itself it does nothing.
+
+    An account is a participant's record of one captured graph.
+    """
 
     def fingerprint(self) -> Hashable:
-        """Returns a value that changes when a captured graph can no longer be used.
+        """Returns a value that differs once captured graphs can no longer be used.
 
-        While a graph is replayed it changes on all ranks or on none; after eager passes it may change on some alone.
+        A replay changes it on all ranks or on none. Eager passes may change it on some ranks alone.
         """
         return None
 
     def prepare(self) -> None:
-        """Called before each capture and replay, outside of it: completes what is in flight."""
+        """Completes work in flight. Called before each capture and each replay, outside of them."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Surrounds the passes, as part of the graph; all other streams must be waited for before it ends."""
+        """Surrounds the captured passes. The current stream must have joined all other streams when the block ends."""
         return nullcontext()
 
     def captured(self) -> Any:
-        """Returns the record of a capture, which `replayed` receives each time."""
+        """Returns the account of a capture, which `replayed` receives after each replay."""
         return None
 
     def dropped(self) -> None:
-        """Called instead of `captured` where the capture failed on this rank or another: nothing of it has run."""
+        """Called instead of `captured` if the capture failed on any rank. None of its work has run."""
 
     def replayed(self, account: Any) -> None:
-        """Called after the graph has run: restores the record that the capture left."""
+        """Restores the records that the passes would have left. Called after each replay."""
 
 
 class StaticTree:
-    """Device memory that stays, for values of one structure: tensors in dicts, lists and tuples.
+    """Static device memory for values of one structure: tensors in dicts, lists and tuples.
 
-    What is no tensor must be equal whenever the memory is filled, as it is part of the graph.
+    Values other than tensors are part of the graph, so they must be equal each time the memory is filled.
     """
 
     def __init__(self, values: Any, device: torch.device) -> None:
@@ -99,13 +101,13 @@ class StaticTree:
 
     @property
     def values(self) -> Any:
-        """The tensors that stay, in dicts, lists and tuples of the caller's own."""
+        """The static tensors, in new dicts, lists and tuples, which the caller may change."""
         return tree_unflatten(self._leaves, self._structure)
 
     def fill(self, values: Any) -> None:
-        """Copies values in, behind what reads the last ones; of page-locked tensors without waiting for the device.
+        """Copies values in, in the order of the current stream. Copies from pinned tensors do not block the host.
 
-        They must have the shapes, dtypes and other values that this was made for: see `signature`.
+        Their signature must be that of the values from which this was made: see `signature`.
         """
         for own, new in zip(self._leaves, tree_flatten(values)[0], strict=True):
             if isinstance(own, torch.Tensor):
@@ -113,9 +115,9 @@ class StaticTree:
 
 
 def signature(values: Any) -> Hashable:
-    """Returns what all values of one StaticTree share: structure, shapes and dtypes of tensors, all other values.
+    """Returns the structure, shapes and dtypes of tensors, and other values: what values of one StaticTree share.
 
-    Raises ValueError for what is neither a tensor nor a plain constant: it could change without being seen.
+    Raises ValueError for an object that is neither a tensor nor a plain constant, as it could change unnoticed.
     """
     leaves, structure = tree_flatten(values)
     wrong = next((leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *CONSTANTS))), None)
@@ -130,7 +132,7 @@ def signature(values: Any) -> Hashable:
 
 
 def fingerprints(participants: Sequence[GraphParticipant]) -> Hashable:
-    """The values that all of them take for given."""
+    """Returns the fingerprints of all participants."""
     return tuple(participant.fingerprint() for participant in participants)
 
 
@@ -147,15 +149,15 @@ _MISTAKES = (
 
 
 class CaptureFailedError(RuntimeError):
-    """Something could not be captured; nothing of it has run. Raised for a step on all ranks."""
+    """Work could not be captured, and none of it has run. For a whole step, all ranks raise it."""
 
 
 @contextmanager
 def naming_first_error() -> Iterator[None]:
-    """Raises CaptureFailedError, in one line, for an error inside; of several, the first that was named so.
+    """Turns an error inside into a CaptureFailedError with a message of one line.
 
-    Once around what is captured and once around the capture: to end one that an error broke raises another, which says
-    nothing of the first. Mistakes of any kind, as other ranks must learn of each.
+    It surrounds the captured work, and once more the capture: ending a capture after an error raises a second error,
+    and the message should be that of the first. It accepts most types of errors, as other ranks must learn of each.
     """
     try:
         yield

@@ -1,8 +1,7 @@
-"""What a CUDA graph cannot hold, as tables: Python functions, torch's functions, its operators, each with why and what
-to do instead. Who looks for them, and names the line, is graphs/safety.py.
+"""Tables of what a CUDA graph cannot hold: Python functions, functions of torch, and operators, with reasons.
 
-The reasons are of CUDA. On the CPU many of these wait for nothing; they are refused there too, so that a model that was
-written without a GPU can be captured on one.
+graphs/safety.py watches the calls and names their lines. The reasons are those of CUDA. On a CPU many of these calls
+wait for nothing, and they are refused still, so that code developed without a GPU can be captured on one.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something cannot be captured, and what to do instead."""
+    """A reason against a capture, and what to do instead."""
 
     why: str
     instead: str
@@ -28,18 +27,18 @@ READ = Reason(
     "compute on the device (torch.where, masks, index_select), or read it after the replay",
 )
 SHAPE = Reason(
-    "the shape of the result depends on values, so that the host has to wait for them and every replay would differ",
+    "the shape of the result depends on values, so the host has to wait for them, and replays would differ",
     "give the result a fixed size: torch.where, a mask, output_size=",
 )
 CHECK = Reason(
     "on a GPU the host reads back whether the values are valid, or how many there are",
-    "take a variant that reads nothing back (linalg *_ex, scatter_add, sort), or do it outside the region",
+    "use a variant that reads nothing back (linalg *_ex, scatter_add, sort), or do it outside the region",
 )
 SCALAR = Reason(
-    "on a GPU the host reads the value out of its tensor", "give a Python number, or torch.where with the tensor"
+    "on a GPU the host reads the value out of its tensor", "pass a Python number, or use torch.where with the tensor"
 )
 HOST_DATA = Reason(
-    "data of the host come to the device through pageable memory: the host waits, and a replay sees the old data",
+    "host data is copied to the device through pageable memory: the host waits, and a replay copies the old data",
     "make the tensor before the region and copy into it between replays; torch.full makes constants on the device",
 )
 HOST_MEMORY = Reason(
@@ -55,7 +54,7 @@ BAKED = Reason(
     "keep it in a tensor on the device that is written between replays",
 )
 WAIT = Reason(
-    "the host waits for the device, or asks it how far it is, which fails in a capture",
+    "the host waits for the device or queries its progress, which fails in a capture",
     "order work with events that streams wait for (wait_event, wait_stream), and wait after the replay",
 )
 GENERATOR = Reason(
@@ -64,35 +63,35 @@ GENERATOR = Reason(
 )
 GENERATOR_STATE = Reason(
     "the host reads or writes a generator's state, which fails in a capture; a replay would not do it again",
-    "seed before the region; where numbers must be drawn again use states that the graph knows",
+    "seed before the region; to draw the same numbers again, use generator objects that are registered with the graph",
 )
 HOST_RANDOM = Reason(
     "a number drawn on the host is drawn once, when the graph is captured", "draw it on the device, or between replays"
 )
 OBJECTS = Reason(
-    "ranks wait for each other on the host, or exchange what the host has to read",
+    "ranks wait for each other on the host, or exchange data that the host has to read",
     "do it between replays; collectives of tensors can be captured",
 )
 ALLOCATOR = Reason("the allocator waits for the device", "do it between replays")
 OUTLIVES = Reason(
-    "somebody still holds this memory at the end of the region; the next replay overwrites it unannounced",
-    "let go of it, allocate it before the region, or plan it with Region.keep",
+    "this memory is still referenced at the end of the region, and the next replay overwrites it",
+    "delete the reference, allocate it before the region, or plan it with Region.keep",
 )
 RESIZED = Reason(
-    "memory from before the region gets another size in it; replays go on with the old address",
-    "give it its full size before the region",
+    "memory from before the region is resized inside; replays use the old address",
+    "allocate its full size before the region",
 )
 
 ADDRESS = Reason(
-    "the address or the memory of a tensor goes to code that is not watched, whose reads and writes are in no graph",
-    "use torch's operators or one of torch.library, or hand the memory over between replays",
+    "the address or memory of a tensor is passed to code that is not watched, whose reads and writes are in no graph",
+    "use operators of torch or torch.library, or pass the memory between replays",
 )
 UNSEEN_COPY = Reason(
-    "memory is copied without an operator, so that no check sees who keeps the copy and no graph knows of it",
-    "use clone(), and plan what lives on with Region.keep",
+    "memory is copied without an operator: the copy is in no graph, and its references cannot be checked",
+    "use clone(), and plan copies that outlive the region with Region.keep",
 )
 THREAD = Reason(
-    "another thread does its work once, while the graph is captured, and nothing of it in a replay",
+    "another thread does its work once, during the capture, and not in a replay",
     "compute on the device in this thread, or let other threads work between replays",
 )
 
@@ -103,7 +102,8 @@ def _always(_: Arguments) -> bool:
     return True
 
 
-# Operators without tags that read back on a GPU alone, by name without `aten::` and the last underscore -> when.
+# Operators that read values back on a GPU, though their tags do not say so: the name without `aten::` and a last
+# underscore, and the condition on the arguments.
 _CHECKED: dict[str, Callable[[Arguments], bool]] = {
     "histc": lambda given: given["min"] == given["max"],
     "_histogramdd_bin_edges": _always,
@@ -129,7 +129,7 @@ _CHECKED: dict[str, Callable[[Arguments], bool]] = {
     "cholesky_inverse": _always,
 }
 _INDEXING = frozenset(("index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put"))
-# Operators that take a tensor of one number and read it on the host.
+# Operators that read an argument on the host if it is a tensor: name, and that argument.
 _SCALARS = {"masked_fill": "value", "index_fill": "value", "_foreach_addcdiv": "scalars", "_foreach_addcmul": "scalars"}
 
 
@@ -157,7 +157,7 @@ def _reason_of_tags(tags: Sequence[torch.Tag], given: Arguments) -> Reason | Non
     if torch.Tag.data_dependent_output in tags:
         return READ
     if torch.Tag.dynamic_output_shape in tags:
-        # repeat_interleave may be told the size of its result.
+        # With output_size, as of repeat_interleave, the shape is fixed.
         return SHAPE if given.get("output_size") is None else None
     if torch.Tag.cudagraph_unsafe in tags:
         return Reason("torch marks this operator as unsafe in CUDA graphs", "do it outside the region")
@@ -182,23 +182,23 @@ def reason_of_copy(func: Any, given: Arguments) -> Reason | None:
         return None
     on_host = (tensor for tensor in tensors_in(given.values()) if tensor.device.type == "cpu")
     reads_all = func._schema.name == "aten::copy_"
-    # A single number travels with the launch of the kernel.
+    # A scalar tensor is passed as an argument of the kernel.
     return COPY if any(reads_all or tensor.dim() > 0 for tensor in on_host) else None
 
 
 def _is_asynchronous(given: Arguments) -> bool:
-    """Whether a copy_ does not block the host. A fake tensor counts as pinned, since it does not say."""
+    """Whether a copy_ does not block the host. Fake tensors count as pinned, as they have no such property."""
     host = given["self"] if given["self"].device.type == "cpu" else given["src"]
     return bool(given["non_blocking"]) and (isinstance(host, torch._subclasses.FakeTensor) or host.is_pinned())
 
 
 def is_elsewhere(given: Arguments) -> bool:
-    """Whether any of the tensors does not lie on the CPU."""
+    """Whether any of the tensors is not on the CPU."""
     return any(tensor.device.type != "cpu" for tensor in tensors_in(given.values()))
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors, any shape and dtype, among arguments or results and in lists of them."""
+    """Returns the tensors, any shape and dtype, in arguments or results and in lists of them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -212,7 +212,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-# Methods of a tensor that give its values to the host. The others end in an operator that does.
+# Methods of Tensor that return values to the host. Other methods that do so call an operator that is refused.
 _READS = frozenset(
     "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ __complex__ __repr__ __format__ "
     "__contains__ is_nonzero".split()
@@ -221,7 +221,7 @@ _FACTORIES = frozenset(
     "empty zeros ones full arange range linspace logspace eye rand randn randint randperm empty_strided tril_indices "
     "triu_indices".split()
 )
-# Their backward counts zeros on the host, but not while a mode is on.
+# Functions whose backward counts zeros on the host. It does not while a dispatch mode is active, so no mode sees it.
 _COUNTED_IN_BACKWARD = frozenset(("prod", "cumprod"))
 
 
@@ -243,19 +243,19 @@ def reason_against_function(name: str, given: Sequence[Any], *, named: Mapping[s
     if name == "new_tensor":
         return HOST_DATA
     if name in ("tensor", "as_tensor", "asarray") and not isinstance(given[0], Tensor):
-        # A number alone may stay on the host as an operand of operators on the device.
+        # A scalar may stay on the host as an operand of operators on the device.
         return HOST_DATA if named.get("device") is not None or not _is_number(given[0]) else None
     return None
 
 
 def reads_only_on_cpu(name: str, given: Sequence[Any], *, named: Mapping[str, Any]) -> bool:
-    """Whether the values that this function of torch reads are read on the CPU alone, where it checks them."""
+    """Whether this function of torch reads values only on the CPU, to check them."""
     num_classes = named.get("num_classes", given[1] if len(given) > 1 else -1)
     return name == "one_hot" and num_classes >= 0
 
 
 def fills_where_masked(name: str, given: Sequence[Any]) -> bool:
-    """Whether this is x[mask] = number, which a GPU does as masked_fill."""
+    """Whether this is x[mask] = number, which runs as masked_fill on a GPU."""
     if name != "__setitem__" or isinstance(given[2], Tensor):
         return False
     indices = given[1] if isinstance(given[1], tuple) else (given[1],)
@@ -269,7 +269,7 @@ def reason_against_result(name: str, result: Any, *, named: Mapping[str, Any]) -
     if name not in _FACTORIES or named.get("out") is not None or not isinstance(result, Tensor):
         return None
     is_told = named.get("device") is not None or torch.get_default_device().type != "cpu"
-    # Not told where: with a GPU it would lie on the host.
+    # Without a device the tensor is on the host, also on a machine with a GPU.
     return None if is_told or math.prod(result.shape) == 0 or result.dim() == 0 else HOST_MEMORY
 
 
@@ -277,7 +277,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex))
 
 
-# Functions by module and name; they are recognised as they are called, whoever imported them.
+# Functions by their own module and qualified name, as their frames have them. Re-exports of a name do not matter: the
+# module must be the one that defines the function.
 PYTHON_CALLS: dict[str, Reason] = {
     **dict.fromkeys(
         (
@@ -318,20 +319,21 @@ PYTHON_CALLS: dict[str, Reason] = {
         )
     },
 }
-# The last parts of their names.
+# The last parts of these names, for a fast first test.
 PYTHON_NAMES = frozenset(name.rsplit(".", 1)[1] for name in PYTHON_CALLS)
 
-# Not the graphsafe_ ones, which put one generator's state in another's place.
+# Methods that read or write a state's bytes. Those named graphsafe_ exchange the state object instead.
 _OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_offset set_offset".split())
-# What touches a generator's state on the CPU alone, and uses objects that graphs know on a GPU; what runs there alone.
+# A function that touches the bytes of the CPU's state alone, and on a GPU exchanges registered state objects.
 GRAPH_SAFE_STATES = "megatron.core.device.rng.RandomStream.drawn"
+# The wrapper of functions that run on the CPU alone.
 ON_CPU_ALONE = "megatron.core.device.current.cpu_alone.<locals>.run_on_cpu_alone"
 
 
-# Functions of torch in C that no mode sees.
+# Functions of torch in C, which no mode sees.
 _GIVES_MEMORY = frozenset(("_to_dlpack", "to_dlpack"))
 _TAKES_MEMORY = frozenset(("frombuffer", "_from_dlpack", "from_file"))
-# Methods with which a thread reads a tensor; a mode sees them only in its own thread.
+# Methods that read a tensor, for threads other than the region's, whose calls no mode sees.
 READS_OF_THREADS = (*sorted(_READS - {"__repr__", "__format__"}), "nonzero", "__dlpack__", "data_ptr")
 
 
@@ -343,7 +345,7 @@ def reason_against_method(owner: Any, name: str) -> Reason | None:
         return WAIT
     if isinstance(owner, torch.Generator) and name in _OF_STATES:
         return GENERATOR_STATE
-    # Not its seed: torch imports parts of itself late, and with them generators of Python's.
+    # Seeding is allowed: torch imports parts of itself late, which create generators of Python.
     if isinstance(owner, Random) and name in ("random", "getrandbits"):
         return HOST_RANDOM
     if name in _GIVES_MEMORY or (name == "data_ptr" and isinstance(owner, torch.UntypedStorage)):

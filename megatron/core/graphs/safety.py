@@ -1,17 +1,17 @@
-"""assert_capturable(): fails, without a GPU, at the first thing that a CUDA graph could not hold or would get wrong.
+"""The lint: assert_capturable() raises, without a GPU, at the first operation that a CUDA graph cannot repeat.
 
-It watches what runs on tensors of the CPU and on fake tensors, also fake ones of a GPU. What is refused, and why, is in
-graphs/refusals.py; how a graph is made is full_cuda_graph.py's matter.
+It watches code that runs on tensors of the CPU or on fake tensors of any device. graphs/refusals.py has the tables of
+refused operations with their reasons. Graphs are made elsewhere.
 
-[Note: what is watched] A TorchFunctionMode sees functions and methods with their arguments, which many operators on the
-CPU never hear of (x.cpu() does nothing there). A TorchDispatchMode sees the operators below, also those of backward. A
-profile function sees what is neither: calls of streams, events, generators, barriers. Inside an operator nothing is
-watched: its CUDA kernel is another one, and the CPU's may read what it likes.
-All of these watch the thread of the region alone. In other threads, the methods of Tensor that read values are watched,
-of tensors that the region makes or writes: other memory is that of checkpoints and of data. What such a thread launches
-on the device is not seen.
-Code of this framework and of Triton may ask for addresses, which it compares, or gives to kernels that it launches.
-What reads memory by an address from before the region, as ctypes can, is not seen.
+[Note: what is watched] A TorchFunctionMode sees functions and methods of torch with their arguments. Some of them call
+no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, also those of backward. A profile
+function sees other calls: of streams, events, generators and barriers. Nothing inside an operator is watched, since a
+GPU has another kernel for it.
+These watch the thread of the region. In other threads only methods of Tensor that read values are watched, and only for
+tensors that the region allocates or writes; other tensors are those of checkpoints and of data loading. Work that such
+a thread launches on the device is not seen.
+Code of this framework and of Triton may ask for addresses. It compares them, or passes them to kernels. A read by an
+address from before the region, as ctypes makes it, is not seen.
 """
 
 import gc
@@ -64,7 +64,7 @@ from megatron.core.graphs.refusals import (
     tensors_in,
 )
 
-# Frames of these files are nobody's own code.
+# Files whose frames are no user code.
 _OWN_OR_TORCHS = (os.path.dirname(torch.__file__) + os.sep, __file__)
 _FRAMEWORKS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHONS = sysconfig.get_path("stdlib") + os.sep
@@ -74,7 +74,7 @@ _RELEASE_SECONDS = 1.0  # far more than gloo's threads need on a busy machine
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of user code; backward: the node of autograd that ran, where the line is not of backward itself."""
+    """A line of user code. backward: the autograd node that ran, if the line is that of its forward."""
 
     file: str
     number: int
@@ -87,7 +87,7 @@ class SourceLine:
 
 
 class CaptureError(RuntimeError):
-    """Something that cannot be captured. operation: what; why: the reason; line: of user code; instead: what to do."""
+    """An operation that cannot be captured, the reason, the line of user code, and what to do instead."""
 
     def __init__(self, operation: str, why: str, *, line: SourceLine, instead: str) -> None:
         super().__init__(f"{operation} at {line}: {why}; {instead}")
@@ -95,59 +95,63 @@ class CaptureError(RuntimeError):
 
 
 class Region:
-    """A watched region. refusals: findings so far, each operation of a line once; one alone unless collected."""
+    """A watched region. refusals: findings so far, one for each operation of a line."""
 
     def __init__(self, memory: "_Memory") -> None:
         self.refusals: list[CaptureError] = []
         self.memory = memory
 
     def keep(self, *tensors: Tensor) -> None:
-        """Plans that these live on, any shape and dtype: outputs that are read after a replay, memory of an owner.
+        """Declares tensors, any shape and dtype, that outlive the region, such as outputs that are read after a replay.
 
-        A replay overwrites them in place.
+        Each replay overwrites them in place.
         """
         self.memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def check_memory(self) -> None:
-        """Adds what somebody holds unplanned to the refusals. After the region; who collects calls it himself, once
-        what the region hands over has been used.
+        """Adds memory that is still referenced, and was not declared by `keep`, to the refusals.
+
+        assert_capturable calls it after the region. With collect_refusals the caller does, once it has used the results
+        of the region.
         """
         if self.memory.left_over():
-            # Cycles of Python objects hold nothing on purpose.
+            # References of unreachable cycles do not count.
             gc.collect()
             self.memory.wait_for_collectives()
         for operation, line in self.memory.left_over():
             self.add(CaptureError(f"the memory of {operation}", OUTLIVES.why, line=line, instead=OUTLIVES.instead))
 
     def add(self, error: CaptureError) -> None:
-        """Adds a refusal, unless the same operation of the line is there."""
+        """Adds a refusal, unless there is one of the same operation and line."""
         if all((one.operation, one.line) != (error.operation, error.line) for one in self.refusals):
             self.refusals.append(error)
 
 
 @contextmanager
 def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Region]:
-    """Raises CaptureError at the first operation inside that a CUDA graph could not hold or would get wrong.
+    """Raises CaptureError at the first operation inside that a CUDA graph cannot hold, or would repeat wrongly.
 
-    generators: those that will be registered with the graph, beside the default one. What is refused, and why:
-    reads of values by the host, and checks that need them: it would have to wait, and a replay does not read again.
-    Shapes that depend on values: replays have the shape of the capture.
-    New memory of the host, and copies from or to it unless they are pinned and asynchronous: they make the host wait,
-    or are done by the host, which does nothing in a replay.
-    Numbers on the host that are no constants: a replay has the old ones.
-    Other generators, generators' states, and numbers drawn on the host: a replay would have the same numbers again.
-    Waiting for streams, events and ranks on the host: an error in a capture.
-    Addresses of tensors, and memory that goes to another library (dlpack, ctypes): what it does is in no graph.
-    Work of other threads, and copies that no operator makes (deepcopy): a replay does nothing of them.
-    Memory made inside that somebody still holds at the end, unless Region.keep plans it: replays overwrite it.
-    Memory from before that is resized inside: replays use the old address.
+    generators: generators, in addition to the default one, that will be registered with the graph. It refuses:
+
+    - Reads of values by the host, and checks that need them. The host would wait, and a replay does not read again.
+    - Shapes that depend on values. Replays have the shapes of the capture.
+    - Allocation of host memory, and copies from or to it that are not both pinned and asynchronous. The host would
+      wait, or would do the work, which a replay does not repeat.
+    - Numbers on the host that are no constants. A replay uses those of the capture.
+    - Other generators, reads and writes of generator states, and numbers drawn on the host. A replay would use the same
+      numbers again.
+    - Waits of the host for streams, events and ranks, which fail in a capture.
+    - Addresses of tensors, and memory passed to another library (dlpack, ctypes), whose work is in no graph.
+    - Work of other threads, and copies without an operator (deepcopy). A replay does not repeat them.
+    - Memory allocated inside that is still referenced at the end, unless Region.keep declared it. Replays overwrite it.
+    - Older memory that is resized inside. Replays use the old address.
     """
     watch = _Watch(generators, stops=True)
     with _watched(watch):
         yield watch.region
     watch.region.check_memory()
     if watch.region.refusals:
-        # Or one that somebody caught inside.
+        # The memory check found one, or code of the region caught an earlier one.
         raise watch.region.refusals[0]
 
 
@@ -155,10 +159,10 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
 def collect_refusals(
     generators: Sequence[torch.Generator] = (), *, goes_on_with: Region | None = None
 ) -> Iterator[Region]:
-    """As assert_capturable, but goes on, and leaves all that it would refuse in Region.refusals; memory that lives on
-    only when Region.check_memory is called.
+    """Collects all that assert_capturable would refuse in Region.refusals, without raising.
 
-    goes_on_with: of a graph that is captured together with this one, and runs before it: its memory is of both.
+    The caller calls Region.check_memory itself. goes_on_with: the region of a graph that is captured before this one
+    and shares its memory.
     """
     watch = _Watch(generators, stops=False, memory=None if goes_on_with is None else goes_on_with.memory)
     with _watched(watch):
@@ -180,7 +184,7 @@ def _watched(watch: "_Watch") -> Iterator[None]:
 
 @contextmanager
 def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
-    """A mode is off inside Tensor.backward, which is a function of torch; but backward runs the user's code again."""
+    """Activates the mode inside backward. torch disables it within its own functions, but backward runs user code."""
     run_backward = torch.autograd._engine_run_backward
 
     def run_watched(*args: Any, **named: Any) -> Any:
@@ -196,9 +200,9 @@ def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
 
 @contextmanager
 def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
-    """Adds what threads read of the region's memory to its refusals; to raise there could leave others waiting."""
+    """Adds reads of the region's memory by other threads to its refusals. An error there could leave ranks waiting."""
     own = threading.current_thread()
-    # Fills torch's table of names, in which patched methods would be missing for good.
+    # Fills torch's cached table of names while no method is patched.
     resolve_name(Tensor.item)
 
     def watched(name: str) -> Callable[..., Any]:
@@ -206,7 +210,7 @@ def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
 
         def read_in_any_thread(tensor: Tensor, *args: Any, **named: Any) -> Any:
             here = threading.current_thread()
-            # Autograd's threads, which Python has not started, have the modes.
+            # The modes are active in threads of autograd, which Python did not start.
             is_others = here is not own and not isinstance(here, threading._DummyThread)
             if is_others and watch.memory.is_of_region(tensor.untyped_storage()):
                 error = CaptureError(f"torch.Tensor.{name}", THREAD.why, line=user_line(), instead=THREAD.instead)
@@ -223,7 +227,7 @@ def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
 
 
 class _Memory:
-    """Storages by address, weakly held: of those that are, no other one gets the address."""
+    """The storages of a region, by address. Weak references keep an address from being reused."""
 
     def __init__(self) -> None:
         self.planned: set[int] = set()
@@ -232,42 +236,43 @@ class _Memory:
         self._written: set[int] = set()  # of older ones
 
     def is_of_region(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an operator of the region has made it or written to it."""
+        """Whether an operator of the region allocated the storage or wrote to it."""
         return storage._cdata in self._made or storage._cdata in self._written
 
     def write(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Arguments that an operator writes to."""
+        """Records storages that an operator writes to."""
         self._written.update(storage._cdata for storage in storages)
 
     def is_made(self, storage: torch.UntypedStorage) -> bool:
-        """Whether an operator of the region has made it."""
+        """Whether an operator of the region allocated the storage."""
         return storage._cdata in self._made
 
     def meet(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Arguments: what nobody has seen being made is from before the region."""
+        """Records arguments of an operator. Storages that no operator of the region allocated are older."""
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._older[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def make(self, operation: str, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Results: what nobody has seen before was made by that operator."""
+        """Records results of an operator, which allocated those storages that are not known yet."""
         for storage in storages:
             if storage._cdata not in self._made and storage._cdata not in self._older:
                 self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()
 
     def is_resized(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is from before the region, and had another size then."""
+        """Whether the storage is older than the region and had another size then."""
         _, num_bytes = self._older.get(storage._cdata, (None, storage.nbytes()))
         return num_bytes != storage.nbytes()
 
     def left_over(self) -> list[tuple[str, SourceLine]]:
-        """The operators that made what is still held unplanned, and their lines."""
+        """Returns the operators, with their lines, whose results are still referenced and were not declared."""
         made = ((number, *one) for number, one in self._made.items() if number not in self.planned)
         return [(operation, line) for _, storage, operation, line in made if not storage.expired()]
 
     def wait_for_collectives(self) -> None:
-        """Waits until gloo's threads have released the tensors of finished collectives, which they do shortly after
-        `wait` has returned; for _RELEASE_SECONDS at the most.
+        """Waits until gloo's threads have released the tensors of completed collectives, at most _RELEASE_SECONDS.
+
+        They release them shortly after `wait` has returned.
         """
         deadline = time.monotonic() + (_RELEASE_SECONDS if dist.is_initialized() else 0.0)
         while self.left_over() and time.monotonic() < deadline:
@@ -275,21 +280,22 @@ class _Memory:
 
 
 class _Watch:
-    """State shared by the modes: the region, and what is allowed at the moment."""
+    """State that the modes share: the region, and what is allowed at present."""
 
     def __init__(self, generators: Sequence[torch.Generator], *, stops: bool, memory: "_Memory | None" = None) -> None:
         self.memory = _Memory() if memory is None else memory
         self.region = Region(self.memory)
-        # By address: an operator is given another object of Python's for the same generator.
+        # By address, since operators receive another Python object for the same generator.
         self.generators = {one._cdata for one in (torch.default_generator, *generators)}  # type: ignore[attr-defined]
-        # Inside an operator, and inside what was refused; reads of the CPU alone; x[mask] = number.
+        # is_quiet: inside an operator or a refused function. in_check: inside a check that reads on the CPU alone.
+        # in_masked_fill: inside x[mask] = number.
         self.is_quiet = self.in_check = self.in_masked_fill = False
-        self.unpatched: dict[Callable[..., Any], Callable[..., Any]] = {}  # torch's own in place of patched methods
+        self.unpatched: dict[Callable[..., Any], Callable[..., Any]] = {}  # patched methods and torch's own
         self.host_devices: list[tuple[torch.device, SourceLine]] = []
         self._stops = stops
 
     def refuse(self, operation: str, reason: Reason, *, line: SourceLine | None = None) -> None:
-        """Raises, or notes and goes on."""
+        """Adds a refusal, and raises it if the watch stops at the first one."""
         if self.is_quiet or ON_CPU_ALONE in _callers():
             return
         error = CaptureError(operation, reason.why, line=line or user_line(), instead=reason.instead)
@@ -299,7 +305,7 @@ class _Watch:
 
 
 class _Calls:
-    """A profile function; see [Note: what is watched]."""
+    """The profile function; see [Note: what is watched]."""
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
@@ -337,7 +343,7 @@ class _Functions(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch looks its methods up by name, and finds the patched ones.
+        # torch looks methods up by name and finds the patched ones.
         func = self._watch.unpatched.get(func, func)
         watch, named, name = self._watch, kwargs or {}, func.__name__
         reason = reason_against_function(name, args, named=named)
@@ -365,7 +371,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _names_host(self, args: Sequence[Any], named: dict[str, Any]) -> bool:
-        """Whether an argument is "cpu", or torch.device("cpu") as written in this line; x.device may be any."""
+        """Whether an argument is "cpu", or a torch.device("cpu") made in this line. x.device does not count."""
         values = (*args, named.get("device"))
         if any(isinstance(value, str) and value.split(":")[0] == "cpu" for value in values):
             return True
@@ -383,7 +389,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch, named = self._watch, kwargs or {}
         if any(_does_more(kind) for kind in types):
-            # Its operators come here next, one by one.
+            # The operators that it runs are dispatched here next.
             return NotImplemented
         with torch._C.DisableTorchFunction():
             given = _by_name(func, args, named=named)
@@ -418,28 +424,28 @@ class _Operators(TorchDispatchMode):
 
 
 def _does_more(kind: type[Tensor]) -> bool:
-    """Whether operators on tensors of a class run others, which a fake tensor's do not."""
+    """Whether an operator on tensors of this class runs other operators. That of a fake tensor does not."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
 def _by_name(func: Any, args: Sequence[Any], *, named: dict[str, Any]) -> dict[str, Any]:
-    """An operator's arguments, with the defaults of those that were not given."""
+    """Returns an operator's arguments by name, including defaults."""
     given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
     return {**given, **{one.name: value for one, value in zip(func._schema.arguments, args)}, **named}
 
 
 def _note_forward_line(result: Any) -> None:
-    """Leaves the line with autograd's node, for messages about its backward."""
+    """Stores the current line in the autograd node of a result, for messages about its backward."""
     for tensor in tensors_in((result,)):
-        # A view's node may have to be made anew, which fails for some that nobody asks for it.
+        # Reading grad_fn of a view may create its node again, which fails for some views.
         if not tensor._is_view() and tensor.grad_fn is not None:
-            # torch's stubs call it a method.
+            # torch's stubs declare `metadata` as a method.
             metadata: Any = tensor.grad_fn.metadata
             metadata.setdefault(_FORWARD_LINE, user_line())
 
 
 def user_line(frame: FrameType | None = None) -> SourceLine:
-    """The innermost line that is neither torch's nor Python's own; in backward of a node of torch's, its forward's."""
+    """Returns the innermost line of user code. In backward of a node of torch it is the line of the node's forward."""
     here = frame or sys._getframe()
     node: Any = None
     while here.f_back is not None and _is_not_users(here.f_code.co_filename):
@@ -447,7 +453,7 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
             node = torch._C._current_autograd_node()
         here = here.f_back
     if _is_not_users(here.f_code.co_filename):
-        # A thread of autograd's, in which a GPU's nodes run.
+        # Nodes of a GPU run in a thread of autograd, which has no frame of user code.
         node = torch._C._current_autograd_node()
     if node is None:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
@@ -456,7 +462,7 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
 
 
 def _may_ask_for_addresses(file: str) -> bool:
-    """Whether the code of a file compares addresses, or gives them to kernels that it launches."""
+    """Whether the code of this file may ask for addresses; see [Note: what is watched]."""
     return file.startswith(_FRAMEWORKS) or f"{os.sep}triton{os.sep}" in file
 
 
@@ -466,7 +472,7 @@ def _is_trusted_with_addresses(frame: FrameType) -> bool:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: torch imports parts late, some of which draw once, for names of their own."""
+    """Whether a module is being imported. torch imports parts of itself late, and some draw random names then."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -475,7 +481,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _callers() -> set[str]:
-    """Module and name of each function that is under way in this thread."""
+    """Returns module and qualified name of each function on this thread's stack."""
     names: set[str] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:

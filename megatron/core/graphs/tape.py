@@ -1,17 +1,19 @@
-"""TapeGraphs: what CUDA graphs do to a program, done on the CPU, so that a replay can be compared with eager passes.
+"""TapeGraphs: captures and replays on the CPU with the effects of CUDA graphs, for tests and tools/check_capture.py.
 
-For tests and tools/check_capture.py: it makes nothing faster. Knows operators and memory; what may not be captured at
-all is graphs/safety.py's, of which the reads of the device are refused here too.
+It makes no run faster. graphs/safety.py checks what captured code must not do; a tape refuses reads alone.
 
-[Note: tape] A capture writes down each operator that PyTorch dispatches, with its arguments. As with a GPU, the capture
-itself leaves no trace: memory and random numbers are what they were before, and memory that was made inside holds
-garbage (NaN) until the first replay. A replay runs the operators again on the very same memory; nothing of Python runs.
-So a value that Python carried from one pass to the next, a number that the host baked in, or an account that nobody
-keeps shows up as another loss.
+[Note: tape] A capture records each operator that PyTorch dispatches, with its arguments. As on a GPU, the capture
+itself has no effect: afterwards memory and random-number states are those from before, and memory that was allocated
+inside holds NaN until the first replay. A replay runs the operators on the same memory and runs no other Python code.
+So a loss differs from the eager one if Python carried a value from one pass to the next, if a number of the host became
+part of the graph, or if no participant restored a record.
 
-A GPU reuses in later captures of a pool the memory that earlier ones freed. Which memory that is depends on the
-allocator, so a tape assumes the worst case of [Note: pools]: before it runs, a replay fills with NaN all memory that
-later captures of its pool made.
+On a GPU a later capture reuses memory that earlier captures of its pool freed. The allocator decides which, so a tape
+assumes the worst case of [Note: pools]: a replay first fills all memory of later captures of its pool with NaN.
+
+[Note: waits of a tape] A replayed collective is asynchronous. The replay waits for it before the next operator that
+uses any of its tensors, and at the end. It must not wait before sends and receives, as their partner may be launched
+later.
 """
 
 import weakref
@@ -34,18 +36,18 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.device import rng_state_bytes, set_rng_state_bytes
 
 _CPU = torch.device("cpu")
-# Operators that only make memory: a replay finds there what was left.
+# Operators that only allocate memory. A replay leaves the memory's content as it is.
 _MAKE_MEMORY = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 )
-# Whose partner may come later: with what is launched after them.
+# Transfers whose partner may be launched later; see [Note: waits of a tape].
 _SENDS = frozenset({torch.ops.c10d.send.default, torch.ops.c10d.recv_.default})
 _READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """An operator as it was called, and what of its results is memory of its own: (position, tensor)."""
+    """One call of an operator. made: the results with memory of their own, as (position, tensor)."""
 
     operator: Any
     args: tuple[Any, ...]
@@ -56,7 +58,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Pool:
-    """A memory pool: its tapes in the order of their capture, kept alive by their owners alone."""
+    """A memory pool: weak references to its tapes, in the order of their capture."""
 
     tapes: "list[weakref.ref[Tape]]" = field(default_factory=list)
 
@@ -67,19 +69,19 @@ class _Pool:
 
 
 class Tape:
-    """A captured part of a program; see Graph."""
+    """The operators of one capture; see Graph."""
 
     def __init__(self, pool: "_Pool") -> None:
-        self.made: dict[int, tuple[Tensor, int]] = {}  # storages made by the capture, as bytes, with their sizes
+        self.made: dict[int, tuple[Tensor, int]] = {}  # storages allocated by the capture: bytes and size
         self._pool = pool
         pool.tapes[:] = [*(one for one in pool.tapes if one() is not None), weakref.ref(self)]
         self._launches: list[_Launch] = []
-        # Collectives of which nobody has needed the result yet, and the storages that they work on.
+        # Collectives in flight and the storages that they use.
         self._under_way: list[tuple[Any, frozenset[int]]] = []
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Runs all operators again, on the same memory, after it has spoiled that of later captures of the pool."""
+        """Fills memory of later captures of the pool with NaN, then runs all operators on their memory."""
         for later in self._pool.later_than(self):
             _spoil(later.made.values())
         for launch in self._launches:
@@ -97,7 +99,7 @@ class Tape:
         self._launches.append(launch)
 
     def _wait_for(self, storages: frozenset[int] | None) -> None:
-        """Waits for collectives that use any of these storages; None: for all."""
+        """Waits for collectives that use any of these storages, or for all if None."""
         left = []
         for work, used in self._under_way:
             if storages is None or used & storages:
@@ -108,10 +110,10 @@ class Tape:
 
 
 class TapeGraphs:
-    """A GraphDevice for the CPU; see [Note: tape]. Random numbers are those of torch's default generator alone."""
+    """A GraphDevice for the CPU; see [Note: tape]. It knows no random generator besides torch's default one."""
 
     def __init__(self) -> None:
-        # Of captures that belong together, until all are done; None: each by itself.
+        # The captures inside capturing_together; None outside of it.
         self._together: list[_Recorder] | None = None
         self._own_pool = _Pool()
 
@@ -126,11 +128,11 @@ class TapeGraphs:
 
     @contextmanager
     def capturing(self, pool: _Pool | None = None) -> Iterator[Tape]:
-        """Records the body's operators as a Tape. Raises RuntimeError where the host would have to read a result."""
+        """Records the body's operators as a Tape. Raises RuntimeError if the host would read a result."""
         tape, drawn = Tape(self._own_pool if pool is None else pool), rng_state_bytes(_CPU)
         recorder = _Recorder(tape)
         with nullcontext() if self._together is not None else self.capturing_together():
-            assert self._together is not None, "made by capturing_together"
+            assert self._together is not None, "set by capturing_together"
             self._together.append(recorder)
             try:
                 with _python_calls_patched(recorder), recorder:
@@ -140,7 +142,7 @@ class TapeGraphs:
 
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
-        """Keeps the values that the captures computed until the block ends, since later captures read them."""
+        """Restores memory only at the end of the block, since later captures read results of earlier ones."""
         recorders: list[_Recorder] = []
         self._together = recorders
         try:
@@ -157,26 +159,26 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # bytes of older storages that were written to, and a copy
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # older storages that were written to: bytes and a copy
         self._made = tape.made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            # A tensor that has no memory of its own says what it does instead, in operations that come here.
+            # Subclasses run other operators instead, which are dispatched here next.
             return NotImplemented
         kwargs = kwargs or {}
         if _READS & set(func.tags) and not _is_plain_index(func, args):
             raise _read_refused(str(func))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         launch = _Launch(func, args, kwargs, frozenset(map(_key, tensors)), [])
-        # Collectives do not say what they write to.
+        # The schema of a collective does not mark the arguments that it writes to.
         for tensor in tensors if func.namespace == "c10d" else _written(func, args, kwargs=kwargs):
             self._keep(tensor)
         results = func(*args, **kwargs)
         for place, leaf in enumerate(tree_leaves(results)):
-            # What only tells a layout has no memory to keep.
+            # A meta tensor describes a layout alone and has no memory.
             if isinstance(leaf, Tensor) and not leaf.is_meta and _key(leaf) not in launch.storages:
-                # Another tensor than the caller's, which may come to stand for other memory.
+                # A tensor of the tape's own, as the caller may give its tensor other memory (set_, .data).
                 launch.made.append((place, leaf.detach()))
                 self._made[_key(leaf)] = (_bytes(leaf), leaf.untyped_storage().nbytes())
         if func._schema.name in _MAKE_MEMORY:
@@ -185,12 +187,12 @@ class _Recorder(TorchDispatchMode):
         return results
 
     def undo(self) -> None:
-        """Gives memory from before the capture what it held then."""
+        """Restores the content that older memory had before the capture."""
         for current, before in self._before.values():
             current.copy_(before)
 
     def spoil(self) -> None:
-        """Fills memory that was made inside with NaN."""
+        """Fills memory that the capture allocated with NaN."""
         _spoil(self._made.values())
 
     def _keep(self, tensor: Tensor) -> None:
@@ -200,7 +202,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _spoil(made: Iterable[tuple[Tensor, int]]) -> None:
-    """Fills storages with NaN; what was freed for good gets memory again. made: bytes, [N], uint8, and sizes."""
+    """Fills storages with NaN, after restoring their size if it was reduced. made: bytes, [N], uint8, and sizes."""
     for data, num_bytes in made:
         if data.untyped_storage().nbytes() < num_bytes:
             data.untyped_storage().resize_(num_bytes)
@@ -210,9 +212,9 @@ def _spoil(made: Iterable[tuple[Tensor, int]]) -> None:
 @contextmanager
 def _python_calls_patched(recorder: "_Recorder") -> Iterator[None]:
     with ExitStack() as stack:
-        # Some of gloo's collectives copy their result within `wait`, which a replay's own `wait` does too.
+        # Some collectives of gloo copy their result within `wait`. A replay calls `wait` too, which copies it then.
         stack.enter_context(patch.object(dist.Work, "wait", _unrecorded(dist.Work.wait)))
-        # Not operators, so that nothing else would see them.
+        # These methods are no operators, so the dispatch mode does not see them.
         for name in ("tolist", "numpy"):
             method = _refused_outside_operators(vars(torch._C.TensorBase)[name], name, recorder=recorder)
             stack.enter_context(patch.object(Tensor, name, method, create=True))
@@ -230,9 +232,9 @@ def _refused_outside_operators(read: Callable[..., Any], name: str, *, recorder:
 
 def _read_refused(operation: str) -> RuntimeError:
     return RuntimeError(
-        f"{operation} reads the device, or has a shape that depends on values: no graph can hold it; "
-        "megatron.core.graphs.safety.assert_capturable names the line (where the CPU alone reads, which only "
-        "--deterministic-mode does without, tapes cannot stand for a GPU)"
+        f"{operation} reads a value of the device, or has a shape that depends on values: no graph can hold it; "
+        "megatron.core.graphs.safety.assert_capturable names the line (some code reads values on the CPU alone; for a "
+        "tape, set --deterministic-mode, with which it does not)"
     )
 
 
@@ -245,23 +247,23 @@ def _unrecorded(wait: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _is_plain_index(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a lookup by positions: the operator has the tag for masks, which it takes too."""
+    """Whether this indexes by positions. The operator is tagged with a dynamic shape because it also accepts masks."""
     masks = (torch.bool, torch.uint8)
     return func is torch.ops.aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
 
 def _key(tensor: Tensor) -> int:
-    # Tensors on the tape keep the storages alive, so that no two have one number.
+    # The tape keeps the storages alive, so two of them never have the same address.
     return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage: [N], uint8, a view."""
+    """Returns a view of all bytes of a tensor's storage: [N], uint8."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _written(func: Any, args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator says it writes to."""
+    """Returns the tensors that an operator writes to, according to its schema."""
     found: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,25 +1,27 @@
-"""CudaGraphManager: parts of layers as CUDA graphs of their own, forward and backward, between parts that run eagerly.
+"""CudaGraphManager: parts of layers as pairs of CUDA graphs, forward and backward, between parts that run eagerly.
 
-Knows callables and memory that stays, no experts; which parts there are is graphed_layers.py's. See graphs/capture.py.
+It knows callables and static memory. graphed_layers.py knows which parts a layer has, and what experts need. Interfaces
+of a capture are in graphs/capture.py.
 
-[Note: slots] A graph writes to the memory of its capture each time. What forward saves for backward must stay there
-until backward has read it, while other microbatches of a pipeline run forward. So each microbatch in flight has a slot
-of each part, a pair of graphs: taken in forward, free again once its backward has run, or once autograd has released a
-forward that has no backward. All that one graph of a pair leaves to the other, or to the eager parts, is kept by
-reference.
+[Note: slots] A graph writes to the memory of its capture in each replay. Tensors that a forward saves must stay intact
+until its backward has read them, while other microbatches of a pipeline run forward. So each microbatch in flight uses
+its own slot of each part: a pair of graphs. Forward acquires a slot. It is free again after its backward, or after
+autograd has released a forward without a backward. The slot references all memory that one graph of the pair leaves for
+the other, or for eager parts.
 
 [Note: lanes] Graphs of one memory pool must be replayed in the order of their capture: see [Note: pools] in
 graphs/capture.py. Slots of different microbatches are not, as microbatch 1 runs forward before microbatch 0 runs
 backward. Slots of different layers in one microbatch are: forward runs the layers in the order of their capture, and
-when backward comes to a layer, the layers after it are done. So a lane is a pool and the slots of one microbatch in
-flight, one for each part that its forward step calls, and layers share the memory that they free inside.
-1. A forward step takes a lane that is not in use, or opens one, at its first part. A lane is in use while a slot is.
-2. A slot may run forward only where no slot that its lane captured later is in use. Where one is (a part that is called
-   twice, another order of parts), the forward step continues in another lane.
-3. Backward of a slot makes slots overwritten that its lane captured later and that are still in use: a backward of
-   branches in another order than autograd's. Their own backward raises.
-4. A gradient may wait in autograd for others that it is added to, while graphs of earlier slots run. So gradients of
-   inputs, and of parameters that several parts use, leave the pool as copies.
+when backward reaches a layer, the later layers have finished. So a lane is a pool with the slots of one microbatch in
+flight, one for each part that its forward step calls. Layers share the temporary memory of the pool.
+1. At its first part a forward step takes a lane that is not in use, or creates one. A lane is in use while one of its
+   slots is.
+2. A slot may run forward only while no later slot of its lane is in use. Otherwise, if a part is called twice or the
+   parts run in another order, the forward step continues in another lane.
+3. Backward of a slot marks later slots of its lane that are still in use as overwritten. This happens if branches run
+   backward in another order than autograd's. The backward of a marked slot raises.
+4. Autograd may hold a gradient until it can add others to it, while graphs of earlier slots run. So gradients of
+   inputs, and of parameters that several parts use, are copied out of the pool.
 """
 
 import logging
@@ -46,7 +48,7 @@ from megatron.core.transformer.module import Run, run
 
 logger = logging.getLogger(__name__)
 
-# Of one part: shapes, dtypes and layouts of what it is called with. Others run eagerly.
+# Limit for one part: combinations of shapes, dtypes and layouts of its arguments. Calls with others run eagerly.
 _MAX_SIGNATURES = 4
 
 
@@ -79,23 +81,25 @@ class PartParticipant:
 
 
 class CudaGraphManager:
-    """Takes the place of the function that get_forward_backward_func returns, with the same keywords; unlike Megatron's
-    class of this name, one manages the parts of all layers.
+    """A replacement for the function that get_forward_backward_func returns, with the same keywords.
 
-    1. Parts are made before the first step by `graphed`, and called by their layers in place of a plain run.
-    2. The first cuda_graph_warmup_steps training steps run eagerly, and so does the step after the fingerprint changed,
-       which ends all graphs.
-    3. From then on a part that is called with gradients enabled takes a free slot, or captures one, and replays it; see
-       [Note: slots] and [Note: lanes]. Calls without gradients, within a backward, and of more than a few shapes run
-       eagerly.
-    4. A part that cannot be captured runs eagerly from then on, after one warning. Other ranks need not do the same:
-       graphs and eager parts launch the same collectives.
-    All passes run on the stream that captures: autograd
-    adds a parameter's gradient up on the stream of its first use, and the default stream takes part in no capture.
-    fingerprint: what captures take for given, asked before each training step. Not run on a GPU yet.
+    Unlike Megatron's class of this name, one manager has the parts of all layers.
+
+    1. `graphed` makes a run for each part before the first step. Layers call it in place of the plain run.
+    2. The first cuda_graph_warmup_steps training steps run eagerly. So does the step after a change of the fingerprint,
+       which drops all graphs.
+    3. From then on a part that is called with gradients enabled acquires a free slot, or captures one, and replays it;
+       see [Note: slots] and [Note: lanes]. Calls without gradients or within a backward run eagerly, as do those beyond
+       _MAX_SIGNATURES.
+    4. A part whose capture failed runs eagerly from then on, after one warning. Ranks may differ in this, since graphs
+       and eager parts launch the same collectives.
+
+    All passes run on the capture stream. Autograd accumulates a parameter's gradient on the stream of its first use,
+    and the default stream cannot be captured. fingerprint: is called before each training step; captures depend on its
+    value. Not run on a GPU yet.
     """
 
-    # Whether a call may raise CaptureFailedError: nothing is captured as a whole.
+    # Whether a call may raise CaptureFailedError. A part that cannot be captured runs eagerly instead.
     may_break_off = False
 
     def __init__(
@@ -112,20 +116,21 @@ class CudaGraphManager:
         self.uses_graphs = False
         self._run, self._fingerprint = forward_backward_func, fingerprint
         self._steps_to_warm_up = cuda_graph_warmup_steps
-        self._given: Hashable = None  # in the last training step
-        self._has_begun = False  # whether that used graphs
+        self._given: Hashable = None  # the fingerprint of the last training step
+        self._has_begun = False  # whether that step used graphs
         self._parts: list[GraphedRun] = []
         self._lanes: list[_Lane] = []
-        self._lane: _Lane | None = None  # of the forward step under way
-        self._num_uses: Counter[nn.Parameter] = Counter()  # parts that have a parameter
+        self._lane: _Lane | None = None  # the lane of the current forward step
+        self._num_uses: Counter[nn.Parameter] = Counter()  # number of parts with a parameter
         self._warned: set[tuple[str, str]] = set()
 
     def graphed(
         self, name: str, owner: nn.Module, *, inner: Run = run, participants: Sequence[PartParticipant] = ()
     ) -> "GraphedRun":
-        """A run of one part of one layer. owner: has the part's parameters. inner: how it is run where it is captured.
+        """Returns the run of one part of one layer.
 
-        name: for messages, the kind before the first blank.
+        name: for messages, the kind of part before the first blank. owner: the module with the part's parameters.
+        inner: the run that is captured, and that runs eagerly.
         """
         part = GraphedRun(self, name, owner=owner, inner=inner, participants=participants)
         self._parts.append(part)
@@ -134,26 +139,26 @@ class CudaGraphManager:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are kept: two for each slot of each part."""
+        """Number of graphs: two for each slot of each part."""
         return 2 * sum(part.num_slots for part in self._parts)
 
     @property
     def num_pools(self) -> int:
-        """Memory pools of these graphs: one for each microbatch in flight of each chunk, see [Note: lanes]."""
+        """Number of memory pools: one for each microbatch in flight of each chunk; see [Note: lanes]."""
         return len(self._lanes)
 
     @property
     def failure(self) -> str | None:
-        """Why a part could not be captured, the first of those that could not; None where all could."""
+        """Why the first part of `failures` could not be captured; None if no capture has failed."""
         return next(iter(self.failures.values()), None)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Names of parts that could not be captured, and the first cause of each."""
+        """Names of parts that could not be captured, with the cause of each."""
         return {part.name: part.failure for part in self._parts if part.failure is not None}
 
     def __call__(self, *, data_iterator: Any, forward_only: bool = False, **keywords: Any) -> list[Any]:
-        """Runs the passes; returns what the losses of the last stage report. Collective where the passes are."""
+        """Runs the passes and returns the reports of the last stage's losses. Collective if the passes are."""
         if not forward_only:
             self._begin_step()
         if "forward_step_func" in keywords:
@@ -171,9 +176,9 @@ class CudaGraphManager:
             part.drop_slots()
 
     def lease(self, part: "GraphedRun", signature: Hashable, capture: "Callable[[Any], _Slot]") -> "_Lease":
-        """Returns a slot of the part for the forward step under way, captured where no lane has a free one.
+        """Returns a free slot of the part for the current forward step, or captures one.
 
-        capture: given a memory pool. Raises CaptureFailedError.
+        capture: is called with a memory pool. Raises CaptureFailedError.
         """
         key = (part, signature)
         lane = self._lane
@@ -205,8 +210,8 @@ class CudaGraphManager:
         if key not in self._warned:
             self._warned.add(key)
             logger.warning(
-                "%s could not be captured as a CUDA graph (%s): it runs without one, as do other layers' for this "
-                "reason. tools/check_capture.py with these flags names the line",
+                "%s could not be captured as a CUDA graph (%s): it runs eagerly, as do parts of other layers with the "
+                "same cause. tools/check_capture.py with these flags names the line",
                 part.name,
                 part.failure,
             )
@@ -216,23 +221,23 @@ class CudaGraphManager:
         is_stale, self._given = given != self._given, given
         if self._steps_to_warm_up == 0:
             if not self._has_begun:
-                # Eager passes may teach a rank alone what no graph has taken for given.
+                # Eager passes may have changed the fingerprint on some ranks alone.
                 is_stale = any_rank(is_stale)
             if is_stale:
                 self.drop_graphs()
-                # In which tables grow and kernels are built for the new sizes.
+                # One warm-up step grows tables and builds kernels for the new sizes.
                 self._steps_to_warm_up = 1
         self.uses_graphs = self._has_begun = self._steps_to_warm_up == 0
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
 
 
 class GraphedRun:
-    """A Run of LayerParts: function(*args, **kwargs) from graphs, wherever its manager uses them.
+    """A Run of LayerParts that replays graphs of function(*args, **kwargs) whenever its manager uses graphs.
 
-    The function must do the same with the same arguments each time. Tensors among the arguments, in tuples, lists and
-    dicts, are copied into memory that stays; others must be plain constants. Of what it returns, tensors with gradients
-    must be in tuples, lists and dicts too; objects of other kinds are those of the capture. The outputs' memory is
-    overwritten by a later microbatch, after this one's backward.
+    The function must depend on its arguments alone. Tensors among them, also in tuples, lists and dicts, are copied
+    into static memory; other values must be plain constants. In the result, too, tensors with gradients must be in
+    tuples, lists and dicts, and each replay returns the other objects of the capture. A later microbatch overwrites the
+    memory of the outputs, after the backward of this one.
     """
 
     def __init__(
@@ -251,12 +256,12 @@ class GraphedRun:
         self._signatures: set[Hashable] = set()
 
     def __reduce__(self) -> Any:
-        """A copy of a layer has no part in the original's graphs."""
+        """Copies as the plain run, so that a copied layer shares no graphs with the original."""
         return _same, (self._inner,)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs); tensors of any shape and dtype."""
-        # Within a backward a forward runs again, for what it saves.
+        """Runs function(*args, **kwargs), with tensors of any shape and dtype, from a graph or eagerly."""
+        # Within a backward, recompute runs the forward eagerly to save its tensors.
         if self._manager.uses_graphs and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             call = _Call.of(partial(self._inner, function), args, kwargs=kwargs)
             lease = self._take(call)
@@ -265,11 +270,11 @@ class GraphedRun:
         return self._inner(function, *args, **kwargs)
 
     def drop_slots(self) -> None:
-        """Forgets all graphs; those in flight are released with what autograd keeps."""
+        """Drops all graphs. Autograd keeps those in flight until their backward has run."""
         self._signatures, self.num_slots = set(), 0
 
     def _take(self, call: "_Call") -> "_Lease | None":
-        """A slot for this call; None if it has to run eagerly."""
+        """Returns a slot for this call; None if it must run eagerly."""
         signature = None if self.failure is not None else call.signature(self._owner)
         if signature is None or (signature not in self._signatures and len(self._signatures) == _MAX_SIGNATURES):
             return None
@@ -299,7 +304,7 @@ class GraphedRun:
         slot = _Slot(self, call.tensors)
         slot.accounts = [participant.new_account() for participant in self._participants]
         params = [param for param in self._owner.parameters() if param.requires_grad]
-        # Neither graph runs before both are there: should one fail, there is nothing to undo.
+        # Both graphs are captured before either is replayed, so a failure leaves nothing to undo.
         with naming_first_error(), self._manager.device.capturing_together():
             with self._capturing(slot, pool) as slot.forward:
                 slot.run_forward(call.with_tensors(slot.inputs))
@@ -317,7 +322,7 @@ class GraphedRun:
 
 @dataclass(frozen=True)
 class _Call:
-    """function(*args, **kwargs), of which args and kwargs are taken apart."""
+    """A call function(*args, **kwargs), with its arguments flattened."""
 
     function: Callable[..., Any]
     leaves: list[Any]
@@ -332,14 +337,14 @@ class _Call:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Callable[[], Any]:
-        """Returns the call with other tensors, of any shapes and dtypes."""
+        """Returns the call with its tensors replaced, of any shapes and dtypes."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
         return partial(self.function, *args, **kwargs)
 
     def signature(self, owner: nn.Module) -> Hashable:
-        """Returns a key that calls of one graph share; None for calls that no graph can replace."""
+        """Returns a key that is equal for calls of one graph; None for calls that cannot run from a graph."""
         words: list[Hashable] = [self.structure, owner.training]
         for leaf in self.leaves:
             if isinstance(leaf, Tensor):
@@ -357,16 +362,16 @@ class _From(Enum):
     """The source of a leaf of a part's result."""
 
     GRAPH = "memory that the graph writes"
-    CALL = "the arguments, as they are"
-    CAPTURE = "what was returned under capture: a parameter, a constant, an object with tensors that the graph writes"
+    CALL = "an argument of the call, unchanged"
+    CAPTURE = "the result of the capture: a parameter, a constant, or an object with tensors that the graph writes"
 
 
 class _Slot:
     """A pair of graphs, and the memory that they read and write; see [Note: slots].
 
-    memory: of the tensors that the part is called with. produced, plain: tensors that it returns, with a gradient and
-    without. params: those that get a gradient from it. overwritten_by: the part whose backward made this one's
-    impossible, as [Note: lanes] says.
+    memory: static memory for the tensors of a call. produced, plain: the tensors of the result, with and without a
+    gradient. params: the parameters that receive a gradient. overwritten_by: the part whose backward overwrote this
+    slot's memory; see [Note: lanes].
     """
 
     forward: Graph
@@ -377,26 +382,26 @@ class _Slot:
         self.part = part
         self.overwritten_by: str | None = None
         self.memory = [torch.empty_like(tensor, requires_grad=False).copy_(tensor.detach()) for tensor in given]
-        # What capture sees. Not the memory itself, which is written to.
+        # The inputs of the capture. They share the memory; autograd must not see the copies into it.
         self.inputs = [
             own.detach().requires_grad_(tensor.requires_grad) for own, tensor in zip(self.memory, given, strict=True)
         ]
         self.produced: list[Tensor] = []
         self.plain: list[Tensor] = []
         self.params: list[nn.Parameter] = []
-        self.accounts: list[Any] = []  # of each participant
+        self.accounts: list[Any] = []  # one of each participant
         self._output_grads: list[Tensor] = []
         self._input_grads: list[Tensor | None] = []
         self._param_grads: list[Tensor] = []
-        self._are_shared: list[bool] = []  # whether other parts use that parameter too
+        self._are_shared: list[bool] = []  # for each of params, whether other parts use it
         self._kept: list[Tensor] = []
         self._returned: list[tuple[_From, Any]] = []
         self._structure: TreeSpec | None = None
 
-    # Under capture.
+    # During the capture.
 
     def run_forward(self, function: Callable[[], Any]) -> None:
-        """Runs it, and keeps what it returns and what its backward reads."""
+        """Runs the part. Keeps its result and the tensors that autograd saves for backward."""
         with saved_tensors_hooks(self._keep, _same):
             leaves, self._structure = tree_flatten(function())
         for leaf in leaves:
@@ -414,7 +419,7 @@ class _Slot:
         self._output_grads = [torch.empty_like(output, requires_grad=False) for output in self.produced]
 
     def run_backward(self, params: Sequence[nn.Parameter], *, is_shared: Callable[[nn.Parameter], bool]) -> None:
-        """Runs backward of what run_forward returned. is_shared: whether other parts use a parameter too."""
+        """Runs backward of the result of run_forward. is_shared: whether other parts use a parameter too."""
         wanted = [own for own in self.inputs if own.requires_grad]
         grads = torch.autograd.grad(self.produced, [*wanted, *params], self._output_grads, allow_unused=True)
         of_wanted = iter(grads)
@@ -424,41 +429,42 @@ class _Slot:
         self._are_shared = [is_shared(param) for param in self.params]
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        # Backward frees what autograd saved, under capture too. A leaf must come back as it is; anything else would be
-        # kept alive by its own node.
+        # Backward releases saved tensors, during a capture too, but replays read them. Autograd must get a leaf itself
+        # back. Any other tensor is detached, or it would keep its own node alive.
         self._kept.append(tensor if tensor.is_leaf else tensor.detach())
         return self._kept[-1]
 
-    # In a call.
+    # During a replay.
 
     def replay_forward(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """given: any shapes and dtypes, as at capture. Returns tensors over the memory of `produced` and `plain`."""
+        """Replays forward; returns new tensors over the memory of `produced` and `plain`. given: as at the capture."""
         for own, tensor in zip(self.memory, given, strict=True):
             own.copy_(tensor)
         self.forward.replay()
         return [output.detach() for output in self.produced], [output.detach() for output in self.plain]
 
     def replay_backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """grads: of `produced`. Returns those of the inputs, copied, and those of params, over memory of the graph
-        where no other part uses the parameter.
+        """Replays backward and returns the gradients of the inputs and of `params`. grads: those of `produced`.
+
+        A gradient of a parameter that no other part uses shares memory of the graph. The others are copies.
         """
         for own, grad in zip(self._output_grads, grads, strict=True):
             own.copy_(grad)
         self.backward.replay()
-        # Autograd may keep a gradient until others of the same tensor are there, and graphs that run meanwhile may
-        # overwrite this one's memory. One of a parameter that no other part uses is consumed before any graph runs.
+        # See point 4 of [Note: lanes]. The gradient of a parameter that no other part uses is accumulated before
+        # another graph runs.
         of_inputs = [None if grad is None else grad.clone() for grad in self._input_grads]
         return [*of_inputs, *map(self._grad_of_param, self.params, self._param_grads, self._are_shared)]
 
     def _grad_of_param(self, param: nn.Parameter, grad: Tensor, is_shared: bool) -> Tensor:
         if is_shared:
             return grad.clone()
-        # Where another holds the tensor, as this does, autograd clones what it adds up in `.grad`. A data-parallel
-        # wrapper moves it on at once: it is given a tensor of its own.
+        # Autograd clones a gradient that is referenced elsewhere, as by this slot, before it becomes `.grad`. A
+        # data-parallel wrapper accumulates it immediately, so a new tensor object avoids the clone.
         return grad.detach() if has_main_grad(param) else grad
 
     def returned(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-        """Returns the part's result. outputs: those of _Replay; given: the call's tensors; any shapes and dtypes."""
+        """Returns the part's result. outputs: the results of _Replay. given: the tensors of the call."""
         leaves = []
         for source, value in self._returned:
             if source is _From.GRAPH:
@@ -466,12 +472,12 @@ class _Slot:
                 leaves.append(outputs[place if written is self.produced else len(self.produced) + place])
             else:
                 leaves.append(given[value] if source is _From.CALL else value)
-        assert self._structure is not None, "captured"
+        assert self._structure is not None, "set by run_forward"
         return tree_unflatten(leaves, self._structure)
 
 
 class _Lane:
-    """A memory pool and the slots captured in it, by part and signature, in this order; see [Note: lanes]."""
+    """A memory pool and its slots by part and signature, in the order of their capture; see [Note: lanes]."""
 
     def __init__(self, pool: Any) -> None:
         self.pool = pool
@@ -484,7 +490,7 @@ class _Lane:
         return bool(self._in_use)
 
     def can_run(self, key: tuple[GraphedRun, Hashable]) -> bool:
-        """Whether that slot, or a new one, may run forward: those of the part and those captured later are free."""
+        """Whether that slot, or a new one, may run forward: no slot of its part and no later slot is in use."""
         later = self._captured_from(self.slots[key]) if key in self.slots else []
         return not any(slot.part is key[0] or slot in later for slot in self._in_use)
 
@@ -501,8 +507,8 @@ class _Lane:
         """Marks the slots whose memory the backward of this one may overwrite. Raises RuntimeError if one did so."""
         if slot.overwritten_by is not None:
             raise RuntimeError(
-                f"backward of {slot.part.name} came after that of {slot.overwritten_by}, whose forward had run first: "
-                "their CUDA graphs share memory, so that gradients must be computed in the reverse order of forward; "
+                f"backward of {slot.part.name} ran after that of {slot.overwritten_by}, whose forward had run first: "
+                "their CUDA graphs share memory, so gradients must be computed in the reverse order of forward; "
                 "call backward once for the losses of a forward step, or set --cuda-graph-impl to none"
             )
         for later in self._captured_from(slot)[1:]:
@@ -515,7 +521,7 @@ class _Lane:
 
 
 class _Lease:
-    """A slot that is in use, until `give_back` or until nobody refers to this."""
+    """Keeps a slot in use until `give_back` is called, or until the lease itself is freed."""
 
     def __init__(self, slot: _Slot, lane: _Lane) -> None:
         self.slot, self.lane = slot, lane
@@ -538,7 +544,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lease: _Lease = ctx.lease
         if not lease.give_back.alive:
-            raise RuntimeError("backward came a second time to a part that runs as a CUDA graph: it can run only once")
+            raise RuntimeError("backward ran a second time for a part that runs as a CUDA graph: it can run only once")
         lease.lane.begin_backward(lease.slot)
         for prepare in lease.before_backward:
             prepare()

@@ -1,4 +1,7 @@
-"""Gives parts of layers their CUDA graphs, by the names of --cuda-graph-modules; what graphs do is cuda_graphs.py's."""
+"""Selects the parts of layers that run as CUDA graphs, by the names of --cuda-graph-modules, and their participants.
+
+How a part is captured and replayed is in cuda_graphs.py.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -13,13 +16,13 @@ from megatron.core.transformer.moe.expert_step import CapturedForward, ExpertSte
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-# Waits until a data-parallel wrapper's parameters may be read.
+# Waits until parameters of a data-parallel wrapper are gathered.
 WaitForParams = Callable[[Iterable[nn.Parameter]], None]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a layer: its name in LayerParts, the module with its parameters, the experts that it runs, if any."""
+    """A part of a layer: its name in LayerParts, the owner of its parameters, and the MoE layer if it runs experts."""
 
     name: str
     owner: nn.Module
@@ -29,16 +32,16 @@ class _Part:
 def graph_layers(
     model: nn.Module, manager: CudaGraphManager, *, modules: Sequence[str], wait_for_params: WaitForParams | None
 ) -> None:
-    """Lets the named parts of all transformer layers of a chunk run from graphs.
+    """Makes the named parts of all transformer layers of a chunk run from graphs.
 
-    modules: names of --cuda-graph-modules. wait_for_params: called with a part's parameters
-    before each replay, as the forward hooks of modules inside it are not; None: nobody gathers them.
+    modules: names of --cuda-graph-modules. wait_for_params: is called with a part's parameters before each replay,
+    since a replay runs no forward hooks of the modules inside; None if parameters are never gathered.
     """
     for layer in model.modules():
         if not isinstance(layer, TransformerLayer):
             continue
         for module, part in _parts_of(layer).items():
-            # One graph for both.
+            # The part moe_preprocess contains the router.
             is_inside = module == "moe_router" and "moe_preprocess" in modules
             if module in modules and not is_inside:
                 participants: list[PartParticipant] = []
@@ -70,50 +73,50 @@ def _parts_of(layer: TransformerLayer) -> dict[str, _Part]:
 
 
 class _GatheredParams(PartParticipant):
-    """Waits for the parameters of a part."""
+    """Waits for the parameter gathers of a part before each capture and replay."""
 
     def __init__(self, wait: WaitForParams, owner: nn.Module) -> None:
         self._wait, self._owner = wait, owner
 
     def prepare(self) -> None:
-        """Collective where a gather is due."""
+        """Waits until the part's parameters are gathered. Collective if a gather is due."""
         self._wait(self._owner.parameters())
 
 
 class _Experts(PartParticipant):
-    """Keeps the row counts and the stash of static experts correct while a part with them runs from graphs."""
+    """Keeps the row counts and the stash of static experts correct while their part runs from graphs."""
 
     def __init__(self, layer: MoELayer) -> None:
         self._layer = layer
 
     def prepare(self) -> None:
-        """Waits for stash copies of groups that ran eagerly, before those of a graph begin."""
+        """Makes the stream wait for stash copies of groups that ran eagerly."""
         if self._step.stash is not None:
             self._step.stash.join()
 
     def new_account(self) -> CapturedForward:
-        """Returns the account of the layer's captured forward."""
+        """Returns the record of the layer's captured forward."""
         return self._step.new_part()
 
     def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
-        """Records the part's rows and pages for replays in place of this step, inside the block."""
+        """Records rows and pages of the block in the account, instead of in the current step."""
         return self._step.capturing(account)
 
     def replaying(self, account: CapturedForward) -> Any:
-        """Gives the stash its place in the step."""
+        """Adds the captured forward to the stash's order of the step."""
         return self._step.replaying(account)
 
     def replayed(self, account: CapturedForward) -> None:
-        """Counts the forward's rows."""
+        """Adds the row counts of the replayed forward."""
         self._step.replayed(account)
 
     def replaying_backward(self, forward: Any) -> None:
-        """Restores the forward's rows from the stash."""
+        """Restores the rows of the forward from the stash."""
         if forward is not None:
             self._step.replaying_backward(forward)
 
     @property
     def _step(self) -> ExpertStep:
-        # Looked up each time: a trainer gives all layers one of its own.
-        assert self._layer.expert_step is not None, "of static experts"
+        # Read each time, since a trainer replaces the layer's own ExpertStep by one for all layers.
+        assert self._layer.expert_step is not None, "graph_layers checked it"
         return self._layer.expert_step
