@@ -36,8 +36,7 @@ if str(ROOT) not in sys.path:
 from benchmarks.sides import context as machine  # noqa: E402
 from megatron.core.device import keep_cpu_heap  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool  # noqa: E402
 
 WIDTHS = (256, 1024, 2048, 4096, 16384)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)

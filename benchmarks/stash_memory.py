@@ -51,7 +51,7 @@ from benchmarks.sides import free_port  # noqa: E402
 from megatron.core.device import peak_memory_bytes  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
@@ -198,7 +198,7 @@ class RankFigures:
         peaks, held = self.peaks, self.peaks.held
         assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill, and one for each tensor"
         # The rows of x, weights, gate_up and act come back to whole words of 64 bytes.
-        outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 4 * ALIGNMENT)
+        outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 4 * RESTORE_ALIGNMENT)
         assert self.arena_bytes == 0 or outside <= allowed, f"{outside} bytes outside of pages, {allowed} allowed"
         assert held.pages <= self.arena_bytes, f"{held.pages} bytes of pages in a pool of {self.arena_bytes}"
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.copy_cases import copy_there_and_back
 from tests.unit_tests.core.transformer.moe.paged_stash.pool_model import RandomOperations

@@ -9,14 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash import PoolLayout, Priority
-from megatron.core.transformer.moe.paged_stash.arithmetic import (
-    PagesByPriority,
-    ReserveRow,
-    pages_for,
-    reserve_table,
-    resident_groups,
-)
+from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow, reserve_table, resident_groups
 from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority, pages_for
 from megatron.core.transformer.moe.paged_stash.sizing import HEADROOM, expected_share, grown_sizes, pool_layout
 from megatron.core.transformer.moe.paged_stash.stash_order import Group, layer_of
 from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds

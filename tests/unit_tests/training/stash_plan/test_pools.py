@@ -7,13 +7,8 @@ from itertools import product
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.arithmetic import (
-    PageMove,
-    PoolModel,
-    page_moves,
-    pages_for,
-    reserve_table,
-)
+from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, PoolModel, page_moves, reserve_table
+from megatron.core.transformer.moe.paged_stash.page_layout import pages_for
 from megatron.core.transformer.moe.paged_stash.stash_order import Group
 from megatron.training.stash_plan.pools import PoolOutcomes, PoolSizes, Reserves, simulate_pools
 from tests.counts import long_count

@@ -1,8 +1,7 @@
-"""What can be said of pages before anything runs: what groups need, peaks of a step and its footprint in bytes, the
-reserve table, a pool simulated in numbers.
+"""Page counts that follow from a list of events and sizes: peaks, footprint, the reserve table, a simulated pool.
 
-Pure functions of lists of events (stash_order.py) and sizes (page_layout.py). Estimates from the shape of a model
-alone, in bytes and seconds, are in cost_model.py.
+Pure functions; nothing runs on a device. stash_order.py defines the events, page_layout.py the sizes. cost_model.py
+estimates bytes and seconds from the shape of a model alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,65 +12,33 @@ from typing import NamedTuple
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     COUNTER_OF_DROPPED,
     Counter,
+    PagesByPriority,
     PoolLayout,
     Priority,
     TensorSpec,
+    live_rows,
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
-
-
-class PagesByPriority(NamedTuple):
-    """Pages of one group's tensors, one sum for each Priority."""
-
-    inputs: int = 0
-    gate_up: int = 0
-    act: int = 0
-
-    def up_to(self, priority: Priority) -> int:
-        """Pages of all tensors at least as important as `priority`."""
-        return sum(self[: priority + 1])
-
 
 PagesOf = Callable[[Group], PagesByPriority]
 ReserveRow = tuple[int, int, int]
 
 
 class _Pass(NamedTuple):
-    """An event that takes pages (forward) or gives them back (backward). rank: the group's, by order of forwards."""
+    """An event that allocates pages (forward) or frees them (backward). rank: index of the group's forward."""
 
     forward: bool
     rank: int
 
 
-def live_rows(spec: TensorSpec, num_rows: int) -> int:
-    """Rows of a tensor that `num_rows` tokens fill."""
-    return -(-num_rows // spec.tokens_per_row)
-
-
-def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout) -> PagesByPriority:
-    """Pages that the tensors of a group take when `num_rows` tokens are live."""
-    pages = [0] * len(Priority)
-    for spec in specs:
-        pages[spec.priority] += layout.pages_for(live_rows(spec, num_rows) * spec.row_bytes)
-    return PagesByPriority(*pages)
-
-
-def pages_bound(live_bytes: int, num_tensors: int, *, layout: PoolLayout) -> int:
-    """The memory law: num_tensors tensors with live_bytes bytes in all never hold more pages than this.
-
-    Each tensor's last page may hold as little as one byte; all others are full.
-    """
-    return live_bytes // layout.page_bytes + num_tensors
-
-
 def resident_groups(events: Sequence[StashEvent]) -> set[Group]:
-    """Groups whose backward directly follows their forward: they are not stashed and take no pages."""
+    """Returns the groups whose backward directly follows their forward. They are not stashed and need no pages."""
     pairs = zip(events, events[1:])
     return {first.group for first, second in pairs if first.kind is not second.kind and first.group == second.group}
 
 
 def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = Priority.ACT) -> int:
-    """The most pages held at once by tensors at least as important as `up_to`, if all of them get pages."""
+    """Returns the peak of pages held by tensors at least as important as `up_to`, if all of them get pages."""
     passes, groups = _passes(events)
     held = peak = 0
     for forward, rank in passes:
@@ -82,9 +49,9 @@ def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority 
 
 
 class PageMove(NamedTuple):
-    """A group's pages are taken, or given back, in the pass at `place` of the step's events.
+    """Allocation or release of a group's pages, in the pass at `place` of the step's events.
 
-    forward_index: which forward of the step the group's is, from 0, resident ones counted.
+    forward_index: index of the group's forward within the step, from 0, resident groups included.
     """
 
     place: int
@@ -94,9 +61,9 @@ class PageMove(NamedTuple):
 
 
 def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[PageMove]:
-    """What each pass of a step does to pages, in order.
+    """Lists the page allocations and releases of a step, in order.
 
-    A backward gives back those of its own group, and of the next groups, whose rows then start on their way.
+    A backward releases the pages of its own group and of the groups that it prefetches.
     """
     order, resident = StashOrder(events), resident_groups(events)
     indices: dict[Group, int] = {}
@@ -119,10 +86,10 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device that wait for backward at the peak of a step, without a stash and with one.
+    """Peak bytes on the device that wait for backward, without and with a stash.
 
-    static_bytes: without, of whole buffers of max_rows rows. With: arena_bytes, the device tier, and working_set_bytes,
-    whole buffers of the group that computes and of those whose rows come back ahead of it.
+    static_bytes: without a stash, whole buffers of max_rows rows. With a stash: arena_bytes, the device tier, plus
+    working_set_bytes, the whole buffers of the running group and of the prefetched ones.
     """
 
     static_bytes: int
@@ -131,14 +98,14 @@ class Footprint:
 
     @property
     def saving(self) -> float:
-        """Share of the static bytes that the stash saves; negative if it costs memory."""
+        """Share of static_bytes that the stash saves. Negative if it costs memory."""
         return 1 - (self.arena_bytes + self.working_set_bytes) / self.static_bytes if self.static_bytes else 0.0
 
 
 def footprint(
     events: Sequence[StashEvent], max_bytes: Callable[[Group], int], *, layout: PoolLayout, prefetch_groups: int
 ) -> Footprint:
-    """The footprint of a step of these events. max_bytes: of a group's whole buffers, resident groups left out."""
+    """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups."""
     resident, groups = resident_groups(events), {event.group for event in events}
     waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
     peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, of bytes
@@ -147,23 +114,27 @@ def footprint(
 
 
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:
-    """For each forward, in order: (0, r1, r2), pages that must stay free once a tensor of each priority is admitted.
+    """Returns (0, r1, r2) for each forward: pages that must stay free after admitting a tensor of each priority.
 
-    pages: the most that a group may need. at_least: the least that its inputs will take, and its gate_up even if a
-    part of it is dropped; 0 if not given. If all of this is true, then
+    pages: the most that a group may need. at_least: the least that its inputs will take, and its gate_up even if a part
+    of it is dropped; 0 if omitted. If both bounds hold, then
+
     (1) a pool of peak_pages(events, pages, up_to=INPUT) pages or more never lacks pages for inputs;
-    (2) once an act got pages, the gate_ups of all later groups get theirs: act is given up first.
+
+    (2) once an act got pages, the gate_ups of all later groups get theirs, so that act is dropped first.
 
     Proof. Call groups old that ran forward before the moment looked at, new those that come later. Write a for the
     most, x for the true pages of inputs, b for the most of gate_up, l <= x <= a for at_least of inputs.
+
     (1) Invariant: for each later moment t, free pages >= sum of a over new groups open at t - sum of x over old groups
-    whose backward comes by t. It holds at the start: the pool is as large as the peak. An input takes x <= a; its
-    group turns from new to old, so that the right side falls by a before its backward and by x after it. A backward
-    gives back x or more, and the right side grows by x. A gate_up or act is admitted only if free pages afterwards are
-    >= r1 (or r2 >= r1), the largest right side with l in place of x. At t = the next forward the invariant says
-    free >= a: its inputs find pages.
-    (2) r2 is the largest, over new groups g, of: sum of a + b over new groups open once g has run, minus what old
-    groups gave back by then, plus r1 of g. Take g's gate_up and the last act admitted before it: r2 pages were free
+    whose backward comes by t. It holds at the start, because the pool is as large as the peak. An input takes x <= a
+    and its group turns from new to old, so that the right side falls by a before its backward and by x after it. A
+    backward releases x or more, and the right side grows by x. A gate_up or act is admitted only if free pages
+    afterwards are >= r1 (or r2 >= r1), the largest right side with l in place of x. At t = the next forward the
+    invariant says free >= a, so its inputs find pages.
+
+    (2) r2 is the largest, over new groups g, of: sum of a + b over new groups open once g has run, minus the pages that
+    old groups released by then, plus r1 of g. Take g's gate_up and the last act admitted before it: r2 pages were free
     then, and only inputs and gate_ups were admitted since. So b + r1 of g are free, as the rule for g's gate_up asks.
 
     Costs (number of forwards) x (number of events) steps, or the number of events if `at_least` is `pages`.
@@ -182,7 +153,7 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
 
 @dataclass(frozen=True)
 class TensorPages:
-    """What a tensor got: pages of each tier, or none because it was dropped."""
+    """Pages that a tensor got on each tier. `dropped` means that it got none and must be recomputed."""
 
     device: int
     host: int
@@ -191,7 +162,7 @@ class TensorPages:
 
 @dataclass
 class PoolModel:
-    """A pool's counts without its pages: it decides what the planning kernel decides, and counts as it does."""
+    """A pool without its memory. It makes the same decisions as the planning kernel and counts like it."""
 
     layout: PoolLayout
     held: dict[Group, list[TensorPages]] = field(default_factory=dict)
@@ -207,7 +178,7 @@ class PoolModel:
     def plan(
         self, group: Group, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
     ) -> list[TensorPages]:
-        """Gives pages to a group's tensors, the important ones first; the result is in the order of `specs`."""
+        """Allocates pages for a group's tensors, the most important ones first. Returns them in the order of specs."""
         most = min((spec.max_tokens for spec in specs), default=num_rows)
         tokens = min(max(num_rows, 0), most)
         if tokens != num_rows:
@@ -229,7 +200,7 @@ class PoolModel:
         return self.held[group]
 
     def release(self, group: Group) -> None:
-        """The group's pages are free again; a second time, and for unknown groups, nothing happens."""
+        """Frees the group's pages. Does nothing for groups that hold none."""
         self.held.pop(group, None)
 
     def _count(self, priority: Priority, got: TensorPages, *, num_bytes: int) -> None:
@@ -251,7 +222,7 @@ class PoolModel:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Tensors of a group and how many of its tokens are live."""
+    """Tensors of a group and its number of live tokens."""
 
     specs: Sequence[TensorSpec]
     num_rows: int
@@ -259,7 +230,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What every group of a step got, and the pool's counters at its end."""
+    """Pages of every group of a step, and the pool's counters at its end."""
 
     placements: dict[Group, list[TensorPages]]
     counters: dict[Counter, int]
@@ -272,7 +243,7 @@ def simulate(
     layout: PoolLayout,
     reserve: Sequence[ReserveRow] | None = None,
 ) -> Simulation:
-    """What planning decides in a step, if each backward gives its group's pages back before the next forward."""
+    """Simulates the planning of a step in which each backward releases its group's pages before the next forward."""
     pool, placements = PoolModel(layout), {}
     passes, groups = _passes(events)
     for forward, rank in passes:
@@ -287,9 +258,9 @@ def simulate(
 
 
 def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
-    """Events that take pages or give them back, and the groups in the order of their forwards.
+    """Returns the events that allocate or release pages, and the groups in the order of their forwards.
 
-    The second part of a split backward, and a backward without a forward, do neither.
+    The second part of a split backward, and a backward without a forward, are left out.
     """
     rank_of: dict[Group, int] = {}
     closed: set[Group] = set()
@@ -309,7 +280,7 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
 def _highest_after_each(
     passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]
 ) -> list[int]:
-    """_highest from each forward on, in order."""
+    """Returns _highest from each forward on, in order."""
     if taken == given_back:
         return _highest_in_one_walk(passes, taken, above=above)
     starts = [position for position, one in enumerate(passes) if one.forward]
@@ -317,9 +288,9 @@ def _highest_after_each(
 
 
 def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: list[int]) -> list[int]:
-    """_highest_after_each where every group gives back what it took.
+    """Computes _highest_after_each for groups that release exactly what they took.
 
-    Then levels do not depend on the start: those from a forward on are those of the whole step, less the forward's own.
+    Levels then do not depend on the start. Those after a forward are those of the whole step minus the forward's own.
     """
     signed = (taken[rank] if forward else -taken[rank] for forward, rank in passes)
     levels = list(accumulate(signed))
@@ -332,9 +303,9 @@ def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: li
 
 
 def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:
-    """The highest level + above[g] over all groups g that come after the first pass, a forward, where level is 0.
+    """Returns the highest level + above[g] over all groups g after the first pass, a forward, where the level is 0.
 
-    These groups take and give back what `taken` says; the first group and those before it give back `given_back`.
+    These groups take and release the pages in `taken`. The first group and earlier ones release those in `given_back`.
     """
     level = highest = 0
     start = passes[0].rank

@@ -1,18 +1,44 @@
-"""The operators of a page pool on the CPU, as kernels.py describes them: Python's numbers and torch's copies.
+"""The four operators of a page pool, `paged_stash::plan`, `stash`, `restore` and `release`, and how they run on a CPU.
 
-All functions read their tensors, which lie on the CPU. In the steady state nothing is allocated except indices of pages
-on the host tier. What costs time is the number of calls into torch, as all copies of a group may take as little as a
-millisecond: page ids and counts are read and written through numpy, which shares their memory and costs a tenth.
+triton_kernels.py has the launchers for a GPU, page_pool.py the memory that the operators work on.
+
+[Note: operands] A pool owns these tensors for its lifetime. Operators change them in place and return nothing. A tier
+is a kind of memory: 0 is the device's, 1 is pinned host memory (plain memory for a pool on the CPU). Page i starts at
+byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i - D) * page_bytes of host_pages
+[Hn * page_bytes], both uint8.
+
+    heads, tails  [2], int64                   pages allocated and released since the reset, by tier; free = tail - head
+    ring          [D + Hn], int32              free page ids in order, the device ring followed by the host ring
+    table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
+    held          [slots, 3], int64            one row per tensor; columns as in Held
+    counters      [len(Counter)], int64
+    num_rows      [1], int64                   live tokens of the group
+    reserve       [3], int64                   pages that must stay free after a tensor of that priority got its own
+    layout        PoolLayout.encode()
+    tensors       encode_tensors(), in order of priority, at most MAX_TENSORS
+    num_programs  upper limit of a GPU kernel's grid, 0 for the default; ignored on the CPU
+
+[Note: cost of a call] The CPU versions allocate nothing in the steady state except indices of host pages. Their time
+goes into calls of torch, because all copies of a group may take as little as a millisecond. So page ids and counts are
+read and written through numpy, which shares their memory and costs a tenth.
+
+[Note: runs of pages] A tensor's live rows, without their gaps, are cut into pages. Pages that are adjacent in memory
+form a run. A few runs are copied one by one, at the rate of a plain copy. Once many groups have gone through a ring, it
+allocates scattered pages. The full pages of a tier then move in one indexed copy, in the widest words that sizes and
+addresses allow: torch moves elements of 16 bytes at nearly the rate of a plain copy, but single bytes far more slowly.
 """
 
+import importlib.util
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.page_copies import Moves, PagedRows
+from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     COUNTER_OF_DROPPED,
     Counter,
@@ -22,8 +48,29 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     split_tensors,
 )
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from megatron.core.transformer.moe.paged_stash import triton_kernels
 
-def plan_sync(
+# The operators of this file, for callers.
+ops = torch.ops.paged_stash
+
+# Bytes and dtype, widest first. Elements are moved, never computed with: any bits survive.
+WORDS = ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+# Bytes. Runs that are longer on average are copied one by one, because an indexed copy is a tenth slower.
+LONG_RUN = 1024 * 1024
+FEW_RUNS = 4  # up to this many runs cost less than an indexed copy, however short they are
+
+
+def _operator(arguments: str) -> Register:
+    return operator("paged_stash", f"({arguments}) -> ()", cuda=vars(triton_kernels) if HAS_TRITON else {})
+
+
+@_operator(
+    "Tensor num_rows, Tensor reserve, *, Tensor(a!) heads, Tensor tails, Tensor ring, Tensor(b!) table,"
+    " Tensor(c!) held, Tensor(d!) counters, int[] layout, int[] tensors"
+)
+def plan(
     num_rows: Tensor,
     reserve: Tensor,
     *,
@@ -36,10 +83,13 @@ def plan_sync(
     layout: list[int],
     tensors: list[int],
 ) -> None:
-    """paged_stash::plan. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py. NOTE: reads them."""
+    """Allocates pages for a group's tensors, the most important ones first, and marks the others as dropped.
+
+    num_rows: [1], int64; reserve: [3], int64. See [Note: operands].
+    """
     encoded, (page_bytes, device_pages, host_pages) = split_tensors(tensors), layout
-    records, tally, ends = _read_records_sync(held, encoded), _read_sync(counters), _read_sync(heads)
-    live = _checked_count_sync(num_rows, encoded, tally=tally.values)
+    records, tally, ends = _read_records(held, encoded), _read(counters), _read(heads)
+    live = _checked_count(num_rows, encoded, tally=tally.values)
     end, kept, last = ends.values, reserve.tolist(), tails.tolist()
     table_ids, free_ids = table.numpy(), ring.numpy()
     for one in encoded:
@@ -68,17 +118,65 @@ def plan_sync(
         numbers.store()
 
 
-def release_sync(
-    ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout: list[int], tensors: list[int]
+@_operator(
+    "Tensor[] sources, Tensor(a!) device_pages, *, Tensor(b!) host_pages, Tensor table, Tensor held,"
+    " int[] layout, int[] tensors, int num_programs"
+)
+def stash(
+    sources: list[Tensor],
+    device_pages: Tensor,
+    *,
+    host_pages: Tensor,
+    table: Tensor,
+    held: Tensor,
+    layout: list[int],
+    tensors: list[int],
+    num_programs: int,
 ) -> None:
-    """paged_stash::release. ring: [pages], int32; tails: [2], int64; others as in kernels.py. NOTE: reads them."""
+    """Copies live rows into pages. sources: [bytes] each, uint8. See [Note: operands]."""
+    tiers = device_pages, host_pages
+    moves = _moves(sources, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
+    for pages, indices, rows in moves.whole_pages:
+        # Same as index_copy_, but a tenth faster.
+        pages.numpy()[indices.numpy()] = rows.numpy()
+    if moves.pages:
+        torch._foreach_copy_(moves.pages, moves.rows)
+
+
+@_operator(
+    "Tensor device_pages, Tensor host_pages, *, Tensor table, Tensor held, Tensor(a!)[] targets,"
+    " int[] layout, int[] tensors, int num_programs"
+)
+def restore(
+    device_pages: Tensor,
+    host_pages: Tensor,
+    *,
+    table: Tensor,
+    held: Tensor,
+    targets: list[Tensor],
+    layout: list[int],
+    tensors: list[int],
+    num_programs: int,
+) -> None:
+    """Copies live rows out of pages. targets: [bytes] each, uint8. See [Note: operands]."""
+    tiers = device_pages, host_pages
+    moves = _moves(targets, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
+    for pages, indices, rows in moves.whole_pages:
+        torch.index_select(pages, 0, indices, out=rows)
+    if moves.pages:
+        torch._foreach_copy_(moves.rows, moves.pages)
+
+
+@_operator("Tensor(a!) ring, Tensor(b!) tails, *, Tensor table, Tensor(c!) held, int[] layout, int[] tensors")
+def release(ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout: list[int], tensors: list[int]) -> None:
+    """Returns a group's pages to the rings. ring: [pages], int32; tails: [2], int64. See [Note: operands]."""
     encoded, (_, device_pages, host_pages) = split_tensors(tensors), layout
-    records, ends = _read_records_sync(held, encoded), _read_sync(tails)
+    records, ends = _read_records(held, encoded), _read(tails)
     table_ids, free_ids = table.numpy(), ring.numpy()
     for one in encoded:
         num_pages, rows, dropped = records.read(one.slot)
         ids = table_ids[one.table_start : one.table_start + num_pages]
-        on_device = int(np.searchsorted(ids, device_pages)) if host_pages else num_pages  # device pages come first
+        on_device = int(np.searchsorted(ids, device_pages)) if host_pages else num_pages  # device pages first
         for given, into in _ring_parts(ids[:on_device], free_ids[:device_pages], position=ends.values[0]):
             into[:] = given
         for given, into in _ring_parts(ids[on_device:], free_ids[device_pages:], position=ends.values[1]):
@@ -90,67 +188,26 @@ def release_sync(
     ends.store()
 
 
-def stash_sync(
-    sources: list[Tensor],
-    device_pages: Tensor,
-    *,
-    host_pages: Tensor,
-    table: Tensor,
-    held: Tensor,
-    layout: list[int],
-    tensors: list[int],
-    num_programs: int,
-) -> None:
-    """paged_stash::stash. sources: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
-    tiers = device_pages, host_pages
-    moves = _moves_sync(sources, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
-    for pages, indices, rows in moves.whole_pages:
-        # As index_copy_, but a tenth faster.
-        pages.numpy()[indices.numpy()] = rows.numpy()
-    if moves.pages:
-        torch._foreach_copy_(moves.pages, moves.rows)
-
-
-def restore_sync(
-    device_pages: Tensor,
-    host_pages: Tensor,
-    *,
-    table: Tensor,
-    held: Tensor,
-    targets: list[Tensor],
-    layout: list[int],
-    tensors: list[int],
-    num_programs: int,
-) -> None:
-    """paged_stash::restore. targets: [bytes] each, uint8; others as in kernels.py. NOTE: reads records."""
-    tiers = device_pages, host_pages
-    moves = _moves_sync(targets, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
-    for pages, indices, rows in moves.whole_pages:
-        torch.index_select(pages, 0, indices, out=rows)
-    if moves.pages:
-        torch._foreach_copy_(moves.rows, moves.pages)
-
-
 @dataclass
 class _Numbers:
-    """The integers of a tensor [n], int64, as a list to work on, which `store` writes back."""
+    """The integers of a tensor [n], int64, as a list that `store` writes back."""
 
     tensor: Tensor
     values: list[int]
 
     def store(self) -> None:
-        # Through numpy, which shares the memory: one call, where torch takes two for each number.
+        # One call through numpy, where torch needs two per number.
         self.tensor.numpy()[:] = self.values
 
 
 @dataclass
 class _Records(_Numbers):
-    """Consecutive rows of `held`, from first_slot on."""
+    """Consecutive rows of `held`, starting at first_slot."""
 
     first_slot: int = 0
 
     def read(self, slot: int) -> list[int]:
-        """In the order of Held."""
+        """Returns a record in the order of Held."""
         place = (slot - self.first_slot) * len(Held)
         return self.values[place : place + len(Held)]
 
@@ -159,19 +216,19 @@ class _Records(_Numbers):
         self.values[place : place + len(Held)] = record
 
 
-def _read_sync(tensor: Tensor) -> _Numbers:
+def _read(tensor: Tensor) -> _Numbers:
     return _Numbers(tensor, tensor.tolist())
 
 
-def _read_records_sync(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
-    """The records of these tensors and of what lies between them; a group's slots follow each other."""
+def _read_records(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
+    """Reads the records of these tensors and any records between them. A group's slots are consecutive."""
     slots = [one.slot for one in encoded]
     around = held[min(slots) : max(slots) + 1].view(-1)
     return _Records(around, around.tolist(), min(slots))
 
 
-def _checked_count_sync(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
-    """num_rows, [1], int64, limited to what all tensors have room for; a value out of range is counted in `tally`."""
+def _checked_count(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
+    """Clamps num_rows, [1], int64, to the tensors' capacity and counts a value out of range in `tally`."""
     limit = min(one.max_rows * one.tokens_per_row for one in encoded)
     (count,) = num_rows.tolist()
     if not 0 <= count <= limit:
@@ -181,9 +238,9 @@ def _checked_count_sync(num_rows: Tensor, encoded: list[EncodedTensor], *, tally
 
 
 def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`ids` [n] and as many entries of a ring, [m], in pairs of views: two pairs where the ring's end lies between.
+    """Yields pairs of views of `ids` [n] and of n entries of a ring [m]: one pair, or two across the ring's end.
 
-    position: of the first entry, as heads and tails count: without end, so modulo the ring's size.
+    position: of the first entry. Heads and tails grow without bound, so it is taken modulo the ring's size.
     """
     count, size = ids.size, ring.size
     if count:
@@ -195,7 +252,145 @@ def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator
             yield ids[size - start :], ring[: start + count - size]
 
 
-def _moves_sync(
+class WholePages(NamedTuple):
+    """Full pages of one tier and the rows that belong in them: rows[i] in pages[indices[i]].
+
+    pages: [P, ...], all of the tier; indices: [n], int64; rows: [n, ...]. Pages and rows have one dtype, any of WORDS.
+    """
+
+    pages: Tensor
+    indices: Tensor
+    rows: Tensor
+
+
+class Moves(NamedTuple):
+    """Copies between pages and rows, to be made in either direction.
+
+    whole_pages: indexed copies. pages[i], rows[i]: pairs of views of one shape, uint8.
+    """
+
+    whole_pages: list[WholePages]
+    pages: list[Tensor]
+    rows: list[Tensor]
+
+
+class Run(NamedTuple):
+    """Pages first .. stop - 1 of a tensor, adjacent in memory, starting at page `page_id`."""
+
+    first: int
+    stop: int
+    page_id: int
+
+
+class PagedRows(NamedTuple):
+    """The first num_bytes bytes (at least one) of a tensor's rows without their gaps, and the pages that hold them.
+
+    memory: [at least the rows' extent], uint8, from the tensor's first byte on; ids: [pages], int64, in the order of
+    the rows; page_ids: the same numbers as a list; device_pages, host_pages: the tiers, [pages * page_bytes], uint8.
+    """
+
+    memory: Tensor
+    row_bytes: int
+    pitch_bytes: int
+    num_bytes: int
+    ids: Tensor
+    page_ids: list[int]
+    page_bytes: int
+    device_pages: Tensor
+    host_pages: Tensor
+
+    def add_to(self, moves: Moves) -> None:
+        """Appends the copies of all pages to `moves`, by run or indexed, whichever is cheaper."""
+        num_device_pages = self.device_pages.numel() // self.page_bytes
+        num_pages, num_whole = len(self.page_ids), self._num_whole_pages()
+        most = max(FEW_RUNS, self.num_bytes // LONG_RUN) if num_whole else num_pages
+        runs = runs_of(self.page_ids, num_device_pages, most=most)
+        if runs is None:
+            moves.whole_pages.extend(self._whole_pages(num_whole, num_device_pages))
+            runs = [Run(num_whole, num_pages, self.page_ids[-1])] if num_whole < num_pages else []
+        for run in runs:
+            self._add_run(run, moves)
+
+    def _whole_pages(self, num_whole: int, num_device_pages: int) -> Iterator[WholePages]:
+        """Yields the first num_whole pages, by tier."""
+        on_device = bisect_left(self.page_ids, num_device_pages, hi=num_whole)  # device pages precede host pages
+        if on_device:
+            yield self._matched(self.device_pages, self.ids[:on_device], first_page=0)
+        if on_device < num_whole:
+            # Eight bytes per spilled page, the only memory that a copy allocates.
+            indices = self.ids[on_device:num_whole] - num_device_pages
+            yield self._matched(self.host_pages, indices, first_page=on_device)
+
+    def _add_run(self, run: Run, moves: Moves) -> None:
+        """Appends the copies of a run, in as few pieces as views can describe."""
+        stop = min(run.stop * self.page_bytes, self.num_bytes)
+        tier, place = self.device_pages, run.page_id * self.page_bytes
+        if place >= tier.numel():
+            tier, place = self.host_pages, place - tier.numel()
+        for rows in self._row_pieces(run.first * self.page_bytes, stop):
+            pages = tier[place : place + rows.numel()]
+            moves.pages.append(pages if rows.dim() == 1 else pages.view(rows.shape))
+            moves.rows.append(rows)
+            place += rows.numel()
+
+    @property
+    def _is_dense(self) -> bool:
+        return self.pitch_bytes == self.row_bytes
+
+    def _num_whole_pages(self) -> int:
+        """Returns the number of pages that an indexed copy can move: full pages whose rows one view describes."""
+        is_describable = self._is_dense or self.page_bytes % self.row_bytes == 0
+        return self.num_bytes // self.page_bytes if is_describable else 0
+
+    def _matched(self, tier: Tensor, indices: Tensor, *, first_page: int) -> WholePages:
+        """Pairs a tier's pages with their rows. indices: of the tensor's pages, starting at first_page."""
+        # Without gaps a page is one row.
+        row_bytes, pitch_bytes = (self.page_bytes,) * 2 if self._is_dense else (self.row_bytes, self.pitch_bytes)
+        width, dtype = self._widest_word(tier, sizes=(row_bytes, pitch_bytes))
+        row, pitch, num_rows = row_bytes // width, pitch_bytes // width, self.page_bytes // row_bytes
+        usable = self.memory.numel() // width * width
+        words = self.memory[:usable].view(dtype)
+        start = words.storage_offset() + first_page * num_rows * pitch
+        rows = words.as_strided((indices.numel(), num_rows, row), (num_rows * pitch, pitch, 1), start)
+        return WholePages(tier.view(dtype).view(-1, num_rows, row), indices, rows)
+
+    def _widest_word(self, tier: Tensor, *, sizes: tuple[int, int]) -> tuple[int, torch.dtype]:
+        """Returns the widest word that divides all these sizes and addresses."""
+        numbers = [*sizes, self.memory.data_ptr(), self.memory.storage_offset(), tier.data_ptr(), tier.storage_offset()]
+        return next(word for word in WORDS if not any(number % word[0] for number in numbers))
+
+    def _row_pieces(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Yields bytes start .. stop - 1 of the rows in order, as views [bytes] or [rows, row_bytes], uint8."""
+        if self._is_dense:
+            yield self.memory[start:stop]
+            return
+        row, skipped = divmod(start, self.row_bytes)
+        if skipped:
+            first = min(self.row_bytes - skipped, stop - start)
+            yield self.memory[row * self.pitch_bytes + skipped :][:first]
+            row, start = row + 1, start + first
+        num_rows, rest = divmod(stop - start, self.row_bytes)
+        if num_rows > 0:
+            begin = self.memory.storage_offset() + row * self.pitch_bytes
+            yield self.memory.as_strided((num_rows, self.row_bytes), (self.pitch_bytes, 1), begin)
+        if rest > 0:
+            yield self.memory[(row + num_rows) * self.pitch_bytes :][:rest]
+
+
+def runs_of(page_ids: list[int], num_device_pages: int, *, most: int) -> list[Run] | None:
+    """Returns the runs of these pages in order, each within one tier, or None if there are more than `most`."""
+    starts = [0]
+    for place, (one, following) in enumerate(zip(page_ids, page_ids[1:]), 1):
+        if following != one + 1 or following == num_device_pages:
+            starts.append(place)
+            if len(starts) > most:
+                break
+    if len(starts) > most:
+        return None
+    return [Run(first, stop, page_ids[first]) for first, stop in zip(starts, [*starts[1:], len(page_ids)])]
+
+
+def _moves(
     memories: list[Tensor],
     encoded: list[EncodedTensor],
     *,
@@ -204,10 +399,11 @@ def _moves_sync(
     page_bytes: int,
     tiers: tuple[Tensor, Tensor],
 ) -> Moves:
-    """All copies of a group, listed before the first one is made: a copy drives the interpreter out of the caches, so
-    that Python code between two copies takes five times as long. NOTE: reads records and page ids.
+    """Lists all copies of a group before the first one is made.
+
+    A copy evicts the interpreter from the caches, so that Python code between two copies takes five times as long.
     """
-    records, moves = _read_records_sync(held, encoded), Moves([], [], [])
+    records, moves = _read_records(held, encoded), Moves([], [], [])
     for memory, one in zip(memories, encoded, strict=True):
         num_pages, num_rows, _ = records.read(one.slot)
         if num_pages:

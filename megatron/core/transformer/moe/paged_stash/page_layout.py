@@ -1,80 +1,41 @@
-"""What host code and kernels agree on: sizes of pages, priorities, records of tensors, counters. No tensors here.
+"""Sizes, priorities and records that the host code of the stash shares with its kernels. Holds no tensors.
 
-A page is page_bytes bytes of one arena; ids 0 .. device_pages - 1 are device pages, the next host_pages ids host pages.
-A tensor of R live rows takes ceil(R * row_bytes / page_bytes) pages: rows follow each other in them without gaps and
-may straddle pages, whatever the dtype or width.
+[Note: pages] A page is page_bytes bytes of one arena. Ids 0 .. device_pages - 1 are device pages, the next host_pages
+ids are host pages. A tensor with R live rows takes ceil(R * row_bytes / page_bytes) pages. Its rows follow each other
+in them without gaps and may straddle pages, whatever their dtype or width.
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Kernels copy words of this many bytes where sizes and addresses allow it.
+# Bytes of the widest word that kernels copy, where sizes and addresses allow it.
 ALIGNMENT = 16
+MAX_TENSORS = 16  # per operator call, because kernels unroll their loop over tensors
 
 
 class Priority(enum.IntEnum):
-    """Which tensors of an expert group get pages first, and what happens to those that get none."""
+    """Order in which the tensors of an expert group get pages, and the consequence for those that get none."""
 
-    INPUT = 0  # x and the routing weights of its rows: without them the step is void
-    GATE_UP = 1  # computed again from x
-    ACT = 2  # computed again from gate_up
+    INPUT = 0  # x and its routing weights; if one gets no pages, the step is discarded (stash overflow)
+    GATE_UP = 1  # recomputed from x if dropped
+    ACT = 2  # recomputed from gate_up if dropped
 
 
 class Tier(enum.Enum):
-    """Where pages lie; kernels know a tier by the page's id."""
+    """Kind of memory that pages lie in. Kernels infer it from the page id."""
 
     DEVICE = "device"
     HOST = "host"
-
-
-class Counter(enum.IntEnum):
-    """Indices into a pool's counters, int64: sums and maxima since the last reset, written by the planning kernel."""
-
-    VOID = 0  # tensors of Priority.INPUT without pages, and BAD_COUNT; above 0 the step is void
-    BAD_COUNT = 1  # calls of plan, each for up to 16 tensors, with a number of rows below 0 or above the maximum
-    HIGH_WATER_DEVICE = 2  # most pages held at once
-    HIGH_WATER_HOST = 3  # most pages held at once
-    PLANNED_PAGES = 4  # pages given out, on both tiers
-    SPILLED_PAGES = 5  # those of them on the host tier
-    LIVE_BYTES = 6  # of live rows in these pages; the other bytes are page tails
-    DROPPED_GATE_UP = 7  # tensors of this priority without pages
-    DROPPED_ACT = 8
-
-
-# What counts a tensor that got no pages.
-COUNTER_OF_DROPPED = {
-    Priority.INPUT: Counter.VOID,
-    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
-    Priority.ACT: Counter.DROPPED_ACT,
-}
-
-
-class Held(enum.IntEnum):
-    """Columns of `held`, int64, which has a row for each tensor of a page table."""
-
-    PAGES = 0  # that the tensor holds now
-    ROWS = 1  # its live rows when it was planned
-    DROPPED = 2  # 1: it got no pages and must be computed again
-
-
-def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
-    """Bytes of a page that holds page_size tokens of hidden_size elements, in whole words of ALIGNMENT bytes."""
-    return -(-page_size * hidden_size * itemsize // ALIGNMENT) * ALIGNMENT
-
-
-def is_whole(number: object) -> bool:
-    """Whether it is an int; True and False do not count."""
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True)
 class PoolLayout:
     """Sizes of a pool's two tiers.
 
-    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, together at least 1. All integers.
-    Raises ValueError otherwise.
+    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, and at least 1 in total.
+    Raises ValueError for other values.
     """
 
     page_bytes: int
@@ -95,23 +56,23 @@ class PoolLayout:
 
     @property
     def num_pages(self) -> int:
-        """Pages of both tiers."""
+        """Number of pages of both tiers."""
         return self.device_pages + self.host_pages
 
     def pages_for(self, num_bytes: int) -> int:
-        """Pages that hold this many bytes."""
+        """Returns the number of pages that hold num_bytes bytes."""
         return -(-num_bytes // self.page_bytes)
 
     def encode(self) -> list[int]:
-        """The layout as operators take it."""
+        """Returns the layout as the operators take it."""
         return [self.page_bytes, self.device_pages, self.host_pages]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart in memory.
+    """Shape in memory of one tensor of a group: max_rows rows of row_bytes bytes each, pitch_bytes apart.
 
-    tokens_per_row: tokens that one row stands for, as a rule 1; for scales that 32 tokens share, 32. With num_rows live
+    tokens_per_row: tokens that share one row. It is 1 except for block scales, where it is e.g. 32. With num_rows live
     tokens, ceil(num_rows / tokens_per_row) rows are live. Raises ValueError for impossible sizes.
     """
 
@@ -129,32 +90,105 @@ class TensorSpec:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of all its rows, live or not, without gaps."""
+        """Bytes of all rows, live or not, without gaps."""
         return self.max_rows * self.row_bytes
 
     @property
     def max_tokens(self) -> int:
-        """The largest number of live tokens that it has room for."""
+        """Largest number of live tokens that the tensor has room for."""
         return self.max_rows * self.tokens_per_row
+
+
+class PagesByPriority(NamedTuple):
+    """Page counts of one group's tensors, summed by Priority."""
+
+    inputs: int = 0
+    gate_up: int = 0
+    act: int = 0
+
+    def up_to(self, priority: Priority) -> int:
+        """Returns the pages of all tensors at least as important as `priority`."""
+        return sum(self[: priority + 1])
+
+
+def live_rows(spec: TensorSpec, num_rows: int) -> int:
+    """Returns the number of rows that `num_rows` tokens fill."""
+    return -(-num_rows // spec.tokens_per_row)
+
+
+def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout) -> PagesByPriority:
+    """Returns the pages that a group's tensors need for `num_rows` live tokens."""
+    pages = [0] * len(Priority)
+    for spec in specs:
+        pages[spec.priority] += layout.pages_for(live_rows(spec, num_rows) * spec.row_bytes)
+    return PagesByPriority(*pages)
+
+
+def pages_bound(live_bytes: int, num_tensors: int, *, layout: PoolLayout) -> int:
+    """Returns an upper bound of the pages that num_tensors tensors with live_bytes bytes in total can hold.
+
+    Each tensor's last page may hold as little as one byte; all other pages are full.
+    """
+    return live_bytes // layout.page_bytes + num_tensors
+
+
+def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
+    """Returns the bytes of a page for page_size tokens of hidden_size elements, rounded up to ALIGNMENT."""
+    return -(-page_size * hidden_size * itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def is_whole(number: object) -> bool:
+    """Tells whether a value is an int; True and False do not count as ints."""
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+class Counter(enum.IntEnum):
+    """Indices into a pool's counters, int64: sums and maxima since the last reset, written by `plan`."""
+
+    VOID = 0  # tensors of Priority.INPUT without pages, plus BAD_COUNT; above 0 the step is discarded
+    BAD_COUNT = 1  # calls of plan with a number of rows below 0 or above the maximum
+    HIGH_WATER_DEVICE = 2  # peak of pages held on the device
+    HIGH_WATER_HOST = 3  # peak of pages held on the host
+    PLANNED_PAGES = 4  # pages allocated on both tiers
+    SPILLED_PAGES = 5  # the part of PLANNED_PAGES on the host
+    LIVE_BYTES = 6  # bytes of live rows in PLANNED_PAGES; the rest of these pages is unused tails
+    DROPPED_GATE_UP = 7  # tensors of this priority without pages
+    DROPPED_ACT = 8
+
+
+# The counter that a tensor without pages increments.
+COUNTER_OF_DROPPED = {
+    Priority.INPUT: Counter.VOID,
+    Priority.GATE_UP: Counter.DROPPED_GATE_UP,
+    Priority.ACT: Counter.DROPPED_ACT,
+}
+
+
+class Held(enum.IntEnum):
+    """Columns of `held`, int64, which has one row per tensor of a page table."""
+
+    PAGES = 0  # pages that the tensor holds
+    ROWS = 1  # live rows when it was planned
+    DROPPED = 2  # 1 if it got no pages and must be recomputed
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor and where the page table keeps its record: page ids from table_start on, and row `slot` of `held`."""
+    """A tensor and the place of its record in a page table: page ids from table_start on, and row `slot` of `held`."""
 
     spec: TensorSpec
     table_start: int
     slot: int
 
     def encode(self) -> "EncodedTensor":
-        """The tensor as operators take it."""
+        """Returns the tensor as the operators take it."""
         spec = self.spec
         sizes = spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)
         return EncodedTensor(*sizes, self.table_start, self.slot)
 
 
 class EncodedTensor(NamedTuple):
-    """A PlacedTensor as the integers that operators take."""
+    """The integers of a PlacedTensor, in the order in which operators take them."""
 
     row_bytes: int
     pitch_bytes: int
@@ -169,11 +203,11 @@ INTS_PER_TENSOR = len(EncodedTensor._fields)
 
 
 def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
-    """All tensors of a group, one after the other, as operators take them."""
+    """Concatenates the integers of a group's tensors, as the operators take them."""
     return [number for tensor in tensors for number in tensor.encode()]
 
 
 def split_tensors(numbers: list[int]) -> list[EncodedTensor]:
-    """What encode_tensors joined."""
+    """Splits the result of encode_tensors into tensors."""
     starts = range(0, len(numbers), INTS_PER_TENSOR)
     return [EncodedTensor(*numbers[start : start + INTS_PER_TENSOR]) for start in starts]

@@ -1,4 +1,4 @@
-"""PagePool: memory of two tiers in pages, and the groups of tensors that hold them. The operators are in kernels.py.
+"""PagePool: memory of two tiers, cut into pages, and the groups of tensors that hold pages.
 
     pool = PagePool(torch.device("cpu"), PoolLayout(page_bytes=65536, device_pages=1024, host_pages=256))
     group = pool.open_group([TensorSpec(row_bytes=512, pitch_bytes=512, max_rows=4096)])
@@ -8,29 +8,84 @@
     pool.release(group)
     pool.close_group(group)
 
-Nothing here waits for the device but what is named *_sync. plan and stash may run on one stream while restore and
-release run on another: plan alone takes from the rings' heads, release alone appends at their tails, and a tail read
-too early only hides free pages. All work of a pool has to be joined before its reset.
+cpu_kernels.py and triton_kernels.py implement the operators. group_memory.py decides when they run.
+
+[Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
+restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
+tail that is read too early merely hides free pages. All work of a pool has to be joined before its reset.
+
+[Note: persistent buffers] On a GPU, restored rows lie in memory of the caching allocator. On the CPU they lie in
+buffers that are reused, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has
+to find, zero and map its pages.
 """
 
+import ctypes
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.huge_pages import use_huge_pages
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, Held, PoolLayout, Priority, TensorSpec, Tier
-from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, PageTables
-from megatron.core.transformer.moe.paged_stash.restored_memory import RestoredMemory
+from megatron.core.transformer.moe.paged_stash.cpu_kernels import ops
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    MAX_TENSORS,
+    Counter,
+    Held,
+    PlacedTensor,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    Tier,
+    encode_tensors,
+)
+
+# Restored rows keep the original's offset from a multiple of this many bytes. Kernels choose their vector loops by
+# alignment, and another loop may give other bits.
+RESTORE_ALIGNMENT = 64
+GROUPS_PER_SLAB = 16  # if all are as large as the one that the slab is made for
+CLOSED = -1
+_HUGE_PAGE_BYTES = 2**21
+# Advice of Linux's madvise(2): use huge pages from now on, and collapse existing pages immediately.
+_HUGEPAGE, _COLLAPSE = 14, 25
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """The part of a group that one call of an operator takes: positions in the specs, and the encoded tensors."""
+
+    indices: list[int]
+    tensors: list[int]
+
+
+@dataclass(eq=False)
+class PageGroup:
+    """Tensors that are planned, copied and released together.
+
+    tensors: in the order of the specs. waits: events that the stream of its first plan has to wait for, because the
+    previous owner of the room may still read its records until then. generation: number of the pool's resets before the
+    group was opened, or CLOSED. is_fixed: the group belongs to a CUDA graph and is never closed.
+    """
+
+    tensors: list[PlacedTensor]
+    waits: list[torch.Event]
+    generation: int
+    slab: "TableSlab"
+    room: "_Room"
+    calls: list[OperatorCall]
+    is_fixed: bool = False
+
+    def dropped(self, index: int) -> Tensor:
+        """Returns 1 if the tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
+        return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Pages free and held of each tier, and what a pool's counters say about the time since the last reset.
+    """Free and held pages of each tier, and the counters since the last reset.
 
-    tail_bytes: bytes of the pages given out that no live row filled.
+    tail_bytes: bytes of allocated pages that hold no live row.
     """
 
     device_free: int
@@ -42,7 +97,7 @@ class Occupancy:
 
 
 class TierMemoryError(ValueError):
-    """The memory of a tier cannot be had; nothing of the pool is left."""
+    """A tier's memory could not be allocated. The pool holds no memory then."""
 
     def __init__(self, message: str, *, tier: Tier, num_bytes: int) -> None:
         super().__init__(message)
@@ -50,16 +105,16 @@ class TierMemoryError(ValueError):
 
 
 class PagePool:
-    """Pages of one device and of pinned host memory; on the CPU both are ordinary memory and behave the same.
+    """Pages of one device and of pinned host memory. On the CPU both are plain memory and behave identically.
 
-    All memory is allocated here, except page tables, which grow with the groups open at once. Attributes for reading:
-    device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32;
-    counters [len(Counter)], int64; generation: number of resets.
+    The constructor allocates all memory, except page tables, which grow with the number of open groups. Read-only
+    attributes: device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D +
+    Hn], int32; counters [len(Counter)], int64; generation: number of resets.
     """
 
-    @torch.inference_mode(False)  # tensors made in inference mode could not be changed outside of it
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
     def __init__(self, device: torch.device | str, layout: PoolLayout) -> None:
-        """Raises TierMemoryError, a ValueError, where there is too little memory."""
+        """Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
         self.layout = layout
         self.device_pages = _device_memory(layout.device_pages * layout.page_bytes, torch.device(device))
         self.device = self.device_pages.device
@@ -71,25 +126,26 @@ class PagePool:
         self.generation = -1
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device)
-        # Here, as stashes that take turns over one pool need it once.
+        # Owned by the pool, because stashes that take turns over it can share the buffers.
         self.restored = RestoredMemory(self.device)
         self.reset()
 
     def __reduce__(self) -> Any:
-        """A copy is a pool of the same size with all pages free, in memory of its own."""
+        """Makes a copy a pool of the same size with memory of its own, in which all pages are free."""
         return PagePool, (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Bytes of its memory, by name: device_pages, host_pages, and tables, which is everything else."""
+        """Bytes of its memory by name: device_pages, host_pages, and tables, which covers everything else."""
         records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
         tables = self._tables.num_bytes + sum(record.nbytes for record in records)
         return {"device_pages": self.device_pages.nbytes, "host_pages": self.host_pages.nbytes, "tables": tables}
 
     def reset(self) -> None:
-        """Frees all pages, in their first order, clears counters and makes open groups stale. Allocates nothing.
+        """Frees all pages in their initial order, clears the counters and invalidates open groups. Allocates nothing.
 
-        For a stale group, as for a closed one, release and close_group do nothing; other calls raise RuntimeError.
+        For an invalidated group, as for a closed one, release and close_group do nothing; other calls raise
+        RuntimeError.
         """
         self.heads.zero_()
         self.tails[:1].fill_(self.layout.device_pages)
@@ -100,9 +156,9 @@ class PagePool:
         self.generation += 1
 
     def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
-        """Room in the page table for tensors that are planned together; no pages yet. Raises ValueError for none.
+        """Reserves table entries for tensors that are planned together. Raises ValueError for an empty list.
 
-        is_fixed: a CUDA graph that is being captured will repeat the group's calls; the room is its own for good.
+        is_fixed: a CUDA graph that is being captured will repeat the group's calls, so its room is never reused.
         """
         if not specs:
             raise ValueError("specs is empty: a group needs a tensor at least")
@@ -111,10 +167,10 @@ class PagePool:
         return self._tables.open_group(specs, self.generation)
 
     def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:
-        """Gives tensors their pages, the most important ones first, or marks them as dropped.
+        """Allocates pages for tensors, the most important ones first, or marks tensors as dropped.
 
-        num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: by priority, how many
-        pages must stay free once a tensor has its own; 0 if not given. Raises ValueError for other shapes and dtypes.
+        num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: by priority, pages that
+        must stay free after a tensor got its own; zeros if omitted. Raises ValueError for other shapes and dtypes.
         """
         self._check_fresh(group)
         reserve = self._no_reserve if reserve is None else reserve
@@ -123,7 +179,7 @@ class PagePool:
                 found = f"{list(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
                 raise ValueError(f"{name} ({found}) must be [{length}], torch.int64, on {self.device}")
         for call in group.calls:
-            torch.ops.paged_stash.plan(
+            ops.plan(
                 num_rows,
                 reserve,
                 heads=self.heads,
@@ -140,13 +196,13 @@ class PagePool:
         """Copies live rows into the group's pages.
 
         sources: in the order of the specs, each [>= (max_rows - 1) * pitch_bytes + row_bytes], uint8, on the device:
-        the memory from a tensor's first byte on. num_programs: how many programs a GPU may use for it, 0 for as many as
-        are useful. Raises ValueError for sources that do not fit.
+        the memory starting at a tensor's first byte. num_programs: upper limit of the grid on a GPU, 0 for the default.
+        Raises ValueError for sources that do not fit.
         """
         self._check_fresh(group)
         self._check_memories(group, sources, name="sources")
         for call in group.calls:
-            torch.ops.paged_stash.stash(
+            ops.stash(
                 [sources[index] for index in call.indices],
                 self.device_pages,
                 host_pages=self.host_pages,
@@ -158,14 +214,14 @@ class PagePool:
             )
 
     def restore(self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0) -> None:
-        """Copies live rows out of the group's pages; every other byte of the targets stays as it is.
+        """Copies live rows out of the group's pages. All other bytes of the targets stay unchanged.
 
-        targets: as the sources of stash, [bytes], uint8. Raises ValueError for targets that do not fit.
+        targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets that do not fit.
         """
         self._check_fresh(group)
         self._check_memories(group, targets, name="targets")
         for call in group.calls:
-            torch.ops.paged_stash.restore(
+            ops.restore(
                 self.device_pages,
                 self.host_pages,
                 table=group.slab.table,
@@ -177,9 +233,9 @@ class PagePool:
             )
 
     def release(self, group: PageGroup) -> None:
-        """Gives the group's pages back; a second time does nothing."""
+        """Releases the group's pages. A second call does nothing."""
         for call in group.calls if group.generation == self.generation else ():
-            torch.ops.paged_stash.release(
+            ops.release(
                 self.ring,
                 self.tails,
                 table=group.slab.table,
@@ -189,19 +245,19 @@ class PagePool:
             )
 
     def dropped(self, group: PageGroup, index: int) -> Tensor:
-        """1 if that tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
+        """Returns 1 if that tensor got no pages when it was planned, else 0: [1], int64, on the device, a view."""
         return group.dropped(index)
 
     def close_group(self, group: PageGroup, after: torch.Event | None = None) -> None:
-        """Gives the group's room in the page table to later ones, which wait for `after`, the event behind its release.
+        """Makes the group's table entries available to later groups, which wait for the event `after`.
 
-        Pages that it still holds stay taken until the next reset.
+        Pages that the group still holds stay allocated until the next reset.
         """
         if group.generation == self.generation:
             self._tables.close_group(group, after)
 
     def occupancy_sync(self) -> Occupancy:
-        """Pages of each tier, and counters. NOTE: waits for the device."""
+        """Returns pages of each tier, and counters. NOTE: waits for the device."""
         counts = dict(zip(Counter, self.counters.tolist()))
         free = (self.tails - self.heads).tolist()
         return Occupancy(
@@ -234,11 +290,11 @@ class PagePool:
         assert not outside, f"groups hold page ids outside 0 .. {self.layout.num_pages - 1}: {outside}"
 
     def _tiers(self) -> tuple[range, range]:
-        """Page ids of the device tier and of the host tier."""
+        """Returns the page ids of the device tier and of the host tier."""
         return range(self.layout.device_pages), range(self.layout.device_pages, self.layout.num_pages)
 
     def _held_pages_sync(self) -> list[int]:
-        """Ids that open groups hold. NOTE: waits for the device."""
+        """Returns the ids that open groups hold. NOTE: waits for the device."""
         pages: list[int] = []
         for group in self._tables.open_groups:
             for placed in group.tensors:
@@ -266,13 +322,13 @@ class PagePool:
 
 
 def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes], uint8, on the device."""
+    """Allocates [num_bytes], uint8, on the device."""
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise TierMemoryError(
-            f"device_pages: {num_bytes} bytes cannot be had on {device} ({_first_line(error)}); fewer device_pages may"
-            " help",
+            f"device_pages: {num_bytes} bytes cannot be allocated on {device} ({_first_line(error)}); fewer"
+            " device_pages may help",
             tier=Tier.DEVICE,
             num_bytes=num_bytes,
         ) from error
@@ -281,13 +337,13 @@ def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes], uint8, page-locked unless the device is the CPU itself."""
+    """Allocates [num_bytes], uint8, in page-locked memory unless the device is the CPU."""
     locked = device.type != "cpu" and num_bytes > 0
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked)
     except RuntimeError as error:
         raise TierMemoryError(
-            f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be had"
+            f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be allocated"
             f" ({_first_line(error)}); fewer host_pages, or a higher limit of locked memory (ulimit -l), may help",
             tier=Tier.HOST,
             num_bytes=num_bytes,
@@ -299,3 +355,217 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """A range of a slab's table entries and of its slots."""
+
+    start: int
+    slot: int
+    num_entries: int
+    num_slots: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.num_entries, self.num_slots
+
+
+@dataclass(eq=False)
+class TableSlab:
+    """A page table and its records, on the device, and the groups that have room in them.
+
+    table: [entries], int64; held: [slots, 3], int64. Returned room is reused undivided by the next group of the same
+    size, which waits for the events that were returned with it. waits: events that unused room has to wait for, left by
+    groups that were closed before the slab was last empty.
+    """
+
+    table: Tensor
+    held: Tensor
+    used: _Room = _Room(0, 0, 0, 0)
+    open_groups: set[PageGroup] = field(default_factory=set)
+    returned: dict[tuple[int, int], list[tuple[_Room, list[torch.Event]]]] = field(default_factory=dict)
+    waits: list[torch.Event] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Removes all groups, and clears the records of all tensors."""
+        self.held.zero_()
+        self.used = _Room(0, 0, 0, 0)
+        self.open_groups.clear()
+        self.returned.clear()
+        self.waits = []
+
+    def take_returned(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
+        """Returns the room of exactly this size that was returned first, and the events to wait for."""
+        rooms = self.returned.get(size)
+        return rooms.pop(0) if rooms else None
+
+    def take_new(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
+        """Returns room that no group has used since the slab was last empty, and the events to wait for."""
+        start, slot = self.used.num_entries, self.used.num_slots
+        if start + size[0] > len(self.table) or slot + size[1] > len(self.held):
+            return None
+        self.used = _Room(0, 0, start + size[0], slot + size[1])
+        return _Room(start, slot, *size), list(self.waits)
+
+    def renew(self) -> None:
+        """Merges all room of a slab without groups into one piece."""
+        self.waits += [event for rooms in self.returned.values() for _, events in rooms for event in events]
+        self.returned.clear()
+        self.used = _Room(0, 0, 0, 0)
+
+
+class PageTables:
+    """The slabs of one pool. A slab is added when no room is left and is never freed."""
+
+    def __init__(self, layout: PoolLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.device = device
+        self.slabs: list[TableSlab] = []
+        # Groups of CUDA graphs, for as long as these live.
+        self._fixed: weakref.WeakSet[PageGroup] = weakref.WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs, on the device."""
+        slabs = [*self.slabs, *(group.slab for group in self._fixed)]
+        return sum(slab.table.nbytes + slab.held.nbytes for slab in slabs)
+
+    @property
+    def open_groups(self) -> list[PageGroup]:
+        """Fixed groups, and groups opened since the last reset and not closed, in no particular order."""
+        return [*self._fixed, *(group for slab in self.slabs for group in slab.open_groups)]
+
+    @torch.inference_mode(False)  # as in PagePool
+    def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
+        """Opens a group with room for the page ids of these tensors if all their rows are live."""
+        slab, room, waits = self._take(self._size(specs))
+        placed = self._placed(specs, room)
+        group = PageGroup(placed, waits, generation, slab, room, _operator_calls(placed))
+        slab.open_groups.add(group)
+        return group
+
+    @torch.inference_mode(False)  # as in PagePool
+    def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
+        """Opens a group with a slab of its own, for a CUDA graph that repeats the group's plan.
+
+        Room that was taken and returned under capture would end up in two graphs. The slab may be memory of the graph,
+        because only its operators and resets write to it.
+        """
+        size = self._size(specs)
+        slab, room = self._slab(*size), _Room(0, 0, *size)
+        placed = self._placed(specs, room)
+        group = PageGroup(placed, [], generation, slab, room, _operator_calls(placed), is_fixed=True)
+        self._fixed.add(group)
+        return group
+
+    def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
+        """Takes the room back. Its next owner waits for `after`, or for the events that this group waited for.
+
+        Fixed groups keep their room.
+        """
+        if group.is_fixed:
+            return
+        events = [after] if after is not None else group.waits
+        group.generation = CLOSED
+        group.slab.open_groups.remove(group)
+        group.slab.returned.setdefault(group.room.size, []).append((group.room, events))
+
+    def reset(self) -> None:
+        """Frees all room and closes all groups except fixed ones, which hold no pages afterwards."""
+        for slab in self.slabs:
+            slab.reset()
+        for group in self._fixed:
+            group.slab.reset()
+
+    def _take(self, size: tuple[int, int]) -> tuple[TableSlab, _Room, list[torch.Event]]:
+        for slab in self.slabs:
+            if taken := slab.take_returned(size) or slab.take_new(size):
+                return slab, *taken
+        for slab in self.slabs:
+            if not slab.open_groups:
+                slab.renew()
+                if taken := slab.take_new(size):
+                    return slab, *taken
+        self.slabs.append(self._slab(*(GROUPS_PER_SLAB * number for number in size)))
+        return self._take(size)
+
+    def _slab(self, num_entries: int, num_slots: int) -> TableSlab:
+        table = torch.zeros(max(1, num_entries), dtype=torch.int64, device=self.device)
+        held = torch.zeros(max(1, num_slots), len(Held), dtype=torch.int64, device=self.device)
+        return TableSlab(table, held)
+
+    def _size(self, specs: Sequence[TensorSpec]) -> tuple[int, int]:
+        """Returns the entries and slots that these tensors need."""
+        return sum(self.layout.pages_for(spec.max_bytes) for spec in specs), len(specs)
+
+    def _placed(self, specs: Sequence[TensorSpec], room: _Room) -> list[PlacedTensor]:
+        placed, start = [], room.start
+        for index, spec in enumerate(specs):
+            placed.append(PlacedTensor(spec, start, room.slot + index))
+            start += self.layout.pages_for(spec.max_bytes)
+        return placed
+
+
+def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:
+    """Splits a group into calls of at most MAX_TENSORS tensors, by priority, and in the given order among equals."""
+    order = sorted(range(len(placed)), key=lambda index: placed[index].spec.priority)
+    chunks = [order[start : start + MAX_TENSORS] for start in range(0, len(order), MAX_TENSORS)]
+    return [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]
+
+
+class RestoredMemory:
+    """Allocates memory that rows are restored into, for all stashes of a pool. See [Note: persistent buffers].
+
+    A buffer is free again as soon as no other tensor shares its storage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._persistent: dict[int, list[Tensor]] = {}
+        self._most_used: dict[int, int] = {}
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns uninitialized memory: [N], uint8, on the device, N at least num_bytes."""
+        num_bytes = -(-num_bytes // RESTORE_ALIGNMENT) * RESTORE_ALIGNMENT
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        buffers = self._persistent.setdefault(num_bytes, [])
+        found = next((number for number, buffer in enumerate(buffers) if _is_free(buffer)), len(buffers))
+        if found == len(buffers):
+            buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+            use_huge_pages(buffers[found])
+        self._most_used[num_bytes] = max(self._most_used.get(num_bytes, 0), found + 1)
+        # A view, so that the storage's use count shows whether the caller still holds it.
+        return buffers[found].view(-1)
+
+    def trim(self) -> None:
+        """Frees buffers that were not used since the last trim."""
+        self._persistent = {size: buffers[: self._most_used.get(size, 0)] for size, buffers in self._persistent.items()}
+        self._most_used = {}
+
+
+def _is_free(buffer: Tensor) -> bool:
+    # The buffer and the storage object made here count one use each. No public function returns the count.
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2
+
+
+def use_huge_pages(memory: Tensor) -> None:
+    """Requests pages of 2 MiB for a persistent tensor, [n], uint8. Does nothing where there are none.
+
+    Copies between such tensors take a fifth less time, because the processor translates fewer addresses. Contents stay
+    unchanged. Does nothing for partly covered huge pages, or for other devices, whose memory has large pages anyway.
+    """
+    if memory.device.type != "cpu":
+        return
+    start = -(-memory.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    size = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - start
+    if size <= 0:
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # another C library or operating system
+        return
+    # Both, because untouched memory can only be advised, and memory that malloc reuses only be collapsed.
+    for advice in (_HUGEPAGE, _COLLAPSE):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)

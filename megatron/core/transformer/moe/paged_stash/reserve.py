@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.arithmetic import (
+from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow, peak_pages, reserve_table, resident_groups
+from megatron.core.transformer.moe.paged_stash.page_layout import (
     PagesByPriority,
-    ReserveRow,
+    PoolLayout,
+    Priority,
+    TensorSpec,
     pages_for,
-    peak_pages,
-    reserve_table,
-    resident_groups,
 )
-from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
 
 _NEVER_FREE = 2**62  # pages: more than any pool has

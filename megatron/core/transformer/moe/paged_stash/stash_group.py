@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority
-from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
-from megatron.core.transformer.moe.paged_stash.restored_memory import ALIGNMENT
+from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
     SavedTensor,
@@ -191,7 +190,7 @@ class PageKeeper:
             _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
         ]
         for block in blocks:
-            first_byte = block.start // ALIGNMENT * ALIGNMENT
+            first_byte = block.start // RESTORE_ALIGNMENT * RESTORE_ALIGNMENT
             memory = Memory(first_byte)
             group.memories.append(weakref.ref(memory))
             group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))

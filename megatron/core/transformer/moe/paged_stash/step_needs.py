@@ -12,13 +12,15 @@ from typing import Protocol
 
 import torch
 
-from megatron.core.transformer.moe.paged_stash.arithmetic import (
+from megatron.core.transformer.moe.paged_stash.arithmetic import peak_pages, resident_groups
+from megatron.core.transformer.moe.paged_stash.page_layout import (
     PagesByPriority,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    page_bytes,
     pages_for,
-    peak_pages,
-    resident_groups,
 )
-from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec, page_bytes
 from megatron.core.transformer.moe.paged_stash.stash_order import Group, StashEvent, layer_name
 
 RowsOf = Callable[[Group], int]

@@ -1,42 +1,91 @@
-"""Kernels that give pages out and take them back, one program each, and the launchers of all four operators on a GPU.
+"""The four operators of a page pool on a GPU: kernels that allocate, copy and release pages, and their launchers.
 
-The kernel that copies is in triton_copy.py. A launcher allocates nothing and reads nothing from the device, so that a
-CUDA graph can hold it; it launches on the current device and stream.
+cpu_kernels.py describes the operands and registers the launchers under the operators' names. A launcher allocates
+nothing and reads nothing from the device, so that a CUDA graph can capture it. It launches on the current device and
+stream.
+
+[Note: numbers that kernels are not specialized on]
+Triton recompiles a kernel for each pattern of its integer arguments: the value 1 becomes a constant, multiples of 16
+are marked, values from 2**31 on are wider. do_not_specialize turns that off for plain arguments, but not for members of
+a tuple, and a group's tensors are passed as tuples. So each number v is passed as 2 * v + SHIFTED, which is odd, never
+1 and always an int64. One compiled kernel then serves all sizes and addresses. Kernels recover v as
+(number - SHIFTED) >> 1. Compile-time constants are the number of tensors, rounded up to one of COUNTS, the size of a
+copied block, which all groups of a pool share, and the direction of a copy.
+In kernels, number 7 * i + f of `tensors` is field f of EncodedTensor for tensor i, and held + slot * 3 + c is column c
+of Held.
 
 [Note: two ends of a ring]
-plan owns the heads, release the tails, and the two may run at the same time on two streams. What the release of one
-group hands to the plan of another is ring entries, and then the tail past them:
+plan owns the heads, release the tails, and the two may run concurrently on two streams. A release passes ring entries
+to a later plan, and then the tail past them:
   release: all threads write entries; barrier; the tail is exchanged, with release semantics on the GPU.
   plan: the tail is read with acquire semantics on the GPU; barrier; all threads read entries below it.
 Barriers order the threads of a program, and release and acquire are cumulative over them: a plan that sees the tail
-also sees the entries. A plan that does not see it yet takes free pages for held ones: it spills or drops earlier than
-it must, but gives out no page twice.
-The other direction needs no fence. release writes only entries that plan has given out: their pages are being released,
-and plan, stash and restore of that group came before by stream order and events. What only one of the two touches, such
-as the heads, is read and written plainly.
+also sees the entries. A plan that does not see it yet takes free pages for allocated ones. It spills or drops earlier
+than necessary, but allocates no page twice.
+The other direction needs no fence. release writes only entries that plan has consumed: their pages are being released,
+and plan, stash and restore of that group precede it by stream order and events. Plain loads and stores suffice for
+numbers that only one of the two accesses, such as the heads.
+
+[Note: work of a copy]
+A page is cut into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page, are dealt to the
+programs in turn, so that one launch serves a whole group whatever the mix of sizes, and a program without a chunk
+returns immediately. The host knows only the maximum number of rows; the kernel reads the live ones from `held`.
+
+[Note: words]
+Widths and addresses determine the word size of a tensor's copy: the largest power of 2 up to 16 that divides its
+address and, for rows with gaps, width and pitch. Rows without gaps are one run of bytes, whose width does not matter;
+the bytes after the last whole word are copied one by one. Pages start at multiples of 16. The kernel chooses for each
+tensor, from numbers that all its threads share, which costs a branch but no second compilation.
+
+[Note: few programs]
+A copy that runs concurrently with a matrix product occupies streaming multiprocessors and slows the product down by
+more than the copy is worth, while a fraction of them already saturates the memory's bandwidth. Hence num_programs. A
+program of the largest block uses all registers of a multiprocessor and has up to 64 KiB of loads in flight. 0 means
+MAX_WARPS warps on each multiprocessor, in one such program or several smaller ones, for copies that run alone.
 """
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron.core.transformer.moe.paged_stash.page_layout import INTS_PER_TENSOR, Counter, Priority
-from megatron.core.transformer.moe.paged_stash.triton_copy import restore, stash
-from megatron.core.transformer.moe.paged_stash.triton_numbers import (
-    COUNTS,
-    SHIFTED,
-    count_for,
-    shifted,
-    shifted_tensors,
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    ALIGNMENT,
+    INTS_PER_TENSOR,
+    MAX_TENSORS,
+    Counter,
+    Priority,
 )
 from megatron.core.triton_compile import CompileCase, compile_case
 
-__all__ = ["compile_cases", "plan", "release", "restore", "stash"]
+SHIFTED = tl.constexpr(2**40 + 1)
+COUNTS = (2, 4, 8, MAX_TENSORS)
+# Record of an absent tensor, marked by its slot of -1.
+_ABSENT = (1, 1, 0, 1, 0, 0, -1)
 
-LANES = 256  # pages that a program handles at a time
+
+def count_for(num_tensors: int) -> int:
+    """Rounds a number of tensors up to one that kernels are compiled for. Raises ValueError above the largest."""
+    if num_tensors > COUNTS[-1]:
+        raise ValueError(f"{num_tensors} tensors: one launch takes at most {COUNTS[-1]}")
+    return next(count for count in COUNTS if count >= num_tensors)
+
+
+def shifted(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Returns numbers in the form that kernels take. See [Note: numbers that kernels are not specialized on]."""
+    return tuple(2 * number + SHIFTED.value for number in numbers)
+
+
+def shifted_tensors(tensors: Sequence[int]) -> tuple[int, ...]:
+    """Pads the integers of encode_tensors with absent tensors and returns them in the form that kernels take."""
+    num_tensors = len(tensors) // INTS_PER_TENSOR
+    return shifted([*tensors, *_ABSENT * (count_for(num_tensors) - num_tensors)])
+
+
+LANES = 256  # pages that plan and release handle at a time
 VOID = tl.constexpr(int(Counter.VOID))
 BAD_COUNT = tl.constexpr(int(Counter.BAD_COUNT))
 HIGH_WATER_DEVICE = tl.constexpr(int(Counter.HIGH_WATER_DEVICE))
@@ -52,41 +101,16 @@ GATE_UP = tl.constexpr(int(Priority.GATE_UP))
 ACT = tl.constexpr(int(Priority.ACT))
 
 
-@triton.jit
-def _room(tensors, COUNT: tl.constexpr):
-    """The most live tokens that every tensor has rows for."""
-    room = tl.full((), 2**62, tl.int64)
-    for i in tl.static_range(COUNT):
-        tokens = ((tensors[7 * i + 2] - SHIFTED) >> 1) * ((tensors[7 * i + 3] - SHIFTED) >> 1)
-        room = tl.where(tensors[7 * i + 6] < SHIFTED, room, tl.minimum(room, tokens))
-    return room
-
-
-@triton.jit(noinline=True)
-def _give(ring, table, head_device, head_host, device_pages, host_pages, need, on_device, LANES: tl.constexpr):
-    """Writes a tensor's page ids: on_device from the device ring, the rest of `need` from the host ring."""
-    device_at = head_device % tl.maximum(device_pages, 1)
-    host_at = head_host % tl.maximum(host_pages, 1)
-    for start in range(0, need, LANES):
-        lane = start + tl.arange(0, LANES)
-        spilled = lane >= on_device
-        position = tl.where(spilled, host_at + lane - on_device, device_at + lane)
-        size = tl.where(spilled, host_pages, device_pages)
-        position = tl.where(position >= size, position - size, position) + tl.where(spilled, device_pages, 0)
-        ids = tl.load(ring + position, mask=lane < need)
-        tl.store(table + lane, ids, mask=lane < need)
-
-
 @triton.jit(do_not_specialize_on_alignment=list(range(8)))
 def plan_kernel(
     num_rows, reserve, heads, tails, ring, table, held, counters, layout, tensors,
     COUNT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program. layout: PoolLayout.encode(); tensors: COUNT records of encode_tensors."""
+    """Allocates pages, in one program. layout: PoolLayout.encode(); tensors: COUNT records of encode_tensors."""
     page_bytes = (layout[0] - SHIFTED) >> 1
     device_pages = (layout[1] - SHIFTED) >> 1
     host_pages = (layout[2] - SHIFTED) >> 1
-    # Triton has no load with acquire semantics; adding 0 is one. See [Note: two ends of a ring].
+    # Triton has no load with acquire semantics, so this adds 0. See [Note: two ends of a ring].
     tail_device = tl.atomic_add(tails, 0, sem="acquire", scope="gpu")
     tail_host = tl.atomic_add(tails + 1, 0, sem="acquire", scope="gpu")
     head_device = tl.load(heads)
@@ -133,36 +157,160 @@ def plan_kernel(
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_DEVICE, used_device, before))
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_HOST, used_host, before))
     tl.store(counters + lane, after, mask=lane < NUM_COUNTERS)
-    # One thread stores what all have read: without the barrier a late warp could start from the new heads.
+    # One thread stores the heads that all have read. Without the barrier a late warp could read the new ones.
     tl.debug_barrier()
     tl.store(heads, head_device)
     tl.store(heads + 1, head_host)
 
 
+@triton.jit
+def _room(tensors, COUNT: tl.constexpr):
+    """Returns the largest number of live tokens that all tensors have rows for."""
+    room = tl.full((), 2**62, tl.int64)
+    for i in tl.static_range(COUNT):
+        tokens = ((tensors[7 * i + 2] - SHIFTED) >> 1) * ((tensors[7 * i + 3] - SHIFTED) >> 1)
+        room = tl.where(tensors[7 * i + 6] < SHIFTED, room, tl.minimum(room, tokens))
+    return room
+
+
 @triton.jit(noinline=True)
-def _take_back(ring, table, tail_device, tail_host, device_pages, host_pages, pages, LANES: tl.constexpr):
-    """Writes a tensor's page ids behind the tails; returns how many are device pages, which come first."""
-    found = tl.zeros((LANES,), tl.int32)
-    for start in range(0, pages, LANES):
-        lane = start + tl.arange(0, LANES)
-        found += (tl.load(table + lane, mask=lane < pages, other=2**31) < device_pages).to(tl.int32)
-    on_device = tl.sum(found, axis=0).to(tl.int64)
-    device_at = tail_device % tl.maximum(device_pages, 1)
-    host_at = tail_host % tl.maximum(host_pages, 1)
-    for start in range(0, pages, LANES):
+def _give(ring, table, head_device, head_host, device_pages, host_pages, need, on_device, LANES: tl.constexpr):
+    """Writes a tensor's page ids: on_device from the device ring, the rest of `need` from the host ring."""
+    device_at = head_device % tl.maximum(device_pages, 1)
+    host_at = head_host % tl.maximum(host_pages, 1)
+    for start in range(0, need, LANES):
         lane = start + tl.arange(0, LANES)
         spilled = lane >= on_device
         position = tl.where(spilled, host_at + lane - on_device, device_at + lane)
         size = tl.where(spilled, host_pages, device_pages)
         position = tl.where(position >= size, position - size, position) + tl.where(spilled, device_pages, 0)
-        ids = tl.load(table + lane, mask=lane < pages)
-        tl.store(ring + position, ids, mask=lane < pages)
-    return on_device
+        ids = tl.load(ring + position, mask=lane < need)
+        tl.store(table + lane, ids, mask=lane < need)
+
+
+MIN_BLOCK, MAX_BLOCK = 128, 4096  # words of 16 bytes
+WORDS_PER_WARP = 256  # 8 per thread, enough loads in flight to hide the memory's latency
+MIN_WARPS, MAX_WARPS = 4, 16
+ONE_RUN = tl.constexpr(2**60)  # width that stands for rows without gaps, longer than any tensor
+
+
+@triton.jit(do_not_specialize_on_alignment=["table", "held"])
+def copy_kernel(table, held, pool, tensors, addresses, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr):
+    """Copies live rows into pages or back.
+
+    pool: page_bytes, then pages and addresses of both tiers; tensors: encode_tensors; addresses: one per tensor.
+    """
+    page_bytes = (pool[0] - SHIFTED) >> 1
+    step = tl.num_programs(0).to(tl.int64)
+    turn = tl.program_id(0).to(tl.int64)
+    chunks = (page_bytes + BLOCK * 16 - 1) // (BLOCK * 16)
+    for i in tl.static_range(len(addresses)):
+        slot = (tensors[7 * i + 6] - SHIFTED) >> 1
+        items = chunks * tl.load(held + slot * 3, mask=slot >= 0, other=0)
+        if turn < items:
+            _copy_tensor(
+                table, pool[0], pool[1], pool[3], pool[4], addresses[i], tensors[7 * i], tensors[7 * i + 1],
+                tensors[7 * i + 2], tensors[7 * i + 5], tl.load(held + slot * 3 + 1), turn, items, BLOCK, TO_PAGES,
+            )  # fmt: skip
+        # The next tensor's first chunk goes to the program that is next in turn.
+        turn -= items % step
+        turn = tl.where(turn < 0, turn + step, turn)
+
+
+@triton.jit(noinline=True)
+def _copy_tensor(
+    table, page_bytes, device_pages, device_at, host_at, address, row_bytes, pitch, max_rows, table_start, rows, first,
+    items, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
+):  # fmt: skip
+    """Copies one program's chunks of one tensor. Not inlined, so that all tensors of a group share instructions.
+
+    Arguments up to table_start are shifted like the kernel's, which keeps the caller's register use low.
+    """
+    step = tl.num_programs(0).to(tl.int64)
+    address = (address - SHIFTED) >> 1
+    row_bytes = (row_bytes - SHIFTED) >> 1
+    pitch = (pitch - SHIFTED) >> 1
+    max_rows = (max_rows - SHIFTED) >> 1
+    table += (table_start - SHIFTED) >> 1
+    device_pages = (device_pages - SHIFTED) >> 1
+    pages_at = ((device_at - SHIFTED) >> 1, (host_at - SHIFTED) >> 1, (page_bytes - SHIFTED) >> 1, device_pages)
+    one_run = (pitch == row_bytes) | (max_rows <= 1)
+    span = tl.where(one_run, ONE_RUN, row_bytes)
+    bits = address | tl.where(one_run, 16, row_bytes | pitch) | 16
+    word = bits & -bits
+    live = rows * row_bytes
+    if word == 16:
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 16, BLOCK, TO_PAGES)
+    elif word == 8:
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 8, BLOCK, TO_PAGES)
+    elif word == 4:
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 4, BLOCK, TO_PAGES)
+    elif word == 2:
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 2, BLOCK, TO_PAGES)
+    else:
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 1, BLOCK, TO_PAGES)
+
+
+@triton.jit
+def _copy_items(
+    table, address, pages_at, row_bytes, pitch, live, span, first, items, step,
+    BYTES: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
+):  # fmt: skip
+    """Copies one program's chunks of one tensor, in words of BYTES bytes.
+
+    pages_at: addresses of both tiers, page_bytes, pages of the device tier.
+    """
+    device_at, host_at, page_bytes, device_pages = pages_at
+    word = tl.int64 if BYTES >= 8 else (tl.int32 if BYTES == 4 else (tl.int16 if BYTES == 2 else tl.int8))
+    PER_WORD: tl.constexpr = 2 if BYTES == 16 else 1
+    ELEMENT: tl.constexpr = BYTES // PER_WORD
+    CHUNK: tl.constexpr = BLOCK * 16
+    lanes = tl.arange(0, BLOCK)
+    parts = tl.arange(0, PER_WORD)[None, :]
+    chunks = (page_bytes + CHUNK - 1) // CHUNK
+    words_per_row = span // BYTES
+    for item in range(first, items, step):
+        page = item // chunks
+        id = tl.load(table + page).to(tl.int64)
+        tier_at = tl.where(id < device_pages, device_at, host_at - device_pages * page_bytes)
+        in_page = (item - page * chunks) * CHUNK
+        start = page * page_bytes + in_page
+        size = tl.minimum(tl.minimum(page_bytes - in_page, CHUNK), live - start)
+        page_at = tier_at + id * page_bytes + in_page
+        for done in range(0, size, BLOCK * BYTES):
+            row = (start + done) // BYTES // words_per_row
+            place = (start + done) // BYTES - row * words_per_row + lanes
+            # Rows between `row` and a lane's own. At most one wide row ends within a block. The numbers of narrow rows
+            # fit 32 bits, in which division is many times cheaper.
+            if words_per_row >= BLOCK:
+                beyond = (place >= words_per_row).to(tl.int32)
+            else:
+                beyond = place.to(tl.int32) // words_per_row.to(tl.int32)
+            place = (place + beyond * ((pitch - span) // BYTES)) * PER_WORD
+            in_rows = (address + row * pitch).to(tl.pointer_type(word)) + (place[:, None] + parts)
+            in_pages = (page_at + done).to(tl.pointer_type(word)) + (lanes[:, None] * PER_WORD + parts)
+            # Without these hints the compiler loads 8 bytes at a time.
+            in_rows = tl.multiple_of(in_rows, (ELEMENT, BYTES))
+            in_pages = tl.multiple_of(in_pages, (ELEMENT, BYTES))
+            mask = (lanes < (size - done) // BYTES)[:, None]
+            if TO_PAGES:
+                tl.store(in_pages, tl.load(in_rows, mask=mask), mask=mask)
+            else:
+                tl.store(in_rows, tl.load(in_pages, mask=mask), mask=mask)
+        rest = size % BYTES
+        if rest > 0:  # Only at the end of rows without gaps.
+            lane = tl.arange(0, 16)
+            in_rows = (address + start + size - rest).to(tl.pointer_type(tl.int8)) + lane
+            in_pages = (page_at + size - rest).to(tl.pointer_type(tl.int8)) + lane
+            if TO_PAGES:
+                tl.store(in_pages, tl.load(in_rows, mask=lane < rest), mask=lane < rest)
+            else:
+                tl.store(in_rows, tl.load(in_pages, mask=lane < rest), mask=lane < rest)
 
 
 @triton.jit(do_not_specialize_on_alignment=list(range(4)))
 def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexpr, LANES: tl.constexpr):
-    """One program. layout: PoolLayout.encode(); tensors: COUNT records of encode_tensors."""
+    """Returns pages to the rings, in one program. layout, tensors: as in plan_kernel."""
     device_pages = (layout[1] - SHIFTED) >> 1
     host_pages = (layout[2] - SHIFTED) >> 1
     tail_device = tl.load(tails)
@@ -187,6 +335,27 @@ def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexp
     tl.atomic_xchg(tails + 1, tail_host, sem="release", scope="gpu")
 
 
+@triton.jit(noinline=True)
+def _take_back(ring, table, tail_device, tail_host, device_pages, host_pages, pages, LANES: tl.constexpr):
+    """Writes a tensor's page ids after the tails. Returns the number of device pages, which precede host pages."""
+    found = tl.zeros((LANES,), tl.int32)
+    for start in range(0, pages, LANES):
+        lane = start + tl.arange(0, LANES)
+        found += (tl.load(table + lane, mask=lane < pages, other=2**31) < device_pages).to(tl.int32)
+    on_device = tl.sum(found, axis=0).to(tl.int64)
+    device_at = tail_device % tl.maximum(device_pages, 1)
+    host_at = tail_host % tl.maximum(host_pages, 1)
+    for start in range(0, pages, LANES):
+        lane = start + tl.arange(0, LANES)
+        spilled = lane >= on_device
+        position = tl.where(spilled, host_at + lane - on_device, device_at + lane)
+        size = tl.where(spilled, host_pages, device_pages)
+        position = tl.where(position >= size, position - size, position) + tl.where(spilled, device_pages, 0)
+        ids = tl.load(table + lane, mask=lane < pages)
+        tl.store(ring + position, ids, mask=lane < pages)
+    return on_device
+
+
 def plan(
     num_rows: torch.Tensor,
     reserve: torch.Tensor,
@@ -200,11 +369,47 @@ def plan(
     layout: Sequence[int],
     tensors: Sequence[int],
 ) -> None:
-    """paged_stash::plan in one launch. num_rows: [1], int64; reserve: [3], int64; others as in kernels.py."""
+    """Launches paged_stash::plan. num_rows: [1], int64; reserve: [3], int64. See [Note: operands] in cpu_kernels.py."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
     state = (heads, tails, ring, table, held, counters)
     plan_kernel[(1,)](
         num_rows, reserve, *state, shifted(layout), shifted_tensors(tensors), COUNT=count, LANES=LANES, num_warps=4
+    )
+
+
+def stash(
+    sources: Sequence[torch.Tensor],
+    device_pages: torch.Tensor,
+    *,
+    host_pages: torch.Tensor,
+    table: torch.Tensor,
+    held: torch.Tensor,
+    layout: Sequence[int],
+    tensors: Sequence[int],
+    num_programs: int,
+) -> None:
+    """Launches paged_stash::stash. sources: at most 16, [bytes], uint8. See [Note: operands] in cpu_kernels.py."""
+    pages = (device_pages, host_pages)
+    _launch(
+        table, held, to_pages=True, pages=pages, moved=sources, numbers=(layout, tensors), num_programs=num_programs
+    )
+
+
+def restore(
+    device_pages: torch.Tensor,
+    host_pages: torch.Tensor,
+    *,
+    table: torch.Tensor,
+    held: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    tensors: Sequence[int],
+    num_programs: int,
+) -> None:
+    """Launches paged_stash::restore. targets: at most 16, [bytes], uint8. See [Note: operands] in cpu_kernels.py."""
+    pages = (device_pages, host_pages)
+    _launch(
+        table, held, to_pages=False, pages=pages, moved=targets, numbers=(layout, tensors), num_programs=num_programs
     )
 
 
@@ -217,17 +422,72 @@ def release(
     layout: Sequence[int],
     tensors: Sequence[int],
 ) -> None:
-    """paged_stash::release in one launch. ring: [pages], int32; tails: [2], int64; others as in kernels.py."""
+    """Launches paged_stash::release. ring: [pages], int32; tails: [2], int64. See [Note: operands], cpu_kernels.py."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
     numbers = (shifted(layout), shifted_tensors(tensors))
     release_kernel[(1,)](ring, tails, table, held, *numbers, COUNT=count, LANES=LANES, num_warps=4)
 
 
+def _launch(
+    table: torch.Tensor,
+    held: torch.Tensor,
+    *,
+    to_pages: bool,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    moved: Sequence[torch.Tensor],
+    numbers: tuple[Sequence[int], Sequence[int]],
+    num_programs: int,
+) -> None:
+    if not moved:
+        return
+    layout, tensors = numbers
+    tiers = [tier.data_ptr() for tier in pages]
+    assert not any(tier % ALIGNMENT for tier in tiers), "pages start at multiples of 16 bytes"
+    addresses = [tensor.data_ptr() for tensor in moved]
+    addresses += [0] * (count_for(len(moved)) - len(moved))
+    block = block_words(layout[0])
+    useful = num_programs or _num_processors(table.device) * MAX_WARPS // _num_warps(block)
+    programs = min(useful, _max_items(tensors, layout[0], block=block))
+    copy_kernel[(max(programs, 1),)](
+        table,
+        held,
+        shifted([*layout, *tiers]),
+        shifted_tensors(tensors),
+        shifted(addresses),
+        BLOCK=block,
+        TO_PAGES=to_pages,
+        num_warps=_num_warps(block),
+    )
+
+
+def block_words(page_bytes: int) -> int:
+    """Returns the words of 16 bytes that a program moves at a time, for all groups of a pool: a page, within limits."""
+    return min(max(triton.next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // WORDS_PER_WARP, MIN_WARPS), MAX_WARPS)
+
+
+def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
+    """Returns the chunks of the group if all rows are live. More programs would have nothing to do."""
+    records = (tensors[start : start + INTS_PER_TENSOR] for start in range(0, len(tensors), INTS_PER_TENSOR))
+    pages = sum(-(-record[0] * record[2] // page_bytes) for record in records)
+    return pages * -(-page_bytes // (16 * block))
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    """Returns the number of streaming multiprocessors, or 1 where kernels are interpreted."""
+    if device.type == "cpu":
+        return 1
+    return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+
+
 def compile_cases() -> Iterator[CompileCase]:
-    """With the fewest and with the most tensors."""
+    """Yields `plan` and `release` for the fewest and the most tensors, then copies of large and of small pages."""
     state = {"ring": "*i32", "tails": "*i64", "table": "*i64", "held": "*i64"}
     plan_state = {"num_rows": "*i64", "reserve": "*i64", "heads": "*i64", "counters": "*i64", **state}
-    warps = {"num_warps": 4}
     for count in (COUNTS[0], COUNTS[-1]):
         numbers = {
             "layout": ("i64",) * 3,
@@ -235,5 +495,16 @@ def compile_cases() -> Iterator[CompileCase]:
             "COUNT": count,
             "LANES": LANES,
         }
+        warps = {"num_warps": 4}
         yield compile_case(plan_kernel, f"plan, {count} tensors", options=warps, **plan_state, **numbers)
         yield compile_case(release_kernel, f"release, {count} tensors", options=warps, **state, **numbers)
+    count = 4
+    moved = {"pool": ("i64",) * 5, "tensors": ("i64",) * INTS_PER_TENSOR * count, "addresses": ("i64",) * count}
+    for block in (MIN_BLOCK, MAX_BLOCK):
+        for name, to_pages in (("stash", True), ("restore", False)):
+            constants = {"BLOCK": block, "TO_PAGES": to_pages}
+            warps = {"num_warps": _num_warps(block)}
+            records = {"table": "*i64", "held": "*i64"}
+            yield compile_case(
+                copy_kernel, f"{name}, blocks of {block}", options=warps, **records, **moved, **constants
+            )

@@ -17,8 +17,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     Priority,
     TensorSpec,
 )
-from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.page_tables import PageGroup, TableSlab
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool, TableSlab
 
 PAGE_BYTES = (16, 32, 48, 64, 256, 1024)
 ROW_BYTES = (1, 7, 8, 16, 24, 32, 64, 100, 256, 1000)

@@ -8,18 +8,23 @@ from hypothesis import strategies as st
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import (
     GroupRows,
-    PagesByPriority,
     PoolModel,
     TensorPages,
-    live_rows,
-    pages_bound,
-    pages_for,
     peak_pages,
     reserve_table,
     resident_groups,
     simulate,
 )
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    Counter,
+    PagesByPriority,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    live_rows,
+    pages_bound,
+    pages_for,
+)
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.transformer.moe.paged_stash.huge_pages import use_huge_pages
+from megatron.core.transformer.moe.paged_stash.page_pool import use_huge_pages
 
 
 @pytest.mark.parametrize("start, size", [(0, 0), (1, 100), (12345, 3 << 20), (0, 9 << 20)])

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.transformer.moe.paged_stash import arithmetic
+from megatron.core.transformer.moe.paged_stash import arithmetic, page_layout
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group
@@ -28,7 +28,7 @@ def test_pool_obeys_the_memory_law_and_counts_as_simulated(seed: int) -> None:
         shares = [choose.gammavariate(0.3, 1) for _ in range(4)]
         rows[name] = int(TOKENS * shares[0] / sum(shares))
     layout = PoolLayout(PAGE, device_pages=choose.choice([60, 300, 10_000]), host_pages=choose.choice([0, 40]))
-    reserve = arithmetic.reserve_table(events, lambda group: arithmetic.pages_for(SPECS, TOKENS // 2, layout=layout))
+    reserve = arithmetic.reserve_table(events, lambda group: page_layout.pages_for(SPECS, TOKENS // 2, layout=layout))
     pool, bound, forwards = PagePool("cpu", layout), 0, iter(reserve)
     held: dict[Group, tuple[PageGroup, int, int]] = {}
     for event in events:
@@ -36,12 +36,12 @@ def test_pool_obeys_the_memory_law_and_counts_as_simulated(seed: int) -> None:
             group = pool.open_group(SPECS)
             pool.plan(group, torch.tensor([rows[event.group]]), reserve=torch.tensor(next(forwards)))
             kept = [spec for index, spec in enumerate(SPECS) if not pool.dropped(group, index)]
-            live = sum(arithmetic.live_rows(spec, rows[event.group]) * spec.row_bytes for spec in kept)
+            live = sum(page_layout.live_rows(spec, rows[event.group]) * spec.row_bytes for spec in kept)
             held[event.group] = (group, live, len(kept))
         elif event.group in held:
             pool.release(held.pop(event.group)[0])
         live, tensors = sum(one[1] for one in held.values()), sum(one[2] for one in held.values())
-        now = arithmetic.pages_bound(live, tensors, layout=layout)
+        now = page_layout.pages_bound(live, tensors, layout=layout)
         bound, used = max(bound, now), pool.occupancy_sync()
         assert used.device_held + used.host_held <= now
     assert max(used.counters[Counter.HIGH_WATER_DEVICE], used.counters[Counter.HIGH_WATER_HOST]) <= bound

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.transformer.moe.paged_stash import page_copies
+from megatron.core.transformer.moe.paged_stash import cpu_kernels
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from tests.unit_tests.core.transformer.moe.paged_stash.pool_model import RandomOperations
@@ -41,7 +41,7 @@ def round_trip(pool: PagePool, tensor: torch.Tensor, target: torch.Tensor, *, nu
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pools rarely need indexed copies: once more with these for all whole pages."""
     if request.param == "indexed":
-        monkeypatch.setattr(page_copies, "FEW_RUNS", 0)
+        monkeypatch.setattr(cpu_kernels, "FEW_RUNS", 0)
 
 
 @pytest.mark.usefixtures("ways")

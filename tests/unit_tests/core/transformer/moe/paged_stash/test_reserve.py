@@ -7,14 +7,19 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import (
     GroupRows,
-    PagesByPriority,
     PoolModel,
     peak_pages,
     reserve_table,
     resident_groups,
     simulate,
 )
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    Counter,
+    PagesByPriority,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+)
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group
 from tests.counts import long_count

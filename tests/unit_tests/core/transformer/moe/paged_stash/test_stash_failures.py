@@ -37,7 +37,7 @@ from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
 PACKAGE = "megatron.core.transformer.moe.paged_stash."
 PLACES = (
     *(f"{PACKAGE}page_pool.PagePool.{verb}" for verb in ("open_group", "plan", "stash", "restore", "release")),
-    f"{PACKAGE}restored_memory.RestoredMemory.take",
+    f"{PACKAGE}page_pool.RestoredMemory.take",
     f"{PACKAGE}recording.StashGroup.pack",
     f"{PACKAGE}recording.StashGroup.blocks",
     f"{MarkedExperts.__module__}.MarkedExperts.forward",
