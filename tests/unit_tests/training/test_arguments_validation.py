@@ -187,7 +187,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         (
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --optimizer muon",
             "",
-            ["--optimizer is muon, whose"],
+            ["--optimizer is muon, which needs a decision of the host"],
         ),
         ("--cuda-graph-modules mlp", "", ["--cuda-graph-modules is mlp and --cuda-graph-impl is none"]),
         (
