@@ -28,6 +28,10 @@ class KeysAndValues:
     key: Tensor
     value: Tensor
 
+    def zeros(self, dtype: torch.dtype) -> "KeysAndValues":
+        """Returns zeros of the same shapes, [K, B, G, D] and [K, B, G, E], in `dtype`."""
+        return KeysAndValues(torch.zeros_like(self.key, dtype=dtype), torch.zeros_like(self.value, dtype=dtype))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -60,9 +64,9 @@ class KeyValueExchange(ABC):
         self.group, self.seq_length = group, seq_length
         self.size, self.rank = group_size(group), group_rank(group)
 
+    @abstractmethod
     def held_by(self, rank: int) -> list[Stretch]:
         """Returns the tokens that a rank holds of every sequence."""
-        return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
 
     @abstractmethod
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
@@ -73,7 +77,14 @@ class KeyValueExchange(ABC):
         """Returns what brings the gradients of one pass's blocks to their owners. Collective."""
 
 
-class Ring(KeyValueExchange):
+class ExchangeOfChunks(KeyValueExchange):
+    """Base class of the exchanges between ranks that hold two chunks of every sequence each."""
+
+    def held_by(self, rank: int) -> list[Stretch]:
+        return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
+
+
+class Ring(ExchangeOfChunks):
     """Blocks pass from rank to rank; each holds two at a time. Gradients follow their block round the ring.
 
     The order of sums is that of the ring, whatever arrives when.
@@ -93,7 +104,7 @@ class Ring(KeyValueExchange):
         return _RingReturn(self.group)
 
 
-class Gather(KeyValueExchange):
+class Gather(ExchangeOfChunks):
     """One block, of all ranks: one collective forward, and the sum of its gradients scattered backward."""
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
@@ -114,10 +125,6 @@ class Gather(KeyValueExchange):
 def _message(pair: KeysAndValues) -> Tensor:
     """Both in one piece of memory, [elements]: their widths may differ."""
     return torch.cat((pair.key.flatten(), pair.value.flatten()))
-
-
-def _zeros_like(pair: KeysAndValues, dtype: torch.dtype) -> KeysAndValues:
-    return KeysAndValues(torch.zeros_like(pair.key, dtype=dtype), torch.zeros_like(pair.value, dtype=dtype))
 
 
 def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
@@ -206,7 +213,7 @@ class _Kept(GradientReturn):
         self._share: KeysAndValues | None = None
 
     def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
-        self._share = _zeros_like(block.pair, dtype)
+        self._share = block.pair.zeros(dtype)
         return self._share
 
     def hand_on(self) -> None:
@@ -227,7 +234,7 @@ class _ScatteredReturn(GradientReturn):
         self._received: Tensor | None = None
 
     def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
-        self._share = _zeros_like(block.pair, dtype)
+        self._share = block.pair.zeros(dtype)
         return self._share
 
     def hand_on(self) -> None:
