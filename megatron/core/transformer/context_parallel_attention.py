@@ -1,9 +1,11 @@
 """Attention over sequences that are cut over ranks, around a core for whole ones.
 
-How keys and values travel is key_value_exchange.py's, which rank computes what attention_tiles.py's.
+Ranks see each other's keys and values round a ring, block by block while the last one is worked on, or gathered at
+once; or they change parts of sequences for heads. What is computed of a block is tiled_attention.py's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +13,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.group_collectives import arriving
+from megatron.core.group_collectives import all_gather_rows, arriving
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, require_group_sizes
-from megatron.core.transformer.attention_tiles import segments_of_samples
-from megatron.core.transformer.context_parallel import join_sequence, split_sequence
+from megatron.core.transformer.attention_tiles import Stretch, segments_of_samples, stretches, tile_kernel
+from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from megatron.core.transformer.key_value_exchange import Gather, KeyValueExchange, Ring
-from megatron.core.transformer.tile_kernels import tile_kernel
-from megatron.core.transformer.tiled_attention import TilePlan, attend_in_tiles
+from megatron.core.transformer.tiled_attention import (
+    Block,
+    GradientReturn,
+    KeysAndValues,
+    KeyValueExchange,
+    TilePlan,
+    attend_in_tiles,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_EXCHANGES: dict[str, type[KeyValueExchange]] = {"p2p": Ring, "all_gather": Gather}
+# Messages of one kind overtake those of the other: gloo tells them apart by tag.
+_BLOCK_TAG, _GRADIENT_TAG = 0, 1
 # Called with the core, then what the core is called with.
 AroundCore = Callable[..., Tensor]
 
@@ -99,6 +107,155 @@ class ContextParallelAttention:
             window=None if core.window is None else core.window[0],
         )
         return attend_in_tiles(query, key=key, value=value, plan=plan, sink=core.sink(query)).flatten(2)
+
+
+class ExchangeOfChunks(KeyValueExchange):
+    """Base class of the exchanges between ranks that hold two chunks of every sequence each."""
+
+    def held_by(self, rank: int) -> list[Stretch]:
+        return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
+
+
+class Ring(ExchangeOfChunks):
+    """Blocks pass from rank to rank; each holds two at a time. Gradients follow their block round the ring.
+
+    The order of sums is that of the ring, whatever arrives when.
+    """
+
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        message = _message(own)
+        for step in range(self.size):
+            is_last = step == self.size - 1
+            shift = None if is_last else start_shift(message, self.group, tag=_BLOCK_TAG)
+            # The caller works on this block while the next is on its way.
+            yield Block(self.held_by((self.rank - step) % self.size), _inside(message, like=own))
+            if shift is not None:
+                message = shift.wait()
+
+    def gradients(self) -> GradientReturn:
+        return _RingReturn(self.group)
+
+
+class _RingReturn(GradientReturn):
+    """A block's gradient starts at its owner, gains every rank's share, and comes home after a whole round."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._arriving: Shift | None = None
+        self._message: Tensor | None = None
+        self._like: KeysAndValues | None = None
+
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        self._like = block.pair
+        num_elements = block.pair.key.numel() + block.pair.value.numel()
+        self._message = block.pair.key.new_zeros(num_elements, dtype=dtype)
+        return _inside(self._message, like=self._like)
+
+    def hand_on(self) -> None:
+        assert self._message is not None, "no share was made"
+        if self._arriving is not None:
+            self._message += self._arriving.wait()
+        self._arriving = start_shift(self._message, self._group, tag=_GRADIENT_TAG)
+        self._message = None
+
+    def own(self) -> KeysAndValues:
+        assert self._arriving is not None and self._like is not None, "no share was handed on"
+        return _inside(self._arriving.wait(), like=self._like)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A tensor on its way to the next rank, and what comes from the previous one."""
+
+    requests: list[dist.Work]
+    received: Tensor
+    # Held until `wait`: memory that is freed earlier may be overwritten before it is sent.
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        """Waits and returns the received tensor: any shape and dtype, those of the sent one."""
+        for request in self.requests:
+            request.wait()
+        return self.received
+
+
+def start_shift(tensor: Tensor, group: dist.ProcessGroup, *, tag: int) -> Shift:
+    """Sends `tensor`, any shape and dtype, contiguous, to the next rank; it must not change until `wait`."""
+    size, rank = group_size(group), group_rank(group)
+    received = torch.empty_like(tensor)
+    requests = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size, tag=tag),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size, tag=tag),
+        ]
+    )
+    return Shift(requests, received, tensor)
+
+
+class Gather(ExchangeOfChunks):
+    """One block, of all ranks: one collective forward, and the sum of its gradients scattered backward."""
+
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        yield Block([Stretch(0, 0, self.seq_length)], self._gathered(own))
+
+    def gradients(self) -> GradientReturn:
+        return _ScatteredReturn(self.group)
+
+    # Not in the generator, which would hold the parts besides the whole as long as the caller works.
+    def _gathered(self, own: KeysAndValues) -> KeysAndValues:
+        messages = all_gather_rows(_message(own), self.group).wait().chunk(self.size)
+        parts = [_inside(message, like=own) for message in messages]
+        return KeysAndValues(
+            join_sequence([part.key for part in parts], 0), join_sequence([part.value for part in parts], 0)
+        )
+
+
+class _ScatteredReturn(GradientReturn):
+    """A reduce-scatter whose sums are in rank order: all-to-all, then a local sum."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._share: KeysAndValues | None = None
+        self._part: KeysAndValues | None = None
+        self._received: Tensor | None = None
+
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        self._share = block.pair.zeros(dtype)
+        return self._share
+
+    def hand_on(self) -> None:
+        assert self._share is not None, "no share was made"
+        parts = [self._part_of(self._share, rank) for rank in range(group_size(self._group))]
+        self._share, self._part = None, parts[0]
+        sent = torch.stack([_message(part) for part in parts])
+        self._received = arriving(sent.shape, self._group, dtype=sent.dtype, device=sent.device)
+        dist.all_to_all_single(self._received, sent, group=self._group)
+
+    def own(self) -> KeysAndValues:
+        assert self._received is not None and self._part is not None, "no share was handed on"
+        first, *others = self._received
+        for share in others:
+            first += share
+        return _inside(first, like=self._part)
+
+    def _part_of(self, pair: KeysAndValues, rank: int) -> KeysAndValues:
+        size = group_size(self._group)
+        key, value = (split_sequence(tensor, 0, size=size, rank=rank) for tensor in (pair.key, pair.value))
+        return KeysAndValues(key, value)
+
+
+_EXCHANGES: dict[str, type[KeyValueExchange]] = {"p2p": Ring, "all_gather": Gather}
+
+
+def _message(pair: KeysAndValues) -> Tensor:
+    """Both in one piece of memory, [elements]: their widths may differ."""
+    return torch.cat((pair.key.flatten(), pair.value.flatten()))
+
+
+def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
+    """Views of what _message gave for tensors of these shapes."""
+    border = like.key.numel()
+    return KeysAndValues(message[:border].view(like.key.shape), message[border:].view(like.value.shape))
 
 
 class HeadExchangeAttention:

@@ -1,19 +1,120 @@
 """Causal attention tile by tile as one autograd function, over ranks that hold parts of the sequences or alone.
 
-It knows the softmax's sum of every row, which an attention sink joins. How other ranks' keys and values come is
-key_value_exchange.py's, which tiles there are attention_tiles.py's.
+It knows the softmax's sum of every row, which an attention sink joins. KeyValueExchange is how other ranks' keys and
+values come; those of several ranks are in context_parallel_attention.py. Which tiles there are is attention_tiles.py's.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.transformer.attention_tiles import Tile, tiles_of_batch
-from megatron.core.transformer.key_value_exchange import Block, KeysAndValues, KeyValueExchange
-from megatron.core.transformer.tile_kernels import MergedSoftmax, SoftmaxResult, TileInputs, TileKernel
+from megatron.core.process_groups_config import ALONE, group_rank, group_size
+from megatron.core.transformer.attention_tiles import (
+    MergedSoftmax,
+    SoftmaxResult,
+    Stretch,
+    Tile,
+    TileInputs,
+    TileKernel,
+    tiles_of_batch,
+)
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """key: [K, B, G, D]; value: [K, B, G, E], where E may be D; or the gradients of both; one float dtype."""
+
+    key: Tensor
+    value: Tensor
+
+    def zeros(self, dtype: torch.dtype) -> "KeysAndValues":
+        """Returns zeros of the same shapes, [K, B, G, D] and [K, B, G, E], in `dtype`."""
+        return KeysAndValues(torch.zeros_like(self.key, dtype=dtype), torch.zeros_like(self.value, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys and values, and which tokens of the whole sequences they are."""
+
+    places: list[Stretch]
+    pair: KeysAndValues
+
+
+class GradientReturn(ABC):
+    """Brings gradients of blocks, computed in the order of KeyValueExchange.blocks, to the rank that owns the block."""
+
+    @abstractmethod
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        """Zeros for this rank's share in a block's gradient, which `hand_on` takes; dtype: fp32 or fp64."""
+
+    @abstractmethod
+    def hand_on(self) -> None:
+        """Sends the last share on its way; it may not be changed any more."""
+
+    @abstractmethod
+    def own(self) -> KeysAndValues:
+        """The gradient of this rank's own block, over all ranks, in the shares' dtype."""
+
+
+class KeyValueExchange(ABC):
+    """One kind of exchange over `group` for sequences of seq_length tokens. Every rank must use it alike."""
+
+    def __init__(self, group: dist.ProcessGroup, seq_length: int) -> None:
+        self.group, self.seq_length = group, seq_length
+        self.size, self.rank = group_size(group), group_rank(group)
+
+    @abstractmethod
+    def held_by(self, rank: int) -> list[Stretch]:
+        """Returns the tokens that a rank holds of every sequence."""
+
+    @abstractmethod
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        """Yields the keys and values of all ranks, block by block; own: of this rank's S / size tokens. Collective."""
+
+    @abstractmethod
+    def gradients(self) -> GradientReturn:
+        """Returns what brings the gradients of one pass's blocks to their owners. Collective."""
+
+
+class Alone(KeyValueExchange):
+    """One rank that holds the whole sequences: its own keys and values are the only block, and nothing travels."""
+
+    def __init__(self, seq_length: int) -> None:
+        super().__init__(ALONE, seq_length)
+
+    def held_by(self, rank: int) -> list[Stretch]:
+        """The whole sequence."""
+        return [Stretch(0, 0, self.seq_length)]
+
+    def blocks(self, own: KeysAndValues) -> Iterator[Block]:
+        yield Block(self.held_by(0), own)
+
+    def gradients(self) -> GradientReturn:
+        return _Kept()
+
+
+class _Kept(GradientReturn):
+    """The gradient of the one block there is."""
+
+    def __init__(self) -> None:
+        self._share: KeysAndValues | None = None
+
+    def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
+        self._share = block.pair.zeros(dtype)
+        return self._share
+
+    def hand_on(self) -> None:
+        assert self._share is not None, "no share was made"
+
+    def own(self) -> KeysAndValues:
+        assert self._share is not None, "no share was made"
+        return self._share
 
 
 @dataclass(frozen=True, kw_only=True)

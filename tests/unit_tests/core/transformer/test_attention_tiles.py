@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention_tiles import Stretch, Tile, segments_of_samples, stretches, tiles_of_batch
+from megatron.core.transformer.attention_tiles import (
+    MergedSoftmax,
+    Stretch,
+    Tile,
+    TileInputs,
+    segments_of_samples,
+    stretches,
+    tile_kernel,
+    tiles_of_batch,
+)
 from megatron.core.transformer.context_parallel import chunks_of_rank, join_sequence, split_sequence
-from megatron.core.transformer.tile_kernels import MergedSoftmax, TileInputs, tile_kernel
 
 SEQ, BATCH = 24, 2
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import attention_tiles, window_attention
+from megatron.core.transformer import attention_tiles, dot_product_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, SEQ, small_batch, small_config, small_model
@@ -51,8 +51,8 @@ def test_attention_equals_the_naive_one_on_random_shapes(
     backend: AttnBackend, softmax: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Sequences of some tokens then have windows of several blocks.
-    for module in (window_attention, attention_tiles):
-        monkeypatch.setattr(module, "_MIN_ROWS", 2)
+    for module in (dot_product_attention, attention_tiles):
+        monkeypatch.setattr(module, "MIN_ROWS", 2)
     draw = random.Random(4)
     for _ in range(80 if softmax == "vanilla" else 40):
         batch, seq, groups, width = (draw.randint(1, top) for top in (3, 16, 3, 8))

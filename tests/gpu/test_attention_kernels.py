@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention_tiles import Tile
-from megatron.core.transformer.dot_product_attention import DotProductAttention, reference_attention
+from megatron.core.transformer.attention_tiles import PlainKernel, SoftmaxResult, Tile, TileInputs, tile_kernel
+from megatron.core.transformer.dot_product_attention import (
+    DotProductAttention,
+    attend_by_segment,
+    attend_in_window,
+    attend_varlen,
+    reference_attention,
+)
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.packed_attention import attend_by_segment, attend_varlen
-from megatron.core.transformer.tile_kernels import PlainKernel, SoftmaxResult, TileInputs, tile_kernel
-from megatron.core.transformer.window_attention import attend_in_window
 from tests.unit_tests.core.models.small_models import small_config
 
 pytestmark = pytest.mark.gpu
