@@ -146,7 +146,6 @@ def sizes() -> str:
         "transformer/moe/*.py": [*MOE.glob("*.py")],
         "transformer/moe/static_rows": [*(MOE / "static_rows").rglob("*.py")],
         "transformer/moe/paged_stash": [*STASH_FOLDER.rglob("*.py")],
-        "transformer/activation_offload": [*(CORE / "transformer" / "activation_offload").rglob("*.py")],
         "graphs": [*CORE.glob("graph*.py"), CORE / "full_cuda_graph.py", *(CORE / "graphs").rglob("*.py")],
         "device": [*CORE.glob("device.py"), CORE / "cpu_heap.py", *(CORE / "device").rglob("*.py")],
     }

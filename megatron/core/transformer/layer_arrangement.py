@@ -1,6 +1,6 @@
 """Gives each layer of a block its runners: what is recomputed and what is offloaded, decided once.
 
-The two plans are made in recompute.py and activation_offload/plan.py.
+The two plans are made in recompute.py and activation_offload.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,7 @@ from itertools import groupby
 from torch import nn
 
 from megatron.core.device import default_device
-from megatron.core.transformer.activation_offload import ActivationOffloader, Offloaded
-from megatron.core.transformer.activation_offload.plan import WHOLE_LAYER, plan_offload
+from megatron.core.transformer.activation_offload import WHOLE_LAYER, ActivationOffloader, Offloaded, plan_offload
 from megatron.core.transformer.module import LayerParts, MegatronModule, Run, run
 from megatron.core.transformer.recompute import LayerRecompute, Recomputed, may_draw, plan_recompute, recomputed_parts
 from megatron.core.transformer.transformer_config import TransformerConfig

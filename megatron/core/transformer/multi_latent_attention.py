@@ -20,10 +20,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import Attention, QueryKeyValue
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb
+from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, yarn_score_scale
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.yarn import yarn_score_scale
 from megatron.core.weight_matrices import MatrixWindow
 
 

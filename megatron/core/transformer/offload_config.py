@@ -1,4 +1,4 @@
-"""Settings of activation offloading to host memory; the mechanism is in activation_offload/."""
+"""Settings of activation offloading to host memory; the mechanism is in activation_offload.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

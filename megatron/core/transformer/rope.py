@@ -1,4 +1,8 @@
-"""Rotary position embedding: tables of cosines and sines, and their application to queries and keys."""
+"""Rotary position embedding: tables of cosines and sines, and their application to queries and keys.
+
+[Note: YaRN] YaRN (Peng et al., 2023) changes frequencies and the lengths of queries and keys for contexts longer than a
+model was made for. The weights mscale and mscale_all_dim are DeepSeek-V2's addition.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -11,7 +15,6 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.context_parallel import split_sequence
-from megatron.core.transformer.yarn import yarn_frequencies, yarn_table_scale
 from megatron.core.transformer.yarn_config import YarnConfig
 
 
@@ -52,7 +55,7 @@ class RotaryEmbedding(nn.Module):
         dtype: of the tables.
 
         seq_len_interpolation_factor: positions are divided by it. rope_scaling_factor: see `scaled_frequencies`.
-        yarn: of rope_type yarn; see yarn.py.
+        yarn: of rope_type yarn; see [Note: YaRN].
         """
         super().__init__()
         self.interleaved, self.cp_group = rotary_interleaved, cp_group
@@ -106,6 +109,47 @@ def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:
     turns = frequencies * 8192 / (2 * math.pi)
     kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
+
+
+def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) -> Tensor:
+    """Frequencies whose slow end is divided by the factor; [D_rot / 2], fp64 -> same.
+
+    Over the channels between beta_fast and beta_slow turns within the original context the share that stays falls
+    linearly. config: of rope_type yarn. Raises ValueError for a base of 1, which turns all channels alike.
+    """
+    if base <= 1:
+        raise ValueError(f"rotary_base is {base} and rope_type is yarn: must be more than 1")
+    assert config.beta_fast is not None and config.beta_slow is not None, "filled in by resolve_yarn"
+    assert config.original_max_position_embeddings is not None, "filled in by resolve_yarn"
+    width = 2 * len(frequencies)
+    # The pairs of channels, as fractions, that turn so often within the original context.
+    first, last = (
+        width * math.log(config.original_max_position_embeddings / (turns * 2 * math.pi), base) / 2
+        for turns in (config.beta_fast, config.beta_slow)
+    )
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    # A step instead of a ramp, without a division by 0.
+    length = last - first if last != first else 0.001
+    channels = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    slowed = ((channels - first) / length).clamp(0, 1)
+    return frequencies * (1 - slowed + slowed / config.rotary_scaling_factor)
+
+
+def yarn_table_scale(config: YarnConfig) -> float:
+    """Returns the factor of cosines and sines; the scores of rotated channels grow with its square."""
+    return _magnitude(config, config.mscale) / _magnitude(config, config.mscale_all_dim)
+
+
+def yarn_score_scale(config: YarnConfig) -> float:
+    """Returns the factor of all scores of latent attention."""
+    return _magnitude(config, config.mscale_all_dim) ** 2
+
+
+def _magnitude(config: YarnConfig, weight: float) -> float:
+    # The logarithm of 1 is 0: a factor of 1 changes nothing.
+    return 1 + 0.1 * weight * math.log(config.rotary_scaling_factor)
 
 
 def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:

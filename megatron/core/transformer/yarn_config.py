@@ -1,4 +1,4 @@
-"""Settings of YaRN, which stretches rotary positions for longer contexts; what it computes is in yarn.py."""
+"""Settings of YaRN, which stretches rotary positions for longer contexts; what it computes is in rope.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar

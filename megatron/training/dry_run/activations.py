@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
-from megatron.core.transformer.activation_offload.offloader import SavedTensor
+from megatron.core.transformer.activation_offload import SavedTensor
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training.dry_run.rates import Unit
 from megatron.training.dry_run.running_modules import RunningModules

@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.live_bytes import LiveBytes
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.activation_offload.plan import plan_offload
+from megatron.core.transformer.activation_offload import plan_offload
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute import LayerRecompute, may_draw, plan_recompute
 from megatron.core.transformer.recompute_config import RecomputeConfig

@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron.core.transformer.rope import RotaryEmbedding
-from megatron.core.transformer.yarn import yarn_frequencies, yarn_score_scale, yarn_table_scale
+from megatron.core.transformer.rope import RotaryEmbedding, yarn_frequencies, yarn_score_scale, yarn_table_scale
 from megatron.core.transformer.yarn_config import YarnConfig, resolve_yarn
 from tests.unit_tests.core.models.small_models import small_config, small_model
 

@@ -1,10 +1,11 @@
-"""Moves what chosen parts of layers save for backward to host memory and back, one layer ahead of backward.
+"""Activations that wait for backward in host memory: which, what moves them there and back, and standing buffers.
 
-Which parts: plan.py. Where the bytes wait: host_buffers.py.
+One layer ahead of backward, chosen parts' saved tensors come back. The settings are in offload_config.py.
 """
 
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,32 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.device import CopyStream
-from megatron.core.transformer.activation_offload.host_buffers import HostBuffers
+from megatron.core.device import CopyStream, host_bytes
+from megatron.core.transformer.offload_config import EXPERT_MODULES, OFFLOAD_MODULES, OffloadConfig
 
+WHOLE_LAYER = "layer"
 _DENSE = torch.contiguous_format
+_SMALLEST = 4096
+
+
+def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[frozenset[str]]:
+    """The parts of each layer, in order, whose tensors go to the host; WHOLE_LAYER stands for all of them.
+
+    The last layer keeps its tensors: its backward comes next, so that there would be no time to move them. Of the
+    other layers' parts the first are chosen, whose tensors wait longest.
+    """
+    num_layers = len(has_experts)
+    if config.cpu_offloading_num_layers:
+        whole = config.cpu_offloading_num_layers
+        return [frozenset({WHOLE_LAYER} if index < whole else ()) for index in range(num_layers)]
+    parts = [
+        (index, name)
+        for index in range(num_layers - 1)
+        for name in OFFLOAD_MODULES
+        if name in config.offload_modules and (has_experts[index] or name not in EXPERT_MODULES)
+    ]
+    chosen = parts[: math.ceil(config.activation_offload_fraction * len(parts))]
+    return [frozenset(name for layer, name in chosen if layer == index) for index in range(num_layers)]
 
 
 class ActivationOffloader:
@@ -233,3 +256,44 @@ def _view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class HostBuffers:
+    """Buffers of a few sizes: each is made once and lent again and again, since pinning memory is slow.
+
+    `free` + `lent` are all buffers ever made, as bytes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Tensor]] = {}
+        self.free_bytes = self.lent_bytes = 0
+
+    def lend(self, num_bytes: int) -> Tensor:
+        """A buffer of at least num_bytes: [N], uint8, on the CPU, with anything in it."""
+        size = buffer_size(num_bytes)
+        free = self._free.setdefault(size, [])
+        self.lent_bytes += size
+        if not free:
+            return host_bytes(size, self._device)
+        self.free_bytes -= size
+        return free.pop()
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Takes a lent buffer, [N], uint8, of which nobody will ask another copy; copies under way may finish."""
+        # All copies go through one stream: whoever gets the buffer next writes after they are done.
+        self._free[buffer.numel()].append(buffer)
+        self.free_bytes += buffer.numel()
+        self.lent_bytes -= buffer.numel()
+
+    def check_integrity(self) -> None:
+        """Fails if the counts and the lists disagree, or a buffer is free twice."""
+        buffers = [buffer for free in self._free.values() for buffer in free]
+        assert sum(buffer.numel() for buffer in buffers) == self.free_bytes and self.lent_bytes >= 0
+        assert len({buffer.data_ptr() for buffer in buffers}) == len(buffers), "a buffer was given back twice"
+
+
+def buffer_size(num_bytes: int) -> int:
+    """num_bytes rounded up to one of four sizes per power of two: tensors of similar sizes share buffers."""
+    step = max(_SMALLEST, 1 << max(0, (num_bytes - 1).bit_length() - 3))
+    return -(-num_bytes // step) * step

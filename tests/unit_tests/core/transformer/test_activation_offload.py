@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.transformer.activation_offload import ActivationOffloader, Offloaded
-from megatron.core.transformer.activation_offload.host_buffers import HostBuffers, buffer_size
+from megatron.core.transformer.activation_offload import ActivationOffloader, HostBuffers, Offloaded, buffer_size
 from megatron.core.transformer.module import run
 
 CPU = torch.device("cpu")
