@@ -107,28 +107,43 @@ def _importers(sources: list[Source]) -> dict[str, set[str]]:
     return importers
 
 
-def _with_one_subclass(sources: list[Source]) -> tuple[int, int]:
-    """Counts the base classes of the project that have exactly one subclass, and Protocols with one implementer.
+def implementers(sources: list[Source]) -> dict[str, list[str]]:
+    """Returns the classes that implement each Protocol of the project, by the Protocol's name.
 
-    A class implements a Protocol if it is named as its subclass, or has all of its methods.
+    A class implements a Protocol if it is named as its subclass, or has all of its members, inherited ones included.
     """
+    nodes = {node.name: node for source in sources for node in source.classes}
+    protocols = {name for name, node in nodes.items() if any("Protocol" in words(base) for base in node.bases)}
+    members = {name: _members(name, nodes) for name in nodes}
+    return {
+        name: [
+            other
+            for other, node in nodes.items()
+            if other not in protocols
+            and (any(name in words(base) for base in node.bases) or (members[name] and members[name] <= members[other]))
+        ]
+        for name in protocols
+    }
+
+
+def _members(name: str, nodes: dict[str, ast.ClassDef]) -> set[str]:
+    """Returns the methods and attributes of a class, and those that it inherits from classes of the project."""
+    inside = list(ast.walk(nodes[name]))
+    found = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
+    stored = [node for node in inside if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    found |= {node.id if isinstance(node, ast.Name) else node.attr for node in stored}
+    bases = {base for node in nodes[name].bases for base in words(node) & nodes.keys()} - {name}
+    return found.union(*(_members(base, nodes) for base in bases))
+
+
+def _with_one_subclass(sources: list[Source]) -> tuple[int, int]:
+    """Counts the base classes of the project that have exactly one subclass, and Protocols with one implementer."""
     nodes = [node for source in sources for node in source.classes]
-    protocols = {node.name: node for node in nodes if any("Protocol" in words(base) for base in node.bases)}
+    protocols = implementers(sources)
     own = {node.name for node in nodes}
     children = Counter(name for node in nodes for base in node.bases for name in words(base) & own)
     single = {name for name, count in children.items() if count == 1}
-    others = [(node, _methods(node)) for node in nodes if node.name not in protocols]
-    implementers = Counter(
-        name
-        for name, protocol in protocols.items()
-        for node, methods in others
-        if any(name in words(base) for base in node.bases) or (_methods(protocol) and _methods(protocol) <= methods)
-    )
-    return len(single - protocols.keys()), sum(implementers[name] == 1 for name in protocols)
-
-
-def _methods(node: ast.ClassDef) -> set[str]:
-    return {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+    return len(single - protocols.keys()), sum(len(found) == 1 for found in protocols.values())
 
 
 def _config_fields(sources: list[Source]) -> Iterable[tuple[str, int]]:

@@ -18,7 +18,6 @@ from megatron.core.distributed.grad_hooks import (
     BucketHook,
     GradConsumer,
     GradHookRunner,
-    GradHooks,
     ParamHook,
     PostBackwardHook,
     StateProvider,
@@ -104,11 +103,6 @@ class _BaseDataParallel(ModelWrapper):
 
     # Hooks on reduced gradients.
 
-    @property
-    def grad_hooks(self) -> GradHooks:
-        """The registry."""
-        return self._hook_runner.hooks
-
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
         """Returns this rank's part of a parameter, any shape and dtype; always the same object.
 
@@ -131,11 +125,11 @@ class _BaseDataParallel(ModelWrapper):
 
     def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
         """Calls `hook(owned_shard(param))` when the gradient of a parameter, any shape and dtype, is reduced."""
-        return self.grad_hooks.register_post_accumulate_grad_hook(param, hook)
+        return self._hook_runner.hooks.register_post_accumulate_grad_hook(param, hook)
 
     def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
         """Calls `hook` with each bucket when it is reduced, as a ReadyBucket."""
-        return self.grad_hooks.register_bucket_ready_hook(hook)
+        return self._hook_runner.hooks.register_bucket_ready_hook(hook)
 
     def register_post_backward_hook(
         self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
@@ -143,7 +137,7 @@ class _BaseDataParallel(ModelWrapper):
         """Calls `hook` when all of `params`, any shapes and dtypes, are reduced, with a list of ReadyBucket that hold
         these alone.
         """
-        return self.grad_hooks.register_post_backward_hook(params, hook)
+        return self._hook_runner.hooks.register_post_backward_hook(params, hook)
 
 
 def require_wrapped(chunk: nn.Module) -> _BaseDataParallel:

@@ -46,7 +46,7 @@ from megatron.core.distributed.data_parallel_base import (
 )
 from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.forward_waits import ForwardWaits, WaitForGroups
+from megatron.core.distributed.forward_waits import ForwardWaits, forward_hook
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
 from megatron.core.distributed.launch_sequence import ReduceScope
@@ -171,7 +171,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 self._in_order_of_backward(), module, find_change, self._zero_grads, self.checks, self._hook_runner
             )
         )
-        self.grad_hooks.adopt()
+        self._hook_runner.hooks.adopt()
         self._intake = self._build_intake()
         self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
@@ -415,7 +415,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.launch_order.finish_param_sync(self._groups)
         self.launch_order.close()
         self._intake.release()
-        self.grad_hooks.give_back()
+        self._hook_runner.hooks.give_back()
         return self.module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -456,8 +456,8 @@ class DistributedDataParallel(_BaseDataParallel):
         for buffer in self.all_buffers:
             buffer.reset()
 
-    def _pre_hook(self, groups: Callable[[], Sequence[_ParamAndGradBucketGroup]]) -> WaitForGroups:
-        return WaitForGroups(groups, need=partial(self._need, prefetch=self._prefetches))
+    def _pre_hook(self, groups: Callable[[], Sequence[_ParamAndGradBucketGroup]]) -> Callable[..., None]:
+        return forward_hook(groups, need=partial(self._need, prefetch=self._prefetches))
 
     def _need(self, groups: Iterable[_ParamAndGradBucketGroup], *, prefetch: bool) -> None:
         for group in groups:

@@ -70,16 +70,22 @@ class ForwardWaits:
                 yield from self._uncalled(child, mode)
 
 
-class WaitForGroups:
-    """Forward hook that waits for groups, which it looks up at each call.
+def forward_hook(
+    groups: Callable[[], Iterable[_ParamAndGradBucketGroup]],
+    *,
+    need: Callable[[Iterable[_ParamAndGradBucketGroup]], None],
+) -> Callable[..., None]:
+    """Builds a module's hook that calls `need` with the groups that `groups` returns then.
 
     In a stored or copied module it becomes a hook that does nothing, because that module's parameters are not gathered.
     """
+    return _ForwardHook(groups, need)
 
+
+class _ForwardHook:
     def __init__(
         self,
         groups: Callable[[], Iterable[_ParamAndGradBucketGroup]],
-        *,
         need: Callable[[Iterable[_ParamAndGradBucketGroup]], None],
     ) -> None:
         self._groups, self._need = groups, need
@@ -94,7 +100,7 @@ class WaitForGroups:
 
 
 class NoWait:
-    """Hook that does nothing; replaces WaitForGroups in a stored or copied module."""
+    """Hook that does nothing; replaces forward_hook in a stored or copied module."""
 
     def __call__(self, *unused: Any) -> None:
         pass

@@ -166,7 +166,7 @@ class _PostBackward:
         self.hook(ready)
 
 
-class GradHooks:
+class _HookRegistry:
     """The hooks of one wrapper. names: of its parameters that require grad. In an iteration, after `begin`:
 
     1. for each parameter of a reduced bucket the wrapper calls `fire_param`, which runs its post-accumulate hooks;
@@ -401,7 +401,7 @@ class GradHookRunner:
     """
 
     def __init__(self, groups: Sequence[ReleasedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
-        self.hooks = GradHooks({slot.param: slot.name for group in groups for slot in group.slots})
+        self.hooks = _HookRegistry({slot.param: slot.name for group in groups for slot in group.slots})
         self.consumer: GradConsumer | None = None
         self._provider: WeakMethod[StateProvider] | None = None
         self._places = {

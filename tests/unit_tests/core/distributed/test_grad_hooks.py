@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed.grad_hooks import GradHooks, ReadyBucket, RunState
+from megatron.core.distributed.grad_hooks import ReadyBucket, RunState, _HookRegistry
 from megatron.core.distributed.layout import ParamRange, Span
 
 
@@ -26,14 +26,14 @@ def bucket_of(params: dict[str, nn.Parameter], *names: str) -> ReadyBucket:
     return ReadyBucket(" ".join(names), slices, shard, shard * 10, states)
 
 
-def hooks_of(params: dict[str, nn.Parameter]) -> GradHooks:
+def hooks_of(params: dict[str, nn.Parameter]) -> _HookRegistry:
     """Without hooks yet."""
-    hooks = GradHooks({param: name for name, param in params.items()})
+    hooks = _HookRegistry({param: name for name, param in params.items()})
     hooks.begin()
     return hooks
 
 
-def fire(hooks: GradHooks, bucket: ReadyBucket) -> list[ReadyBucket]:
+def fire(hooks: _HookRegistry, bucket: ReadyBucket) -> list[ReadyBucket]:
     """As a wrapper does that owns the whole bucket."""
     for one in bucket.slices:
         hooks.fire_param(one.name, one.param)

@@ -1,0 +1,80 @@
+"""Reads the walks of docs/tour.md and compares them with what was traced. Holds no tests.
+
+A walk is a level-2 section. Its code blocks tagged `walk` list the functions that are entered, in order of first entry,
+one file a line: `file: Class.method, .another_method_of_Class, function`. As a program it prints the walk of a gradient
+in this form, to be pasted between the sentences of the page:
+
+    PYTHONPATH=. .venv/bin/python tests/distributed/tour.py
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "tour.md"
+
+
+def listed_functions(heading: str) -> list[str]:
+    """Returns `file: qualname` of each function in the walk below a level-2 heading of the page, in its order."""
+    blocks = re.findall(r"^```walk\n(.*?)^```$", _section(heading), re.MULTILINE | re.DOTALL)
+    assert blocks, f"{PAGE.name}: no block tagged walk below '## {heading}'"
+    return [function for block in blocks for line in block.splitlines() if line.strip() for function in _expand(line)]
+
+
+def listed_nouns(heading: str) -> list[list[str]]:
+    """Returns the names in backticks in the first column of each table row below a level-2 heading of the page."""
+    rows = re.findall(r"^\|([^|]*`[^|]*)\|", _section(heading), re.MULTILINE)
+    return [re.findall(r"`(\w+)`", row) for row in rows]
+
+
+def differences(heading: str, entered: Iterable[str]) -> str:
+    """Returns a diff of the page's walk and the functions that were entered, `file: qualname` each; '' without any."""
+    return "\n".join(
+        difflib.unified_diff(
+            as_lines(listed_functions(heading)), as_lines(entered), "docs/tour.md", "traced", n=1, lineterm=""
+        )
+    )
+
+
+def as_lines(entered: Iterable[str]) -> list[str]:
+    """Returns the lines of a walk block for functions given as `file: qualname`."""
+    split = [_split(function) for function in entered]
+    return [_line(file, [name for _, name in parts]) for file, parts in groupby(split, key=lambda one: one[0])]
+
+
+def _section(heading: str) -> str:
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, f"{PAGE.name}: no section '## {heading}'"
+    return found.group(1)
+
+
+def _split(function: str) -> tuple[str, str]:
+    file, _, name = function.partition(": ")
+    return file, name
+
+
+def _line(file: str, names: list[str]) -> str:
+    written, owner = [], ""
+    for name in names:
+        before, _, last = name.rpartition(".")
+        written.append(f".{last}" if before and before == owner else name)
+        owner = before or owner
+    return f"{file}: {', '.join(written)}"
+
+
+def _expand(line: str) -> Iterator[str]:
+    file, names = _split(line.strip())
+    owner = ""
+    for name in names.split(", "):
+        full = f"{owner}{name}" if name.startswith(".") else name
+        owner = full.rpartition(".")[0] or owner
+        yield f"{file}: {full}"
+
+
+if __name__ == "__main__":
+    # Not above: the tests of other walks read the page without it.
+    from tests.distributed.gradient_walk import trace_walk
+
+    print("\n".join(as_lines(trace_walk()[0].lines())))
