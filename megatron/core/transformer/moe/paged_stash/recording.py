@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     outer_hooks,
     row_view,
 )
-from megatron.core.transformer.moe.paged_stash.stash_group import Phase, StashedGroup
 
 # References to a tensor inside `pack` that nobody else refers to: the call's, the parameter's and getrefcount's own.
 _OWN_REFERENCES = 3
@@ -37,7 +36,9 @@ class RowTensors(enum.Enum):
 class StashGroup:
     """What `with stash.context(...) as group` gives. Of no use after the context.
 
-    group: None if the context does nothing; `mark` then does nothing either. hooks: those around the context.
+    group: the owner of the saved tensors, handed to each SavedTensor and not looked at here; None if the context does
+    nothing, and then `mark` does nothing either. takes_rows: whether row tensors will be stashed; if not, they are saved
+    as all others. hooks: those around the context.
     has_rungs: whether what can be computed again is dropped where pages are lacking. takes: which tensors are rows.
     """
 
@@ -46,13 +47,14 @@ class StashGroup:
         device: torch.device,
         max_rows: int,
         *,
-        group: StashedGroup | None,
+        group: object | None,
         hooks: Hooks | None,
+        takes_rows: bool = True,
         has_rungs: bool = True,
         takes: RowTensors = RowTensors.GUESSED,
     ) -> None:
         self._device, self._max_rows, self._group, self._hooks = device, max_rows, group, hooks
-        self._has_rungs, self._takes = has_rungs, takes
+        self._takes_rows, self._has_rungs, self._takes = takes_rows, has_rungs, takes
         self._with_rows: list[SavedTensor] = []
         self._others: list[SavedTensor] = []
         self._marks: list[Mark] = []
@@ -132,7 +134,7 @@ class StashGroup:
         self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > (rows is not None)
         saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
         saved.is_unclear = origin is Origin.UNCLEAR or (is_given and tensor.is_leaf and not tensor.requires_grad)
-        is_taken = rows is not None and self._group.phase is Phase.RECORDING
+        is_taken = rows is not None and self._takes_rows
         if is_taken or self._hooks is None:
             saved.snapshot = Snapshot.of(tensor, rows)
         else:

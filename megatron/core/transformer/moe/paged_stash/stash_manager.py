@@ -160,7 +160,13 @@ class PagedStash:
             return
         group = self._begin(name, backward_is_next=backward_is_next)
         recording = StashGroup(
-            self.pool.device, max_rows, group=group, hooks=hooks, has_rungs=self._has_rungs, takes=takes
+            self.pool.device,
+            max_rows,
+            group=group,
+            hooks=hooks,
+            takes_rows=group.phase is Phase.RECORDING,
+            has_rungs=self._has_rungs,
+            takes=takes,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
