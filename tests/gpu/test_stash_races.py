@@ -18,7 +18,7 @@ from benchmarks.gpu.graph_step import Case, build, check_graph
 from benchmarks.gpu.shapes import GRAPH, ROUTINGS, SMALL, sides_of
 from benchmarks.stash_step import PAGE_BYTES, Bench, Rows, Sizes, Way
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash.side_streams import SideStream
+from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.training.training import train_step
 from tests.harness import run_on_ranks
 

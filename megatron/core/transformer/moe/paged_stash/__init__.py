@@ -1,6 +1,5 @@
 """The paged stash: live rows of what experts save for backward, in pages. Needs torch, and Triton on GPUs; no more."""
 
-from megatron.core.transformer.moe.paged_stash.captured_part import CapturedPart, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.expert_biases import add_expert_bias
 from megatron.core.transformer.moe.paged_stash.low_rank import add_low_rank
@@ -14,7 +13,6 @@ from megatron.core.transformer.moe.paged_stash.megatron_names import (
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.recording import RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.rungs import (
     Recompute,
     gated_activation,
@@ -22,7 +20,8 @@ from megatron.core.transformer.moe.paged_stash.rungs import (
     recompute_act,
     recompute_gate_up,
 )
-from megatron.core.transformer.moe.paged_stash.stash_manager import PagedStash
+from megatron.core.transformer.moe.paged_stash.saved_tensors import RowTensors, StashGroup
+from megatron.core.transformer.moe.paged_stash.stash import CapturedPart, PagedStash, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder, layer_name
 
 __all__ = [

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.moe.paged_stash.bias_operators import ops
-from megatron.core.transformer.moe.paged_stash.recording import say_rows_and_others
+from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 
 def add_expert_bias(

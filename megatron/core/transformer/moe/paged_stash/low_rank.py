@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.transformer.moe.paged_stash.recording import say_rows_and_others
 from megatron.core.transformer.moe.paged_stash.rung_operators import ops
+from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 
 def add_low_rank(rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float) -> Tensor:

@@ -1,5 +1,6 @@
-"""The names of Megatron-LM's paged stash, for scripts that call them: thin wrappers of PagedStash. There is no manager
-for the whole process here: functions take the one that is meant as a keyword.
+"""Megatron-LM's names of the paged stash, for scripts that use them: thin wrappers of PagedStash.
+
+There is no process-wide manager here. Functions take the manager as a keyword argument.
 """
 
 from contextlib import AbstractContextManager
@@ -7,8 +8,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.recording import StashGroup
-from megatron.core.transformer.moe.paged_stash.stash_manager import PagedStash
+from megatron.core.transformer.moe.paged_stash.saved_tensors import StashGroup
+from megatron.core.transformer.moe.paged_stash.stash import PagedStash
 
 
 class PagedStashManager(PagedStash):

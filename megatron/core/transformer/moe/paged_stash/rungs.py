@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
-from megatron.core.transformer.moe.paged_stash.recording import say_rows_and_others
 from megatron.core.transformer.moe.paged_stash.rung_operators import ops
+from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 # Writes into `out` what was dropped, from its sources, if the flag `needed` is set: (out, needed, *sources).
 Recompute = Callable[..., None]

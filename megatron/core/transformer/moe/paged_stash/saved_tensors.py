@@ -1,27 +1,335 @@
-"""Which of the tensors that autograd saves hold rows of tokens, which bytes of memory these are, and what autograd gets
-instead of them. What is done with the bytes is in stash_group.py.
+"""Everything that one stash context collects: tensors that autograd saves inside it, and the Blocks of their rows.
 
-A *row tensor* has a dimension of max_rows rows, as the context was told, and this dimension is the outermost in memory:
-row r starts `pitch` bytes after row r - 1, and its values lie within `extent` <= pitch bytes. Views of one memory that
-have the same pitch and fit into one row, such as the halves of gate_up or a tensor that two operators save, become one
-Block.
+group_memory.py moves the blocks into pages and back. stash.py opens and ends the contexts.
+
+A *row tensor* has a dimension of max_rows rows, and this dimension is the outermost in memory: row r starts `pitch`
+bytes after row r - 1, and its values lie within `extent` <= pitch bytes. Views of one memory that have the same pitch
+and fit into one row become one Block, e.g. the halves of gate_up, or a tensor that two operators save.
+
+[Note: guessed rows] Autograd tells which tensors it saves, but not their meaning. A tensor whose outermost size is
+max_rows may hold rows, or it may be a weight whose size happens to be max_rows. Its graph decides. A tensor made from
+parameters alone is a weight. A tensor whose graph reaches an embedding, or a plain tensor that requires grad, is an
+activation. `weight * mask` and `x @ weight` for an x without grad have graphs of the same kind. Such a tensor counts as
+rows unless its size may be that of a weight. In that case it is unclear, and only the user can tell.
 """
 
-from collections.abc import Callable
+import enum
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+# References to a tensor inside `pack` that nobody else refers to: the call's, the parameter's and getrefcount's own.
+_OWN_REFERENCES = 3
+# Nodes that pick rows of their input. Their output is an activation, even if the input is a weight.
+_EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
+_PICKS = {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0"}
+# Nodes whose output may have a leading size that none of their inputs has.
+_JOINS = {"StackBackward0", "CatBackward0", "RepeatBackward0", "ViewBackward0", "UnsafeViewBackward0"}
+# Depth limit for the search of a graph that has more than parameters. Weights are made in fewer operations, and the
+# search from an activation of a deep model would otherwise reach down to its embedding.
+_DEPTH = 64
+
+
+class RowTensors(enum.Enum):
+    """The rule by which a context takes saved tensors for rows."""
+
+    DECLARED = "the tensors that `rows` or `mark` named before autograd saved them"
+    GUESSED = "also others of max_rows rows, unless they are weights; see [Note: guessed rows]"
+
+
+class StashGroup:
+    """The object that `with stash.context(...) as group` binds. It has no use after the context.
+
+    1. `rows`, `keep` and `mark` declare the meaning of tensors before autograd saves them.
+    2. `pack` receives each tensor that autograd saves and decides whether it holds rows.
+    3. `blocks` merges the row tensors into the memory to stash, when the context ends.
+
+    group: owner of the saved tensors, passed on to each SavedTensor and not read here. It is None if the context does
+    nothing; `mark` then does nothing either. takes_rows: whether row tensors will be stashed; if not, they are saved
+    like all others. hooks: saved-tensor hooks around the context. has_rungs: whether tensors that can be recomputed
+    are dropped if pages run out. takes: rule that decides which tensors are rows.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        max_rows: int,
+        *,
+        group: object | None,
+        hooks: Hooks | None,
+        takes_rows: bool = True,
+        has_rungs: bool = True,
+        takes: RowTensors = RowTensors.GUESSED,
+    ) -> None:
+        self._device, self._max_rows, self._group, self._hooks = device, max_rows, group, hooks
+        self._takes_rows, self._has_rungs, self._takes = takes_rows, has_rungs, takes
+        self._with_rows: list[SavedTensor] = []
+        self._others: list[SavedTensor] = []
+        self._marks: list[Mark] = []
+        self._elsewhere: set[str] = set()  # devices other than the pool's on which autograd saved rows
+        self._declared: list[torch.UntypedStorage] = []
+        self._kept: list[torch.UntypedStorage] = []
+        # Whether max_rows is also the outermost size of a weight, and whether it is another size of anything saved.
+        self._has_weights = self._has_such_sizes = False
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Declares that tensors are no rows although their outermost size is max_rows. Call it before their use.
+
+        Meant for weights that autograd's graph cannot tell from activations: buffers, plain tensors, casts of frozen
+        weights.
+        tensors: any shape and dtype; views of them count too.
+        """
+        if self._group is not None:
+            self._kept += [tensor.untyped_storage() for tensor in tensors]
+            weights = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.is_floating_point()]
+            self._has_weights = self._has_weights or any(row_view(weight, self._max_rows) for weight in weights)
+
+    def rows(self, *tensors: Tensor) -> None:
+        """Declares tensors that hold rows, whatever else has the same size. Call it before they are used.
+
+        tensors: any shape and dtype; views of them count too. Parameters are never rows.
+        """
+        if self._group is not None:
+            self._declared += [tensor.untyped_storage() for tensor in tensors]
+
+    def mark(
+        self,
+        tensor: Tensor,
+        *,
+        priority: Priority = Priority.INPUT,
+        recompute: Callable[..., None] | None = None,
+        sources: Sequence[Tensor] = (),
+        tokens_per_row: int = 1,
+    ) -> None:
+        """Annotates a tensor that autograd saves inside this context. It has no effect on a tensor that is not saved.
+
+        tensor: any width and dtype, with max_rows rows as its outermost dimension in memory, or with
+        ceil(max_rows / tokens_per_row), as scales of 32 tokens each have. priority: importance of its pages; ACT is
+        dropped first. recompute(out, needed, *sources): writes the live rows of a dropped GATE_UP or ACT tensor into
+        `out`, on the current stream, and returns None. It is always called: needed, [1], int64, on the device, is 0 if
+        the tensor was not dropped, and then recompute must change nothing. sources: row tensors that it reads, each
+        more important than `tensor`. Sources that autograd does not save are stashed too.
+        recompute may read other tensors from its closure. Raises ValueError for tensors without such rows, and if
+        priority, recompute and sources do not fit.
+        """
+        if self._group is None:
+            return
+        self.rows(tensor, *sources)
+        droppable = priority is not Priority.INPUT
+        if droppable != (recompute is not None) or droppable != bool(sources):
+            raise ValueError(
+                f"priority {priority.name} with {'a' if recompute else 'no'} recompute and {len(sources)} sources: "
+                "GATE_UP and ACT need both to be computed again, INPUT takes neither"
+            )
+        if tokens_per_row < 1:
+            raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
+        if droppable and not self._has_rungs:
+            return  # unmarked tensors are as important as inputs
+        snapshot = self._snapshot(tensor, tokens_per_row=tokens_per_row)
+        needed = tuple(self._snapshot(source, tokens_per_row=1) for source in sources)
+        self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))
+
+    def pack(self, tensor: Tensor) -> "SavedTensor":
+        """Autograd's pack hook. Takes row tensors, and keeps others or passes them on. tensor: any shape and dtype."""
+        assert self._group is not None, "hooks without a group"
+        # An operator that saves its output makes a new object. Its inputs are also referenced elsewhere.
+        is_given = tensor._base is not None or sys.getrefcount(tensor) > _OWN_REFERENCES
+        origin = self._origin(tensor)
+        may_have_rows = type(tensor) is Tensor and tensor.device == self._device and origin is not Origin.WEIGHTS
+        rows = row_view(tensor, self._max_rows) if may_have_rows else None
+        if tensor.device != self._device and origin is not Origin.WEIGHTS and row_view(tensor, self._max_rows):
+            self._elsewhere.add(str(tensor.device))
+        is_matrix = tensor.dim() > 1 and tensor.is_floating_point() and tensor.layout is torch.strided
+        sizes = tensor.shape if is_matrix else ()
+        self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > (rows is not None)
+        saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
+        saved.is_unclear = origin is Origin.UNCLEAR or (is_given and tensor.is_leaf and not tensor.requires_grad)
+        is_taken = rows is not None and self._takes_rows
+        if is_taken or self._hooks is None:
+            saved.snapshot = Snapshot.of(tensor, rows)
+        else:
+            saved.hand_on(tensor, self._hooks)
+        (self._with_rows if is_taken else self._others).append(saved)
+        return saved
+
+    @property
+    def has_saved(self) -> bool:
+        """Tells whether autograd saved anything."""
+        return bool(self._with_rows or self._others)
+
+    def blocks(self) -> list["Block"]:
+        """Returns the memory to stash. It is empty if autograd saved only weights.
+
+        Raises what blocks_of raises. Raises ValueError if autograd saved activations, but none with max_rows rows on
+        the pool's device.
+        """
+        for mark in self._marks:
+            if mark.tokens_per_row > 1:
+                self._with_rows += [saved for saved in self._others if saved.take_late(mark)]
+        if self._elsewhere and not self._with_rows:
+            raise ValueError(
+                f"autograd saved rows on {sorted(self._elsewhere)} alone, but the pool is on {self._device}: it must "
+                "be on the device of the experts"
+            )
+        self._refuse_unclear()
+        if not self._with_rows and self._takes is RowTensors.GUESSED:
+            shapes = sorted({tuple(saved.view.size) for saved in self._others if saved.may_have_rows})
+            if shapes:
+                raise ValueError(
+                    f"max_rows ({self._max_rows}): none of the tensors that autograd saved has as many rows, outermost "
+                    f"in memory, on {self._device}; their shapes: {shapes}"
+                )
+        return blocks_of(self._with_rows, self._marks)
+
+    def forget(self) -> None:
+        """Drops all saved tensors even if autograd still refers to them. Backward through them then raises."""
+        for saved in (*self._with_rows, *self._others):
+            saved.snapshot = saved.packed = None
+
+    def close(self) -> None:
+        """Ends collecting and drops references, because autograd keeps `pack`, and with it this object, alive."""
+        self._group = self._hooks = None
+        self._with_rows, self._others, self._marks, self._kept, self._declared = [], [], [], [], []
+
+    def _origin(self, tensor: Tensor) -> "Origin":
+        """Returns the declared origin of a saved tensor's memory, or else the origin in autograd's graph."""
+        if _is_among(tensor, self._kept):
+            return Origin.WEIGHTS
+        origin = origin_of(tensor, self._max_rows)
+        if origin is Origin.WEIGHTS:
+            self._has_weights = self._has_weights or row_view(tensor, self._max_rows) is not None
+        elif _is_among(tensor, self._declared):
+            return Origin.ROWS
+        elif self._takes is RowTensors.DECLARED:
+            return Origin.WEIGHTS
+        return origin
+
+    def _refuse_unclear(self) -> None:
+        """Raises ValueError for undeclared tensors that may be rows or weights."""
+        for saved in self._with_rows:
+            assert saved.snapshot is not None, "taken without a snapshot"
+            tensor = saved.snapshot.tensor
+            # A tensor without history is unclear only where something else has its size.
+            is_wide = tensor.is_floating_point() and tensor.numel() > self._max_rows
+            is_doubtful = saved.has_history or self._has_weights or (is_wide and self._has_such_sizes)
+            if saved.is_unclear and is_doubtful and not _is_among(tensor, self._declared):
+                raise ValueError(
+                    f"autograd saved a tensor of shape {list(tensor.shape)}, {tensor.dtype}, whose outermost size is "
+                    f"max_rows ({self._max_rows}): it may hold rows or be a weight, such as a parameter times a "
+                    "buffer. Before it is used, call group.keep(tensor) for a weight or an index of experts, "
+                    "group.rows(tensor) for rows, or choose a max_rows that is no size of a weight"
+                )
+
+    def _snapshot(self, tensor: Tensor, *, tokens_per_row: int) -> "Snapshot":
+        rows = -(-self._max_rows // tokens_per_row)
+        is_activation = type(tensor) is Tensor and tensor.device == self._device and not is_parameter(tensor)
+        view = row_view(tensor, rows) if is_activation and not _is_among(tensor, self._kept) else None
+        if view is None:
+            found = f"{list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            raise ValueError(
+                f"a tensor of shape {found} is no row tensor of this context: it must be an activation on "
+                f"{self._device} with {rows} rows as its outermost dimension in memory (max_rows {self._max_rows}, "
+                f"tokens_per_row {tokens_per_row}); scales that are not in the order of the tokens cannot be stashed"
+            )
+        return Snapshot.of(tensor, view)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Annotation of a tensor by the user; see StashGroup.mark."""
+
+    snapshot: "Snapshot"
+    priority: Priority
+    tokens_per_row: int
+    recompute: Callable[..., None] | None
+    sources: tuple["Snapshot", ...]
+
+
+class Origin(enum.Enum):
+    """Kind of data that a tensor was made from."""
+
+    WEIGHTS = "parameters alone"
+    ROWS = "activations, or tensors that are no weights by their size"
+    UNCLEAR = "parameters and tensors without grad, of which either may have given it its size"
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Tells whether a tensor of any shape and dtype is a module's parameter or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def origin_of(tensor: Tensor, max_rows: int) -> Origin:
+    """Finds the origin of a tensor, any shape and dtype, with outermost size max_rows. See [Note: guessed rows]."""
+    if is_parameter(tensor):
+        return Origin.WEIGHTS
+    if tensor.grad_fn is None:
+        return Origin.ROWS
+    level: list[torch.autograd.graph.Node] = [tensor.grad_fn]
+    seen, depth = set(level), 0
+    has_constants = may_be_weight = False
+    while level:
+        if has_constants and depth == _DEPTH:
+            return Origin.ROWS
+        below: list[torch.autograd.graph.Node] = []
+        for node in level:
+            name = node.name()
+            if name in _EMBEDDINGS:
+                return Origin.ROWS
+            if name == "torch::autograd::AccumulateGrad":
+                leaf: Tensor = node.variable  # type: ignore[attr-defined]
+                if not isinstance(leaf, nn.Parameter):
+                    return Origin.ROWS
+                may_be_weight = may_be_weight or leaf.shape[:1] == (max_rows,)
+                continue
+            earlier = [(one, index) for one, index in node.next_functions if one is not None]
+            # A node without inputs hides them, e.g. a node of another framework.
+            has_constants = has_constants or name in _PICKS or len(earlier) < max(len(node.next_functions), 1)
+            may_be_weight = may_be_weight or _makes(node, name, earlier, max_rows)
+            below += [one for one, _ in earlier if one not in seen]
+            seen.update(below)
+        level, depth = list(dict.fromkeys(below)), depth + 1
+    if not has_constants:
+        return Origin.WEIGHTS
+    return Origin.UNCLEAR if may_be_weight else Origin.ROWS
+
+
+def _makes(
+    node: torch.autograd.graph.Node,
+    name: str,
+    earlier: list[tuple[torch.autograd.graph.Node, int]],
+    max_rows: int,
+) -> bool:
+    """Tells whether the node's output has a leading size of max_rows from joining, cutting or transposing inputs."""
+    if name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
+        # The leading size of a transposed parameter is another size of the parameter.
+        turned = [getattr(one, "variable", None) for one, _ in earlier]
+        return any(isinstance(variable, nn.Parameter) and max_rows in variable.shape for variable in turned)
+    if name not in _JOINS or len(earlier) < len(node.next_functions) or _leading_size(node, 0) != max_rows:
+        return False
+    return all(_leading_size(one, index) != max_rows for one, index in earlier)
+
+
+def _leading_size(node: torch.autograd.graph.Node, index: int) -> int | None:
+    """Returns the leading size of a node's output, or None if it is unknown."""
+    variable = getattr(node, "variable", None)
+    if variable is not None:
+        return int(variable.shape[0]) if variable.dim() else None
+    metadata = node._input_metadata
+    if index >= len(metadata) or not metadata[index].shape:
+        return None
+    return int(metadata[index].shape[0])
 
 
 @dataclass(frozen=True)
 class RowView:
-    """The places of a tensor's rows in its storage: numbers of bytes, except the number of rows."""
+    """Byte positions of a tensor's rows in its storage, and the number of rows."""
 
     start: int
     pitch: int
@@ -30,12 +338,12 @@ class RowView:
 
     @property
     def end(self) -> int:
-        """The end of the first row."""
+        """Byte after the first row's last."""
         return self.start + self.extent
 
 
 def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
-    """Returns the places of a tensor's rows, any shape and dtype; None unless its outermost dimension has num_rows."""
+    """Returns the view of a tensor's rows, any shape and dtype; None unless its outermost dimension has num_rows."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     wide = [
@@ -51,18 +359,9 @@ def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
     return RowView(int(tensor.storage_offset()) * size, pitch * size, extent * size, num_rows)
 
 
-@torch.compiler.disable  # it asks autograd, which no compiled code can
-def outer_hooks() -> Hooks | None:
-    """The innermost saved_tensors_hooks (pack, unpack) that are active now; hooks pushed next will hide them.
-
-    pack takes a tensor of any shape and dtype, unpack gives the same again.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 @dataclass(frozen=True)
 class StorageView:
-    """A tensor's view of its storage, from which it can be rebuilt over a copy. offset: in elements."""
+    """View of a storage, from which a tensor can be rebuilt over a copy of the storage. offset: in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -71,13 +370,13 @@ class StorageView:
 
     @staticmethod
     def of(tensor: Tensor) -> "StorageView":
-        """tensor: any shape and dtype. Sparse tensors have neither offset nor strides: 0 and ()."""
+        """Describes a tensor of any shape and dtype. Sparse tensors have offset 0 and strides ()."""
         if tensor.layout is not torch.strided:
             return StorageView(tensor.dtype, 0, tensor.size(), ())
         return StorageView(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def over(self, memory: Tensor, first_byte: int) -> Tensor:
-        """The same view over a copy of the storage's bytes from first_byte on.
+        """Returns the same view over a copy of the storage's bytes from first_byte on.
 
         memory: [N], uint8. Returns any shape and dtype.
         """
@@ -87,7 +386,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A tensor of any shape and dtype, not copied, and its version at one moment; rows: None if it is no row tensor."""
+    """Reference to a tensor, any shape and dtype, and its version at one moment. rows: None if it is no row tensor."""
 
     tensor: Tensor
     version: int
@@ -95,19 +394,19 @@ class Snapshot:
 
     @staticmethod
     def of(tensor: Tensor, rows: RowView | None) -> "Snapshot":
-        """tensor: any shape and dtype."""
-        # Detached: an operator's output keeps the operator's node alive, and the node would keep its output. A leaf has
-        # no node, and backward has to get the very same object.
+        """Records a tensor of any shape and dtype at its present version."""
+        # Detached, because an operator's output keeps the operator's node alive, and the node would keep its output.
+        # A leaf has no node, and backward must receive the same object.
         return Snapshot(tensor if tensor.is_leaf else tensor.detach(), tensor._version, rows)
 
     def check_unchanged(self) -> None:
-        """Raises RuntimeError if the tensor was changed in place since. torch checks this only where hooks do not."""
+        """Raises RuntimeError if the tensor was changed in place since. torch does not check this under hooks."""
         if self.tensor._version != self.version:
             raise RuntimeError(changed_in_place(self.tensor.shape, found=self.tensor._version, expected=self.version))
 
 
 def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
-    """The message for a tensor that backward needs, in torch's words."""
+    """Returns the error message for a changed tensor that backward needs, in torch's wording."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"shape {list(shape)} that an expert group saved was changed in place after it was saved; it is at version "
@@ -116,28 +415,28 @@ def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
 
 
 class VersionOf:
-    """The version of a tensor without its memory: an alias that shares the version counter and holds no bytes."""
+    """Version of a tensor without its memory. Holds an alias that shares the version counter and has no bytes."""
 
     __slots__ = ("_alias", "_shape", "_version")
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._alias = snapshot.tensor.detach()
         self._shape, self._version = snapshot.tensor.shape, snapshot.version
-        # Not set_(), which would count as a change of the tensor itself.
+        # set_() would count as a change of the tensor itself.
         self._alias.data = snapshot.tensor.new_empty(0)
 
     def change(self) -> str | None:
-        """What to say if the tensor was changed in place since the snapshot."""
+        """Returns an error message if the tensor was changed in place since the snapshot, else None."""
         if self._alias._version == self._version:
             return None
         return changed_in_place(self._shape, found=self._alias._version, expected=self._version)
 
 
 class SavedTensor:
-    """The object that autograd saves instead of a tensor.
+    """Object that autograd saves instead of a tensor.
 
-    Until its context ends, and for good if the stash does not take it, `snapshot` is what was saved, or `packed` what
-    the outer hooks made of it. For a stashed tensor `memory` is where its bytes are restored.
+    `snapshot` is the saved tensor, or `packed` is the result of the outer hooks, until the context ends. They stay if
+    the stash does not take the tensor. The bytes of a stashed tensor are restored into `memory`.
     """
 
     __slots__ = (
@@ -153,7 +452,10 @@ class SavedTensor:
     )
 
     def __init__(self, group: Any, tensor: Tensor, *, may_have_rows: bool) -> None:
-        """tensor: any shape and dtype. may_have_rows: False for weights and tensors of other devices or kinds."""
+        """Wraps a tensor of any shape and dtype.
+
+        may_have_rows: False for weights and for tensors of other devices or kinds.
+        """
         self.group, self.view, self.may_have_rows = group, StorageView.of(tensor), may_have_rows
         self.snapshot: Snapshot | None = None
         self.packed: Any = None
@@ -163,12 +465,12 @@ class SavedTensor:
         self.has_history = tensor.grad_fn is not None
 
     def hand_on(self, tensor: Tensor, hooks: Hooks) -> None:
-        """Gives the tensor, any shape and dtype, to the hooks around the context, which the context's own ones hide."""
+        """Passes a tensor, any shape and dtype, to the hooks around the context, which its own hooks hide."""
         pack, self.outer_unpack = hooks
         self.packed = pack(tensor)
 
-    def take_late(self, mark: "Mark") -> bool:
-        """Whether this is part of a tensor that was marked after it was saved; if it is, its rows are known now."""
+    def take_late(self, mark: Mark) -> bool:
+        """Records the rows of a tensor that was marked after it was saved. Returns whether this is part of it."""
         if self.snapshot is None or not self.may_have_rows or mark.snapshot.rows is None:
             return False
         rows = row_view(self.snapshot.tensor, mark.snapshot.rows.num_rows)
@@ -178,7 +480,7 @@ class SavedTensor:
         return True
 
     def kept(self) -> Tensor:
-        """The tensor as it was saved: any shape and dtype."""
+        """Returns the tensor as it was saved: any shape and dtype."""
         if self.outer_unpack is not None:
             return self.outer_unpack(self.packed)
         assert self.snapshot is not None, "neither kept nor stashed"
@@ -186,20 +488,9 @@ class SavedTensor:
         return self.snapshot.tensor
 
 
-@dataclass(frozen=True)
-class Mark:
-    """The user's annotation of a tensor; see StashGroup.mark."""
-
-    snapshot: Snapshot
-    priority: Priority
-    tokens_per_row: int
-    recompute: Callable[..., None] | None
-    sources: tuple[Snapshot, ...]
-
-
 @dataclass
 class Block:
-    """Rows of one memory that are stashed together: one TensorSpec. start, end: of the first row, in bytes."""
+    """Rows of one memory that are stashed together as one TensorSpec. start, end: of the first row, in bytes."""
 
     storage: torch.UntypedStorage
     start: int
@@ -208,18 +499,18 @@ class Block:
     num_rows: int
     mark: Mark | None = None
     saved: list[SavedTensor] = field(default_factory=list)
-    is_source: bool = False  # of a needed tensor that can be computed again
+    is_source: bool = False  # of a needed tensor that can be recomputed
 
     @staticmethod
     def of(snapshot: Snapshot, mark: Mark | None = None) -> "Block":
-        """The block of one row tensor."""
+        """Makes the block of one row tensor."""
         assert snapshot.rows is not None, "no row tensor"
         rows = snapshot.rows
         return Block(snapshot.tensor.untyped_storage(), rows.start, rows.end, rows.pitch, rows.num_rows, mark)
 
     @property
     def spec(self) -> TensorSpec:
-        """The block as a TensorSpec for the pool."""
+        """TensorSpec of the block for the pool."""
         priority, tokens_per_row = Priority.INPUT, 1
         if self.mark is not None:
             priority, tokens_per_row = self.mark.priority, self.mark.tokens_per_row
@@ -227,31 +518,31 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from the first row's first byte to the last row's last, gaps included."""
+        """Number of bytes from the first row's first byte to the last row's last, including gaps."""
         return (self.num_rows - 1) * self.pitch + self.end - self.start
 
     def bytes_of_rows(self, device: torch.device) -> Tensor:
-        """The storage from the first row's first byte to the last row's last: [num_bytes], uint8."""
+        """Returns the storage from the first row's first byte to the last row's last: [num_bytes], uint8."""
         return torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage, self.start, (self.num_bytes,), (1,))
 
     def is_cut_like(self, other: "Block") -> bool:
-        """Whether both are rows of one memory with one pitch."""
+        """Tells whether both are rows of one memory with one pitch."""
         return (self.storage._cdata, self.pitch, self.num_rows) == (other.storage._cdata, other.pitch, other.num_rows)
 
     def holds(self, other: "Block") -> bool:
-        """Whether all bytes of the other are bytes of this one."""
+        """Tells whether this block contains all bytes of the other."""
         return self.is_cut_like(other) and self.start <= other.start and other.end <= self.end
 
     def overlaps(self, other: "Block") -> bool:
-        """Whether they share bytes."""
+        """Tells whether the blocks share bytes."""
         return self.is_cut_like(other) and self.start < other.end and other.start < self.end
 
 
 def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
-    """The memory that a group's saved row tensors lie in, and that of the sources which recomputing them needs.
+    """Returns the memory of a group's saved row tensors and of the sources that recomputing them needs.
 
-    Raises RuntimeError if a tensor was changed in place since it was saved or marked, ValueError if the marks do not
-    fit each other or what was saved.
+    Raises RuntimeError if a tensor was changed in place since it was saved or marked, and ValueError if the marks
+    contradict each other or the saved tensors.
     """
     blocks: list[Block] = []
     for mark in marks:
@@ -262,11 +553,11 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
             )
         blocks.append(block)
     located = [(Block.of(one.snapshot), one) for one in saved if one.snapshot is not None]
-    # By first byte, the longest first: then one pass finds everything that fits into one row.
+    # Sorted by first byte, the longest first, so that one pass finds everything that fits into one row.
     for found, one in sorted(located, key=lambda pair: (pair[0].start, -pair[0].end)):
         _check(one.snapshot)
         _place(found, blocks).saved.append(one)
-    # The least important first: a tensor that is needed makes its sources needed.
+    # The least important first, because a needed tensor makes its sources needed.
     for block in sorted(blocks, key=lambda block: -block.spec.priority):
         if block.mark is not None and (block.saved or block.is_source):
             _check(block.mark.snapshot)
@@ -276,13 +567,13 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
 
 
 def block_with(snapshot: Snapshot, blocks: list[Block]) -> int | None:
-    """Index of the block that holds a row tensor."""
+    """Returns the index of the block that holds a row tensor, or None."""
     wanted = Block.of(snapshot)
     return next((index for index, block in enumerate(blocks) if block.holds(wanted)), None)
 
 
 def _place(found: Block, blocks: list[Block]) -> Block:
-    """The block that these bytes belong to: one that has them, one that is extended by them, or a new one."""
+    """Returns the block for these bytes: one that contains them, one that they extend, or a new one."""
     for block in blocks:
         if block.holds(found):
             return block
@@ -313,3 +604,31 @@ def _need(source: Snapshot, blocks: list[Block], *, priority: Priority) -> None:
 def _check(snapshot: Snapshot | None) -> None:
     if snapshot is not None:
         snapshot.check_unchanged()
+
+
+@torch.compiler.disable  # compiled code cannot query autograd
+def outer_hooks() -> Hooks | None:
+    """Returns the innermost active saved_tensors_hooks (pack, unpack), which hooks pushed later will hide.
+
+    pack takes a tensor of any shape and dtype, and unpack returns it.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@torch.compiler.disable
+def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
+    """Declares an expert operator's tensors to the stash context around it, if there is one.
+
+    rows, others: any shape and dtype. others: weights and offsets, which are not rows whatever their sizes.
+    """
+    hooks = outer_hooks()
+    group = None if hooks is None else getattr(hooks[0], "__self__", None)
+    if isinstance(group, StashGroup):
+        group.rows(*rows)
+        group.keep(*(tensor for tensor in others if tensor is not None))
+
+
+def _is_among(tensor: Tensor, storages: Sequence[torch.UntypedStorage]) -> bool:
+    if not storages or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage()._cdata in [storage._cdata for storage in storages]

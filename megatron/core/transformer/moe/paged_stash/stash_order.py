@@ -1,7 +1,7 @@
-"""In which order expert groups run forward and backward in a step, and what is therefore likely to come next.
+"""StashOrder: the order in which expert groups run forward and backward in a step, and predictions of the next events.
 
-This is only advice: a wrong guess costs time or memory, but changes no result. No tensors, no streams; what is done
-with the advice is in stash_manager.py.
+The predictions are advice only. A wrong one costs time or memory, but changes no result. stash.py acts on them. This
+file holds no tensors and no streams.
 """
 
 import enum

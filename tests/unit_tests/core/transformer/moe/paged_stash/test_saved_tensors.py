@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.moe import paged_stash
 from megatron.core.transformer.moe.paged_stash import Counter, PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash.row_origins import Origin, origin_of
-from megatron.core.transformer.moe.paged_stash.saved_tensors import row_view
+from megatron.core.transformer.moe.paged_stash.saved_tensors import Origin, origin_of, row_view
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import LIVE, C, is_empty_sync, make_stash
 
 VIEWS: list[tuple[Callable[[], Tensor], tuple[int, int, int] | None]] = [

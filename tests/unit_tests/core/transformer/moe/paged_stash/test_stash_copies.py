@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, stash_manager, stash_order
+from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, stash_order
+from megatron.core.transformer.moe.paged_stash import stash as stash_file
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
     LIVE,
     C,
@@ -89,7 +90,7 @@ def test_a_stash_that_is_never_reset_keeps_records_of_a_bounded_number_of_groups
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stash_order, "MAX_EVENTS", 16)
-    monkeypatch.setattr(stash_manager, "_MAX_FORWARDS", 8)
+    monkeypatch.setattr(stash_file, "_MAX_FORWARDS", 8)
     stash = make_stash()
     model, expected = Model(stash.context, kind=MarkedExperts), gradients(Model(None, kind=MarkedExperts))
     sizes = set()

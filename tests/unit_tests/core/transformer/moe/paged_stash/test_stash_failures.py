@@ -16,8 +16,7 @@ from megatron.core.transformer.moe.paged_stash import (
     PoolLayout,
     Priority,
     TensorSpec,
-    side_streams,
-    stash_group,
+    group_memory,
 )
 from tests.counts import long_count, soak_only
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
@@ -38,8 +37,8 @@ PACKAGE = "megatron.core.transformer.moe.paged_stash."
 PLACES = (
     *(f"{PACKAGE}page_pool.PagePool.{verb}" for verb in ("open_group", "plan", "stash", "restore", "release")),
     f"{PACKAGE}page_pool.RestoredMemory.take",
-    f"{PACKAGE}recording.StashGroup.pack",
-    f"{PACKAGE}recording.StashGroup.blocks",
+    f"{PACKAGE}saved_tensors.StashGroup.pack",
+    f"{PACKAGE}saved_tensors.StashGroup.blocks",
     f"{MarkedExperts.__module__}.MarkedExperts.forward",
 )
 
@@ -220,18 +219,18 @@ def test_a_write_to_what_a_copy_still_reads_is_seen_before_the_main_stream_waits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
-    note_changes = stash_group.Reading.note_changes
+    note_changes = group_memory.Reading.note_changes
 
-    def noted(reading: stash_group.Reading) -> None:
+    def noted(reading: group_memory.Reading) -> None:
         assert reading.copied == "copied" and reading.sources, "memory is kept until the copy is waited for"
         calls.append("checked")
         note_changes(reading)
 
     # Events of a GPU: the copy's end, which the main stream has to wait for before anyone may write.
-    monkeypatch.setattr(side_streams.SideStream, "behind_main", lambda *_: nullcontext())
-    monkeypatch.setattr(side_streams.SideStream, "record", lambda _: "copied")
-    monkeypatch.setattr(stash_group, "main_waits_for", lambda event, device: calls.append(str(event)))
-    monkeypatch.setattr(stash_group.Reading, "note_changes", noted)
+    monkeypatch.setattr(group_memory.SideStream, "behind_main", lambda *_: nullcontext())
+    monkeypatch.setattr(group_memory.SideStream, "record", lambda _: "copied")
+    monkeypatch.setattr(group_memory, "main_waits_for", lambda event, device: calls.append(str(event)))
+    monkeypatch.setattr(group_memory.Reading, "note_changes", noted)
     stash = make_stash()
     buffer, x = torch.empty(C, HIDDEN), torch.randn(C, HIDDEN, requires_grad=True)
     for name in ("one", "two"):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.transformer.moe.paged_stash import Counter, PagePool, side_streams, stash_group, stash_manager
+from megatron.core.transformer.moe.paged_stash import Counter, PagePool, group_memory
+from megatron.core.transformer.moe.paged_stash import stash as stash_file
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
@@ -154,10 +155,10 @@ def test_the_main_stream_waits_for_releases_not_for_copies_alone(monkeypatch: py
     for name in ("restore", "release"):
         monkeypatch.setattr(PagePool, name, note(name))
     # An event is what was launched before it.
-    monkeypatch.setattr(side_streams.SideStream, "behind_main", lambda *_: nullcontext())
-    monkeypatch.setattr(side_streams.SideStream, "record", lambda stream: list(launched))
-    monkeypatch.setattr(stash_group, "main_waits_for", lambda event, device: waited.append(event or []))
-    monkeypatch.setattr(stash_manager, "main_waits_for", lambda event, device: None)
+    monkeypatch.setattr(group_memory.SideStream, "behind_main", lambda *_: nullcontext())
+    monkeypatch.setattr(group_memory.SideStream, "record", lambda stream: list(launched))
+    monkeypatch.setattr(group_memory, "main_waits_for", lambda event, device: waited.append(event or []))
+    monkeypatch.setattr(stash_file, "main_waits_for", lambda event, device: None)
     gradients(Model(make_stash().context))
     assert waited and launched.count("release") == 3
     assert all(event.count("restore") == event.count("release") for event in waited)
@@ -173,10 +174,10 @@ def test_graphs_of_a_part_wait_for_no_event_of_each_other_nor_anyone_for_theirs(
         return nullcontext()
 
     # An event is the graph that it was recorded in.
-    monkeypatch.setattr(side_streams.SideStream, "behind_main", lambda stream, *events: wait(*events))
-    monkeypatch.setattr(side_streams.SideStream, "record", lambda stream: graph[0])
-    monkeypatch.setattr(stash_group, "record_main", lambda device: graph[0])
-    for module in (stash_group, stash_manager):
+    monkeypatch.setattr(group_memory.SideStream, "behind_main", lambda stream, *events: wait(*events))
+    monkeypatch.setattr(group_memory.SideStream, "record", lambda stream: graph[0])
+    monkeypatch.setattr(group_memory, "record_main", lambda device: graph[0])
+    for module in (group_memory, stash_file):
         monkeypatch.setattr(module, "main_waits_for", lambda event, device: wait(event))
     stash = make_stash()
     part, rows = stash.new_part(), torch.randn(8, 16, requires_grad=True)

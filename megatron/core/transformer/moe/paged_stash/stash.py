@@ -1,5 +1,6 @@
-"""PagedStash: the context that experts run in, and the order of a step. Which tensors a context takes is decided in
-saved_tensors.py, where they go in stash_group.py.
+"""PagedStash: the contexts that expert groups run in, and the order of a step.
+
+saved_tensors.py decides which tensors a context takes, and group_memory.py moves them into pages and back.
 
     stash = PagedStash(PagePool(device, PoolLayout(page_bytes=65536, device_pages=4096)))
     for batch in batches:
@@ -11,12 +12,21 @@ saved_tensors.py, where they go in stash_group.py.
         stash.reset()
         if not void:
             optimizer.step()
+
+[Note: captured parts] A CUDA graph may hold the forward of a single layer, and another one its backward. Under capture
+a context does the same as always, once: the forward's graph plans and fills pages at its end, and the backward's graph
+restores the rows and releases the pages. Replays run none of this code. So a captured group has its own room in the
+page tables. The number of pages to leave free depends on the group's place in the step, so it is read from memory that
+the host fills before each replay. Everything that is the same in each step is part of the graph, i.e. whether the group
+is stashed, or kept because its backward is the next event. No prefetch crosses graphs. Side streams start from the main
+stream and end there within each graph, so that a replay is one piece on the main stream.
 """
 
 import weakref
 from collections import Counter as Multiset
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -24,33 +34,75 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
-from megatron.core.transformer.moe.paged_stash.captured_part import CapturedGroup, CapturedPart, ReplayedForward
+from megatron.core.transformer.moe.paged_stash.group_memory import (
+    GroupMemory,
+    PageKeeper,
+    Phase,
+    main_waits_for,
+    tensor_of,
+)
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec, is_whole
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.recording import RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
-from megatron.core.transformer.moe.paged_stash.saved_tensors import Block, Hooks, SavedTensor, outer_hooks
-from megatron.core.transformer.moe.paged_stash.side_streams import main_waits_for
-from megatron.core.transformer.moe.paged_stash.stash_group import PageKeeper, Phase, StashedGroup, tensor_of
+from megatron.core.transformer.moe.paged_stash.saved_tensors import (
+    Block,
+    Hooks,
+    RowTensors,
+    SavedTensor,
+    StashGroup,
+    outer_hooks,
+)
 from megatron.core.transformer.moe.paged_stash.stash_order import MAX_EVENTS, EventKind, Group, StashEvent, StashOrder
 
-# Forwards without a reset after which names, sizes and order of further ones are no longer recorded.
+# After this many forwards without a reset, names, sizes and order of further ones are not recorded.
 _MAX_FORWARDS = MAX_EVENTS // 2
-# Phases that do not change any more once backward has begun.
+# Phases that no longer change once backward has begun.
 _SETTLED = (Phase.KEPT, Phase.READY)
 
 
-class PagedStash:
-    """Keeps in pages the live rows of what expert groups save for backward; their gradients stay the same bit for bit.
+@dataclass(frozen=True)
+class CapturedGroup:
+    """Expert group in a captured part.
 
-    1. A context collects what autograd saves. At its end the live rows of row tensors are copied into pages, and the
-       oversized memory is free once the next context begins.
-    2. When backward asks for the first tensor of a group, the group's rows come back with the strides and the address
-       alignment that they had, and the rows of the next groups start on their way.
-    3. Marked tensors that found no pages are computed again. If an x found none, the step is void.
+    specs: empty for a group that is not stashed. kept: objects that otherwise only the graphs refer to.
+    """
+
+    name: str
+    specs: Sequence[TensorSpec] = ()
+    max_rows: int = 0
+    kept: tuple[Any, ...] = ()
+
+
+@dataclass(eq=False)
+class CapturedPart:
+    """Part of a layer that CUDA graphs capture. Must live as long as the graphs.
+
+    reserve: [3], int64, on the device: pages that the group's plan leaves free. group: None until it is captured.
+    """
+
+    reserve: Tensor
+    group: CapturedGroup | None = None
+
+
+@dataclass(frozen=True)
+class ReplayedForward:
+    """Forward that a graph has run, for its backward. generation: number of the stash's resets before it."""
+
+    event: StashEvent
+    generation: int
+
+
+class PagedStash:
+    """Keeps the live rows that expert groups save for backward in pages. Gradients stay identical bit for bit.
+
+    1. A context collects the tensors that autograd saves. At its end the live rows of row tensors are copied into
+       pages, and the oversized memory is free once the next context begins.
+    2. When backward asks for the first tensor of a group, the group's rows are restored with their strides and address
+       alignment, and the rows of the next groups are prefetched.
+    3. Marked tensors that got no pages are recomputed. If an x got none, the step is discarded (stash overflow).
     4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
-    Rows beyond the live ones come back with whatever bytes are there: backward must not read them.
+    Restored rows beyond the live ones hold arbitrary bytes. Backward must not read them.
     """
 
     def __init__(
@@ -64,15 +116,16 @@ class PagedStash:
         has_rungs: bool = True,
         specs: Sequence[TensorSpec] = (),
     ) -> None:
-        """prefetch_groups: how many groups' rows come back ahead of their backward, each into buffers of max_rows rows.
+        """Makes a stash over a pool.
 
-        events: the order of a step; learned if not given. num_programs: how many programs a copy may occupy on a GPU,
-        0: as many as are useful. reserved_share: rows of later groups for which pages are kept back before gate_up and
-        act get any, as a share of max_rows. 1 guarantees, in each step that keeps to its order or has none, that x
-        finds pages in a pool that could hold every x; smaller shares guarantee nothing, and 0 keeps nothing back.
-        Reserve says what holds when. has_rungs: whether gate_up and act are dropped, and computed again, if pages are
-        lacking; else they are as important as x. specs: what each group of `events` stashes, where that is known
-        before the first step. Raises ValueError for other values.
+        prefetch_groups: number of groups whose rows are restored ahead of their backward, each into buffers of max_rows
+        rows. events: order of a step; learned if not given. num_programs: number of programs that a copy may occupy on
+        a GPU; 0 means as many as are useful. reserved_share: rows of later groups for which pages are reserved before
+        gate_up and act get any, as a share of max_rows. Share 1 guarantees that x finds pages in a pool that could hold
+        every x, in each step that keeps to its order or has none. Smaller shares guarantee nothing, and 0 reserves
+        nothing; Reserve has the details. has_rungs: whether gate_up and act have recompute levels, i.e. are dropped and
+        recomputed if pages run out; otherwise they are as important as x. specs: sizes that each group of `events`
+        stashes, if they are known before the first step. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -89,14 +142,14 @@ class PagedStash:
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self._has_rungs = prefetch_groups, has_rungs
         self._keeper = PageKeeper(pool, num_programs=num_programs)
-        self._instances: Multiset[str] = Multiset()  # forwards of this step so far, by name
-        self._num_forwards = 0  # of this step so far
-        self._groups: weakref.WeakValueDictionary[Group, StashedGroup] = weakref.WeakValueDictionary()
-        self._max_bytes: dict[Group, int] = {}  # of the buffers that a group's rows lie in
-        self._part: CapturedPart | None = None  # whose forward or backward is being captured
+        self._instances: Multiset[str] = Multiset()  # number of forwards in this step so far, by name
+        self._num_forwards = 0  # in this step so far
+        self._groups: weakref.WeakValueDictionary[Group, GroupMemory] = weakref.WeakValueDictionary()
+        self._max_bytes: dict[Group, int] = {}  # size of the buffers that hold a group's rows
+        self._part: CapturedPart | None = None  # part whose forward or backward is being captured
         self._is_enabled = True
         self._is_spoiled = False  # an exception ended a context of this step
-        with self._keeper.exclusive():  # whatever mode the caller is in
+        with self._keeper.exclusive():  # independent of the caller's grad mode
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
             if specs:
                 for group in {event.group for event in self.order.events} - resident_groups(self.order.events):
@@ -104,10 +157,10 @@ class PagedStash:
             self._reserve.begin_step(self.order.events)
 
     def __reduce__(self) -> Any:
-        """A copy, by deepcopy or pickle, has the settings alone, and a pool of its own from its first use on.
+        """Makes a copy, by deepcopy or pickle, have only the settings, and its own pool from its first use on.
 
-        No page, order or group of this stash is in it. A copy that trains nothing, such as an average of weights, takes
-        no memory.
+        The copy holds no page, order or group of this stash. A copy that is not trained, such as an average of weights,
+        takes no memory.
         """
         if "_unbound" in self.__dict__:
             return _unbound, (type(self), *self.__dict__["_unbound"])
@@ -115,7 +168,7 @@ class PagedStash:
         return _unbound, (type(self), str(self.pool.device), self.pool.layout, settings)
 
     def __getattr__(self, name: str) -> Any:
-        """Makes the pool of a copy when something is first asked of it."""
+        """Makes the pool of a copy when the copy is first used."""
         if "_unbound" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         device, layout, settings = self.__dict__["_unbound"]
@@ -134,25 +187,25 @@ class PagedStash:
         backward_is_next: bool = False,
         takes: RowTensors = RowTensors.GUESSED,
     ) -> Iterator[StashGroup]:
-        """Around the forward of one expert group, with max_rows rows of which the first num_rows are live.
+        """Wraps the forward of one expert group with max_rows rows, of which the first num_rows are live.
 
         num_rows: [1] or scalar, int64 or int32, on the pool's device, read when the context ends; or an int.
-        backward_is_next: nothing is stashed, as nothing else runs before this group's backward. takes: which saved
-        tensors are rows; without declarations this is guessed, see [Note: guessed rows].
+        backward_is_next: stashes nothing, because nothing else runs before this group's backward. takes: rule that
+        decides which saved tensors are rows; without declarations it is a guess, see [Note: guessed rows].
         The context does nothing without grad mode, in a recomputation (while backward runs), directly inside
-        torch.utils.checkpoint, which keeps nothing, in a step that `reset` disabled, and with max_rows below 2. Weights
-        and saved tensors without max_rows rows are left to hooks around the context. Raises ValueError for a wrong
-        num_rows or max_rows, if no saved tensor has rows, and if one of them may as well be a weight.
+        torch.utils.checkpoint, which saves nothing, in a step that `reset` disabled, and with max_rows below 2. Hooks
+        around the context receive weights and saved tensors without max_rows rows. Raises ValueError for a wrong
+        num_rows or max_rows, if no saved tensor has rows, and if one of them may be a weight.
         """
         if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
-            # Before anything is asked of a copy, which would make its pool.
+            # Checked before any attribute is read, which would make the pool of a copy.
             _check_count(num_rows, max_rows, device=None)
             yield StashGroup(torch.device("cpu"), max_rows, group=None, hooks=None)
             return
         _check_count(num_rows, max_rows, device=self.pool.device)
         with self._keeper.exclusive():
-            # What runs next may write to memory that the copies of the previous group still read: the buffers of a
-            # static dispatch are the same for all layers, and the allocator hands out again what autograd let go of.
+            # The next kernels may write to memory that the copies of the previous group still read: all layers share
+            # the buffers of a static dispatch, and the allocator reuses memory that autograd released.
             self._keeper.join()
         hooks = outer_hooks()
         if not self._is_enabled or not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
@@ -180,10 +233,10 @@ class PagedStash:
             recording.close()
 
     def reset(self, *, enabled: bool = True) -> None:
-        """Between steps, after the last backward, or after an exception: all pages are free, counters are 0.
+        """Frees all pages and clears the counters. Call it between steps, after the last backward or an exception.
 
-        What is still in pages is lost: its backward raises RuntimeError. Rows that are back stay. enabled: False if the
-        contexts of the next step are to do nothing.
+        Rows that are still in pages are lost, and their backward raises RuntimeError. Restored rows stay. enabled:
+        False if the contexts of the next step should do nothing.
         """
         with self._keeper.exclusive():
             is_complete = not any(self._keeper.is_waiting(group) for group in self._groups.values())
@@ -195,16 +248,16 @@ class PagedStash:
             self._groups, self._instances = weakref.WeakValueDictionary(), Multiset()
             self._num_forwards, self._is_spoiled = 0, False
             known = {event.group for event in self.order.events}
-            # Names may be new in each step: what is known of those that are not in the list will not be asked for.
+            # Names may be new in each step. Records of names that are not in the list will not be needed.
             self._max_bytes = {group: num_bytes for group, num_bytes in self._max_bytes.items() if group in known}
             self._reserve.forget_others(known)
             self._reserve.begin_step(self.order.events)
             self._is_enabled = enabled
 
     def footprint(self) -> Footprint:
-        """Bytes that a step like the last complete one keeps on the device, with and without the stash; zeros before.
+        """Returns the device bytes of a step like the last complete one, with and without the stash; zeros before it.
 
-        Worth a look: in a pool too large for the step, or a step of few groups, the stash costs memory.
+        In a pool too large for the step, or a step of few groups, the stash costs memory.
         """
         max_bytes = self._max_bytes
         return footprint(
@@ -216,17 +269,19 @@ class PagedStash:
 
     @property
     def reserve(self) -> tuple[ReserveRow, ...]:
-        """Pages that each forward of the step leaves free, as arithmetic.simulate takes them; () if none are kept."""
+        """Pages that each forward of the step leaves free, as arithmetic.simulate takes them; () without a reserve."""
         return self._reserve.table
 
     @property
     def reserved_share(self) -> float:
-        """Rows of later groups for which pages are kept back, as a share of max_rows."""
+        """Rows of later groups for which pages are reserved, as a share of max_rows."""
         return self._reserve.share
 
     def raise_reserved_share(self, share: float) -> None:
-        """Between steps, before `reset`: later steps keep back more. Their plans read it from the memory that they read
-        until now, so that a captured step stays valid. Raises ValueError for a smaller share, and where it was 0.
+        """Makes later steps reserve more pages. Call it between steps, before `reset`.
+
+        Plans read the reserve from the same memory as before, so that a captured step stays valid. Raises ValueError
+        for a smaller share, and if the share was 0.
         """
         if not 0.0 < self.reserved_share <= share <= 1.0:
             raise ValueError(
@@ -237,25 +292,25 @@ class PagedStash:
                 self._reserve.raise_share(share)
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies; reset does so too."""
+        """Makes the main stream wait for all copies, as `reset` also does."""
         with self._keeper.exclusive():
             self._keeper.join_all()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Around whole steps, or passes of them, that a CUDA graph captures after a reset: their copies are part of it.
+        """Wraps whole steps, or passes of them, that a CUDA graph captures after a reset, together with their copies.
 
-        A replay follows a reset too, and needs nothing of this object but its memory. Not run on a GPU yet.
+        A replay also follows a reset, and needs only the memory of this object. Not run on a GPU yet.
         """
         with self._keeper.exclusive():
-            # A capture ends with all streams joined that took part, and none can be joined that did not.
+            # At its end a capture must join all streams that took part, and it cannot join others.
             self._keeper.fork()
         try:
             yield
             self.join()
         finally:
             with self._keeper.exclusive():
-                # Their events are the graph's: nobody outside may wait for them, as giving pages back would.
+                # Their events belong to the graph. Nothing outside may wait for them, as releasing pages would.
                 self._keeper.forget_groups()
 
     def new_part(self) -> CapturedPart:
@@ -264,10 +319,11 @@ class PagedStash:
 
     @contextmanager
     def capturing(self, part: CapturedPart) -> Iterator[None]:
-        """Around the forward of a part of a layer, then around its backward, each captured as a graph of its own.
+        """Wraps the forward of a part of a layer, and later its backward, each captured as a separate graph.
 
-        See [Note: captured parts]. The step's account stays as it is: `replaying` and `replaying_backward` keep it.
-        Call `join` before each capture and replay, as copies of eager groups may be under way. Not run on a GPU yet.
+        See [Note: captured parts]. The order of the step does not change here; `replaying` and `replaying_backward`
+        update it. Call `join` before each capture and replay, because copies of eager groups may still run. Not run on
+        a GPU yet.
         """
         with self._keeper.exclusive():
             self._keeper.fork()
@@ -281,7 +337,7 @@ class PagedStash:
                 self._keeper.forget_copies()
 
     def replaying(self, part: CapturedPart) -> ReplayedForward | None:
-        """Called before a replay of the part's forward, with this stash or another one over the same pool."""
+        """Records the coming replay of the part's forward, with this stash or another one over the same pool."""
         group = part.group
         if group is None:
             return None
@@ -297,35 +353,38 @@ class PagedStash:
             return ReplayedForward(event, self._keeper.generation)
 
     def replaying_backward(self, forward: ReplayedForward) -> None:
-        """Called before a replay of that forward's backward. Raises RuntimeError where a reset came between."""
+        """Records the coming replay of that forward's backward. Raises RuntimeError if a reset came in between."""
         with self._keeper.exclusive():
             self._keeper.check_current(forward.event, forward.generation)
             self.order.observe(StashEvent(EventKind.BACKWARD, *forward.event.group))
 
     @property
     def void(self) -> Tensor:
-        """Above 0 if this step's gradients are wrong: scalar, int64, on the device, a view that `reset` clears."""
+        """Above 0 if this step's gradients are wrong (stash overflow): scalar, int64, on the device.
+
+        It is a view that `reset` clears.
+        """
         with self._keeper.exclusive():
             self._keeper.join()
         return self.pool.counters[Counter.VOID]
 
     def is_void_sync(self) -> bool:
-        """Whether this step's gradients are wrong. NOTE: waits for the device."""
+        """Tells whether this step's gradients are wrong (stash overflow). NOTE: waits for the device."""
         return bool(self.void.item())
 
-    def _begin(self, name: str, *, backward_is_next: bool) -> StashedGroup:
+    def _begin(self, name: str, *, backward_is_next: bool) -> GroupMemory:
         with self._keeper.exclusive():
             event = self._next_forward(name)
             if self._part is None:
                 self._count_forward(name)
-            group = StashedGroup(event, self._keeper.generation)
+            group = GroupMemory(event, self._keeper.generation)
             if backward_is_next:
                 self._reserve.learn(event.group, [], max_rows=0)
             if backward_is_next or self.order.is_backward_next(event):
                 group.phase = Phase.KEPT
             return group
 
-    def _commit(self, group: StashedGroup, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
+    def _commit(self, group: GroupMemory, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
         with self._keeper.exclusive():
             blocks = recording.blocks() if group.phase is Phase.RECORDING else []
             if self._part is not None:
@@ -342,9 +401,9 @@ class PagedStash:
             self._groups[group.event.group] = group
 
     def _capture(
-        self, part: CapturedPart, group: StashedGroup, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
+        self, part: CapturedPart, group: GroupMemory, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
     ) -> None:
-        """Does what _commit does for a group that a CUDA graph captures."""
+        """Commits a group that a CUDA graph captures; see _commit."""
         name, specs = group.event.name, [block.spec for block in blocks]
         if part.group is not None:
             raise RuntimeError(f"{part.group.name} and {name} are in one part: a graph holds one expert group")
@@ -354,7 +413,7 @@ class PagedStash:
             return
         count = _count_tensor(num_rows, self.pool.device)
         self._keeper.stash(group, blocks, num_rows=count, reserve=part.reserve, is_captured=True)
-        # What recomputes dropped tensors may read others that the forward made.
+        # Recomputations of dropped tensors may read others that the forward made.
         part.group = CapturedGroup(name, specs, max_rows, (group.pages, *group.recomputations))
 
     def _next_forward(self, name: str) -> StashEvent:
@@ -377,9 +436,9 @@ class PagedStash:
         return self._reserve.row(event.group, self.order.forward_index(event))
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
-        group: StashedGroup = saved.group
-        # A group has many tensors: those after the first find everything settled, and need neither the lock nor its
-        # modes to look at memory that is back.
+        group: GroupMemory = saved.group
+        # A group has many tensors. After the first one everything is settled, and restored memory can be read without
+        # the lock and its modes.
         if not group.has_backward_begun or group.phase not in _SETTLED:
             with self._keeper.exclusive():
                 if group.phase is Phase.LOST:
@@ -394,19 +453,19 @@ class PagedStash:
         main_waits_for(group.ready, self.pool.device)
         return tensor_of(saved)
 
-    def _reach(self, group: StashedGroup) -> None:
-        """Backward has come to a group: brings its rows back, and starts on those of the groups after it."""
+    def _reach(self, group: GroupMemory) -> None:
+        """Restores a group whose backward has begun, and starts to restore the groups after it."""
         is_first = not group.has_backward_begun and group.generation == self._keeper.generation
         group.has_backward_begun = True
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
         if is_first:
-            self._keeper.join()  # as at the start of a context: backward writes to memory that autograd let go of
+            self._keeper.join()  # as in context(): backward writes to memory that autograd released
             if self._part is None:
                 self.order.observe(backward)
         if group.phase is Phase.STASHED:
             self._keeper.start_restore(group)
         if is_first and self._part is None:
-            # Before the main stream waits and computes dropped tensors: these copies need to wait for neither.
+            # Before the main stream waits and recomputes dropped tensors, because these copies depend on neither.
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
         if group.phase is Phase.RESTORING:
             self._keeper.finish_restore(group)
@@ -419,21 +478,21 @@ class PagedStash:
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:
-    """Whether this code will run again in backward, or is doing so: what it saves is dropped, or used at once."""
+    """Tells whether backward will run or is running this code again, so that its saved tensors are not kept."""
     if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
     return torch._C._current_graph_task_id() != -1
 
 
 def _unbound(kind: type[PagedStash], device: str, layout: PoolLayout, settings: dict[str, Any]) -> PagedStash:
-    """A copy of a stash, yet without a pool."""
+    """Returns a copy of a stash that has no pool yet."""
     copy = kind.__new__(kind)
     copy.__dict__["_unbound"] = device, layout, settings
     return copy
 
 
 def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device | None) -> None:
-    """device: where a tensor must be; None: anywhere."""
+    """Checks num_rows and max_rows. device: required device of a tensor; None accepts any."""
     if not is_whole(max_rows) or max_rows < 0:
         raise ValueError(f"max_rows ({max_rows!r}) must be an integer of at least 0")
     if isinstance(num_rows, Tensor):
@@ -446,7 +505,7 @@ def _check_count(num_rows: Tensor | int, max_rows: int, *, device: torch.device 
 
 
 def _count_tensor(num_rows: Tensor | int, device: torch.device) -> Tensor:
-    """[1], int64: a copy, since the caller may change its own before the stash stream has read it."""
+    """Returns a copy, [1], int64, because the caller may change its tensor before the stash stream has read it."""
     if isinstance(num_rows, Tensor):
         return num_rows.detach().to(torch.int64, copy=True).reshape(1)
     return torch.full((1,), num_rows, dtype=torch.int64, device=device)

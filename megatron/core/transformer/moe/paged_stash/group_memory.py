@@ -1,0 +1,419 @@
+"""Memory of one expert group's saved rows, which go into pages when its forward ends and come back before its backward.
+
+saved_tensors.py decides which tensors belong to a group. stash.py decides which group is next.
+
+[Note: side streams] The planning kernel takes pages on the stash stream, and it alone writes the heads of the rings.
+The release kernel returns pages on the restore stream, and it alone writes the tails. So a stash and a restore may run
+at the same time. With a single stream, the prefetch of the next group would wait for stashes that nothing depends on.
+All work on either stream first waits for the main stream:
+- stash: the experts' kernels may still be writing its sources. Its plan also has to find the pages free that backward
+  returned, as the reserve assumes; the main stream waited for these releases before it ran backward.
+- restore: kernels launched earlier on the main stream may still read the memory of its targets, because the allocator
+  hands out memory in the order of the main stream.
+A reset clears the pool on the main stream. So the main stream waits for both streams before it, and both wait for the
+main stream after it.
+"""
+
+import enum
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_layout import Priority
+from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
+from megatron.core.transformer.moe.paged_stash.saved_tensors import (
+    Block,
+    SavedTensor,
+    StorageView,
+    VersionOf,
+    block_with,
+)
+from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
+
+
+class Phase(enum.Enum):
+    """State of a group's tensors."""
+
+    RECORDING = "unchanged; its forward runs"
+    KEPT = "unchanged; its backward is the next event"
+    STASHED = "in pages"
+    RESTORING = "being copied back; pages released"
+    READY = "restored"
+    LOST = "lost; its forward ended with an exception"
+
+
+class GroupMemory:
+    """Memory of one expert group in one micro-batch. Lives as long as autograd holds any of its tensors."""
+
+    def __init__(self, event: StashEvent, generation: int) -> None:
+        """Starts in Phase.RECORDING.
+
+        event: the group's forward. generation: number of the stash's resets before it.
+        """
+        self.event, self.generation = event, generation
+        self.phase = Phase.RECORDING
+        self.pages: GroupPages | None = None
+        self.has_backward_begun = False
+        self.memories: list[weakref.ref[RestoredBlock]] = []
+        self.places: list[Place] = []  # one per block
+        self.recomputations: list[Recomputation] = []
+        self.ready: torch.Event | None = None  # rows are restored and dropped tensors recomputed
+
+
+@dataclass
+class GroupPages:
+    """Pages of a group. The finalizer that releases them refers to this object, so it must not refer to the group.
+
+    stashed: end of the copy into pages. arrived: end of the copy back and of the pages' release. targets: memory that
+    the copy back writes to.
+    """
+
+    group: PageGroup
+    generation: int
+    is_given_back: bool = False
+    stashed: torch.Event | None = None
+    arrived: torch.Event | None = None
+    targets: list[Tensor] = field(default_factory=list)
+
+
+class RestoredBlock:
+    """Restored bytes of one Block. Lives as long as autograd holds one of the block's tensors."""
+
+    __slots__ = ("first_byte", "restored", "change", "__weakref__")
+
+    def __init__(self, first_byte: int) -> None:
+        self.first_byte = first_byte  # position in the original storage at which the restored memory begins
+        self.restored: Tensor | None = None
+        self.change: str | None = None  # error message if the original was changed before its copy was done
+
+
+class Place(NamedTuple):
+    """Position of a block's rows in the restored memory: num_bytes bytes that start at byte `lead`.
+
+    The restored memory replaces the original storage from first_byte on.
+    """
+
+    first_byte: int
+    lead: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Recomputation of a dropped tensor. Indices are positions in the group's specs."""
+
+    index: int
+    priority: Priority
+    recompute: Callable[..., None]
+    out: StorageView
+    sources: tuple[tuple[int, StorageView], ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Copy into pages that the main stream has not waited for.
+
+    copied: end of the copy, None on the CPU. sources: memory that the copy reads, kept until then; empty on the CPU,
+    where the copy is done. versions: for each block, its RestoredBlock and the versions of its tensors at the launch of
+    the copy.
+    """
+
+    copied: torch.Event | None
+    sources: list[Tensor]
+    versions: list[tuple[RestoredBlock, list[VersionOf]]]
+
+    def note_changes(self) -> None:
+        """Invalidates the blocks that were written to since, because the copy may have read either value."""
+        for memory, versions in self.versions:
+            changes = (version.change() for version in versions)
+            memory.change = memory.change or next((change for change in changes if change is not None), None)
+
+
+class PageKeeper:
+    """Moves groups in and out of a pool. Each stash has one. Any thread may call it at any time.
+
+    1. `stash` plans and fills pages on the stash stream, after the group's forward.
+    2. `start_restore` copies rows back on the restore stream, and then releases the pages.
+    3. `finish_restore` makes the main stream wait for that copy, and recomputes dropped tensors.
+    4. The pages of a group that autograd drops without backward are released when Python collects the group.
+    5. `reset` frees all pages. Rows that are still in pages are lost.
+    """
+
+    def __init__(self, pool: PagePool, *, num_programs: int) -> None:
+        self.pool, self.generation = pool, 0
+        self._num_programs = num_programs
+        self._stash_stream, self._restore_stream = SideStream(pool.device), SideStream(pool.device)
+        self._reading: list[Reading] = []
+        self._lock, self._depth = threading.RLock(), 0
+        self._gone: deque[GroupPages] = deque()  # of collected groups, not yet released
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Excludes other threads, and finalizers, which Python may run between any two lines. Turns grad mode off."""
+        try:
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                self._depth += 1
+                try:
+                    yield
+                finally:
+                    self._depth -= 1
+        finally:
+            self._release_gone()
+
+    @torch.compiler.disable  # its records of groups change under the compiler's guards
+    def stash(
+        self,
+        group: GroupMemory,
+        blocks: list[Block],
+        *,
+        num_rows: Tensor,
+        reserve: Tensor | None,
+        is_captured: bool = False,
+    ) -> None:
+        """Copies the live rows into pages. num_rows: [1], int64; reserve: [3], int64, both on the device.
+
+        is_captured: whether it is part of a CUDA graph, see [Note: captured parts].
+        """
+        specs = [block.spec for block in blocks]
+        pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation)
+        if not is_captured:
+            # From here on, also after an exception, the pages are released when the group is collected.
+            weakref.finalize(group, self._let_go, pages).atexit = False
+        sources = [block.bytes_of_rows(self.pool.device) for block in blocks]
+        try:
+            with self._stash_stream.behind_main(*pages.group.waits):
+                self.pool.plan(pages.group, num_rows, reserve=reserve)
+                self.pool.stash(pages.group, sources, num_programs=self._num_programs)
+        finally:
+            copied = self._stash_stream.record()
+            # The rows of a captured group are restored in another graph, which runs after the whole of this one. Its
+            # capture would fail at an event of this capture.
+            pages.stashed = None if is_captured else copied
+            # The allocator must not hand out this memory before the main stream has waited for the copy. Otherwise the
+            # copy would read what later kernels of the main stream write to it.
+            read = [] if copied is None else [*sources, num_rows]
+            reading = Reading(copied, read, [])
+            self._reading.append(reading)
+        group.pages, group.phase = pages, Phase.STASHED
+        group.recomputations = [
+            _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
+        ]
+        for block in blocks:
+            first_byte = block.start // RESTORE_ALIGNMENT * RESTORE_ALIGNMENT
+            memory = RestoredBlock(first_byte)
+            group.memories.append(weakref.ref(memory))
+            group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))
+            reading.versions.append((memory, _versions_of(block)))
+            for saved in block.saved:
+                saved.memory, saved.snapshot = memory, None
+
+    def start_restore(self, group: GroupMemory) -> None:
+        """Starts the copy back of a group in pages. If memory runs out, it raises and leaves the group in pages."""
+        pages = self._current(group)
+        ends = [place.lead + place.num_bytes for place in group.places]
+        targets = [self.pool.restored.take(end) for end in ends]
+        rows = [target[place.lead : end] for target, place, end in zip(targets, group.places, ends, strict=True)]
+        # Kept until the main stream has waited for the copy. Otherwise the allocator could hand out the targets, and
+        # the copy would overwrite them.
+        pages.targets = targets
+        with self._restore_stream.behind_main(pages.stashed):
+            self.pool.restore(pages.group, rows, num_programs=self._num_programs)
+            # Before the release: after an interruption in between, nothing may be copied from the pages again.
+            group.phase = Phase.RESTORING
+            self._give_back(pages)
+
+    def finish_restore(self, group: GroupMemory) -> None:
+        """Makes the main stream wait for the rows and recompute the dropped tensors."""
+        pages = self._current(group)
+        with self._restore_stream.behind_main():
+            self._give_back(pages)
+        main_waits_for(pages.arrived, self.pool.device)
+        for one in sorted(group.recomputations, key=lambda one: one.priority):
+            # The host does not wait: recompute reads the flag on the device, and writes nothing if it is 0.
+            needed = self.pool.dropped(pages.group, one.index)
+            views = ((one.index, one.out), *one.sources)
+            out, *sources = (view.over(pages.targets[i], group.places[i].first_byte) for i, view in views)
+            if one.recompute(out, needed, *sources) is not None:  # type: ignore[func-returns-value]
+                raise TypeError(
+                    f"{one.recompute} returned a value: recompute(out, needed, *sources) must write to `out`"
+                )
+        for memory, target in zip(group.memories, pages.targets, strict=True):
+            alive = memory()
+            if alive is not None:
+                alive.restored = target
+        group.ready = record_main(self.pool.device)
+        group.recomputations, pages.targets, group.phase = [], [], Phase.READY
+        # Kernels of the main stream read the flags. The records must not be reused before these kernels are done.
+        self.pool.close_group(pages.group, after=group.ready)
+
+    def join(self) -> None:
+        """Makes the main stream wait for all copies into pages. Their sources may then be overwritten or freed.
+
+        If a source was overwritten while a copy could still read it, its backward will raise.
+        """
+        for reading in self._reading:
+            reading.note_changes()
+            main_waits_for(reading.copied, self.pool.device)
+        self._reading.clear()
+
+    def join_all(self) -> None:
+        """Makes the main stream wait for all copies, into pages and back."""
+        self.join()
+        for stream in (self._stash_stream, self._restore_stream):
+            main_waits_for(stream.record(), self.pool.device)
+
+    def fork(self) -> None:
+        """Makes both side streams wait for the main stream, without any work."""
+        for stream in (self._stash_stream, self._restore_stream):
+            with stream.behind_main():
+                pass
+
+    def forget_groups(self) -> None:
+        """Makes groups that were stashed so far hold nothing that could be released or waited for."""
+        self.generation += 1
+        self._gone.clear()
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """Drops pending waits for copies into pages. A GPU refuses the events of a capture that an error aborted."""
+        self._reading.clear()
+
+    def reset(self) -> None:
+        """Frees all pages. Allocates nothing."""
+        # The main stream clears the pool, and no release may run after that.
+        self.join_all()
+        self.pool.reset()
+        self.generation += 1
+        self.pool.restored.trim()
+
+    def is_waiting(self, group: GroupMemory) -> bool:
+        """Tells whether rows of the group are in pages or being copied back."""
+        alive = group.pages is not None and group.pages.generation == self.generation
+        return alive and group.phase in (Phase.STASHED, Phase.RESTORING)
+
+    def check_current(self, event: StashEvent, generation: int) -> None:
+        """Raises RuntimeError if a reset followed the forward, which ran in the given generation."""
+        if generation != self.generation:
+            raise RuntimeError(
+                f"backward of the expert group {event.name!r}, forward {event.instance} of its step: its rows were in "
+                "the stash when reset() gave all pages back; run its forward again"
+            )
+
+    def _current(self, group: GroupMemory) -> GroupPages:
+        assert group.pages is not None, f"{group.event}: {group.phase.value}"
+        self.check_current(group.event, group.pages.generation)
+        return group.pages
+
+    def _let_go(self, pages: GroupPages) -> None:
+        self._gone.append(pages)
+        self._release_gone()
+
+    def _release_gone(self) -> None:
+        """Releases the pages of collected groups, unless another call is running, which does so at its end."""
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                if self._depth:
+                    return
+                self._depth += 1
+                try:
+                    self._release(self._gone.popleft())
+                finally:
+                    self._depth -= 1
+            finally:
+                self._lock.release()
+
+    def _release(self, pages: GroupPages) -> None:
+        if pages.generation != self.generation:
+            return
+        with self._restore_stream.behind_main(pages.stashed):
+            self._give_back(pages)
+        if pages.targets:
+            # A copy back that the main stream has not waited for may still write to them.
+            main_waits_for(pages.arrived, self.pool.device)
+        self.pool.close_group(pages.group, after=pages.arrived)
+
+    def _give_back(self, pages: GroupPages) -> None:
+        if not pages.is_given_back:
+            self.pool.release(pages.group)
+            # Recorded after the release, and not only after the copy: once the main stream has waited for it, the next
+            # plan must find these pages free, as the reserve assumes, and another group may get the room in the table.
+            pages.arrived = self._restore_stream.record()
+            # Set last: after an interruption all of this is repeated, and a second release does nothing.
+            pages.is_given_back = True
+
+
+def tensor_of(saved: SavedTensor) -> Tensor:
+    """Returns a restored saved tensor, of any shape and dtype. Rows beyond the live ones hold arbitrary bytes.
+
+    Raises RuntimeError if the original was changed in place while it was copied.
+    """
+    if saved.memory is not None and saved.memory.change is not None:
+        raise RuntimeError(saved.memory.change)
+    assert saved.memory is not None and saved.memory.restored is not None, "not restored"
+    return saved.view.over(saved.memory.restored, saved.memory.first_byte)
+
+
+def _versions_of(block: Block) -> list[VersionOf]:
+    """Returns the version of each tensor in the block. Views of one tensor share a version counter."""
+    snapshots = [saved.snapshot for saved in block.saved if saved.snapshot is not None]
+    if block.mark is not None:
+        snapshots.append(block.mark.snapshot)
+    return [VersionOf(snapshot) for snapshot in snapshots]
+
+
+def _can_drop(block: Block) -> bool:
+    return block.mark is not None and block.mark.recompute is not None
+
+
+def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recomputation:
+    mark = block.mark
+    assert mark is not None and mark.recompute is not None
+    sources = []
+    for source in mark.sources:
+        position = block_with(source, blocks)
+        assert position is not None, "blocks_of gave every source a block"
+        sources.append((position, StorageView.of(source.tensor)))
+    return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), tuple(sources))
+
+
+class SideStream:
+    """Stream for work in addition to the main stream. On the CPU all work is done immediately."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    @contextmanager
+    def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
+        """Runs work launched inside on this stream, after the main stream's present work and after the events."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        for event in events:
+            if event is not None:
+                self._stream.wait_event(event)
+        with self._stream:
+            yield
+
+    def record(self) -> torch.Event | None:
+        """Returns an event at the end of all work launched on this stream; None on the CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def record_main(device: torch.device) -> torch.Event | None:
+    """Returns an event at the end of all work launched on the main stream; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+
+
+def main_waits_for(event: torch.Event | None, device: torch.device) -> None:
+    """Makes later work on the main stream start after the event. The host does not wait."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
