@@ -39,7 +39,7 @@ def test_a_room_imports_only_from_rooms_above_it(package: str) -> None:
     found = files(package)
     prefix = f"megatron.core.{package}."
     above: set[str] = set()
-    for room in listed_rooms(package: str) -> None:
+    for room in listed_rooms(package):
         known = frozenset(f"{prefix}{name}" for name in found)
         imported = {module for module, _ in imported_modules(found[room], known) if module in known}
         imported = {module.removeprefix(prefix) for module in imported}
