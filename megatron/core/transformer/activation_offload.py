@@ -1,6 +1,7 @@
-"""Activations that wait for backward in host memory: which, what moves them there and back, and standing buffers.
+"""Offloads activations to host memory after forward and fetches them one layer ahead of backward.
 
-One layer ahead of backward, chosen parts' saved tensors come back. The settings are in offload_config.py.
+Holds the plan of the offloaded parts, the offloader and its persistent host buffers. The settings are in
+offload_config.py.
 """
 
 import math
@@ -19,14 +20,14 @@ from megatron.core.transformer.offload_config import EXPERT_MODULES, OFFLOAD_MOD
 
 WHOLE_LAYER = "layer"
 _DENSE = torch.contiguous_format
-_SMALLEST = 4096
+_MIN_BUFFER_BYTES = 4096
 
 
 def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[frozenset[str]]:
-    """The parts of each layer, in order, whose tensors go to the host; WHOLE_LAYER stands for all of them.
+    """Returns the offloaded parts of each layer, in order. WHOLE_LAYER stands for all parts of a layer.
 
-    The last layer keeps its tensors: its backward comes next, so that there would be no time to move them. Of the
-    other layers' parts the first are chosen, whose tensors wait longest.
+    The last layer is never offloaded, since its backward follows immediately. If only a fraction of the parts is
+    offloaded, the first ones are chosen, since their activations are kept longest.
     """
     num_layers = len(has_experts)
     if config.cpu_offloading_num_layers:
@@ -43,18 +44,21 @@ def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[fro
 
 
 class ActivationOffloader:
-    """One for all layers of a model chunk.
+    """Offloads the activations of all layers of a model chunk.
 
-    1. A part runs inside `saving`: each tensor that autograd saves becomes a SavedTensor of its memory, a _Block.
-    2. When the part ends, blocks that go to the host are copied there and let go of on the device.
-    3. Backward asks for the first tensor of a layer: the layer's blocks are fetched (they mostly are there already),
-       then those of the layer before it, while this one computes.
-    4. When autograd drops the last SavedTensor of a block, its memory is free, on the host too. So a step that stops
-       half way leaves nothing behind.
+    1. A part runs inside `saving`. Each tensor that autograd saves becomes a SavedTensor, a view of a _Block of memory.
+    2. At the end of the part, blocks to offload are copied to the host and their device memory is released.
+    3. When backward needs the first tensor of a layer, the layer's blocks are fetched unless they are already on the
+       device. Then the fetch of the previous layer's blocks starts, which overlaps with this layer's backward.
+    4. When autograd drops the last SavedTensor of a block, its memory is released, including its host buffer. An
+       interrupted step therefore leaves nothing behind.
     """
 
     def __init__(self, owner: nn.Module, device: torch.device, *, min_elements: int) -> None:
-        """owner: its parameters and buffers stay on the device, as do tensors of fewer elements than min_elements."""
+        """Creates an offloader without host buffers.
+
+        owner: module whose parameters and buffers are not offloaded; min_elements: smaller tensors stay on the device.
+        """
         self.buffers = HostBuffers(device)
         self.bytes_out = self.bytes_in = self._largest = 0
         self._owner, self._device, self._min_elements = owner, device, min_elements
@@ -64,7 +68,7 @@ class ActivationOffloader:
 
     @contextmanager
     def telling(self, told: "Callable[[SavedTensor], None]") -> Iterator[None]:
-        """Inside, told hears of each tensor that autograd gives into this one's care, which end as autograd lets go."""
+        """Inside the block, calls `told` with each SavedTensor, which lives until autograd releases it."""
         self._told = told
         try:
             yield
@@ -72,14 +76,17 @@ class ActivationOffloader:
             self._told = None
 
     def begin_pass(self) -> None:
-        """Call before the first layer of each forward pass."""
+        """Starts a forward pass. Must be called before its first layer."""
         owned = [*self._owner.parameters(), *self._owner.buffers()]
-        # By the storage itself: in a plan no memory has an address.
+        # Identified by the storage object, since storages on the meta device have no address.
         self._pass = _Pass(frozenset(tensor.untyped_storage()._cdata for tensor in owned))
 
     @contextmanager
     def saving(self, layer: int, *, moves: bool) -> Iterator[None]:
-        """Around one part's forward. layer: index of its layer. moves: whether its tensors go to the host."""
+        """Manages the tensors that autograd saves inside the block, the forward of one part.
+
+        layer: index of its layer; moves: whether its tensors are offloaded.
+        """
         if not torch.is_grad_enabled():
             yield
             return
@@ -93,10 +100,10 @@ class ActivationOffloader:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
             if moves:
-                # Not in pack: one block may come in several tensors, and may still be written to.
+                # Not in pack: a block may be saved as several tensors, and may still be modified.
                 self._move_out(saved)
         finally:
-            # Autograd keeps `pack`, and with it this list, as long as what was saved.
+            # Autograd keeps `pack`, and so this list, as long as the saved tensors.
             saved.clear()
 
     def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["SavedTensor", Tensor]]) -> Any:
@@ -121,7 +128,7 @@ class ActivationOffloader:
             if tensor._version != one.block.version:
                 raise RuntimeError(
                     f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place by the part of "
-                    "the layer that saved it: it cannot be offloaded"
+                    "the layer that saved it, so it cannot be offloaded"
                 )
             users.setdefault(one.block, []).append((one, tensor))
         for block, readers in users.items():
@@ -133,7 +140,7 @@ class ActivationOffloader:
             if block.storage.nbytes() <= 2 * num_bytes:
                 self._copy_out(block, block.storage)
             elif block.num_saved == len(readers):
-                # Little of a large memory is read: moving that little lets go of all of it.
+                # Backward reads a small part of the memory: offloading only the views releases all of it.
                 self._copy_out_views([one for one, _ in readers if one.view in views], views)
 
     def _copy_out_views(self, readers: list["SavedTensor"], views: dict[Any, Tensor]) -> None:
@@ -150,7 +157,7 @@ class ActivationOffloader:
         buffer = self.buffers.lend(num_bytes)
         self._copies.copy(buffer[:num_bytes], _bytes_of(storage, self._device))
         self.bytes_out += num_bytes
-        # Also where no backward ever comes: then autograd drops what it saved.
+        # Returns the buffer even without a backward, when autograd drops the saved tensors.
         block.give_back = weakref.finalize(block, self.buffers.give_back, buffer)
         block.give_back.atexit = False
         block.host, block.storage = buffer[:num_bytes], None
@@ -162,25 +169,25 @@ class ActivationOffloader:
         if saved.current.reached is None or saved.layer < saved.current.reached:
             self._reach(saved.current, saved.layer)
         block = saved.block
-        self._copy_in(block)  # where backward comes out of turn
+        self._copy_in(block)  # only if backward runs in another order than expected
         self._copies.main_waits_for(block.arrived)
         offset, size, stride = saved.view
         empty = torch.empty(0, dtype=saved.dtype, device=self._device)
         return empty.set_(block.storage, offset, size, stride)
 
     def _reach(self, current: "_Pass", layer: int) -> None:
-        """Backward has come to this layer: its blocks now, and those of the layer that backward comes to next."""
+        """Fetches the blocks of the layer that backward has reached and of the layer that follows in backward."""
         if self.bytes_out == 0:
             raise ValueError(
                 f"min_offloaded_tensor_size is {self._min_elements} elements and the largest tensor that the offloaded "
-                f"parts save has {self._largest}: lower it, or do not offload"
+                f"parts save has {self._largest}: lower it, or turn offloading off"
                 if self._largest
-                else "nothing can be offloaded: the parts that offload_modules or cpu_offloading_num_layers chose save "
-                "no activations, as frozen layers do; choose other parts, or do not offload"
+                else "nothing to offload: the parts selected by offload_modules or cpu_offloading_num_layers save no "
+                "activations, which is the case for frozen layers; select other parts, or turn offloading off"
             )
         current.reached = layer
         earlier = max((one for one in current.layers if one < layer), default=layer)
-        # One layer ahead: more would hold more layers on the device, which is what offloading avoids.
+        # Fetching further ahead would keep more layers on the device.
         for blocks in (current.layers[layer], current.layers[earlier]):
             for block in list(blocks):
                 self._copy_in(block)
@@ -198,7 +205,7 @@ class ActivationOffloader:
 
 @dataclass(frozen=True, eq=False)
 class Offloaded:
-    """A Run or RunAndRelease whose saved tensors are in the offloader's care."""
+    """A Run or RunAndRelease whose saved tensors are managed by the offloader."""
 
     offloader: ActivationOffloader
     inner: Callable[..., Any]
@@ -211,7 +218,7 @@ class Offloaded:
 
 
 class _Block:
-    """The memory of saved tensors: on the device (`storage`) or on the host (`host`), never neither."""
+    """Memory of saved tensors, either on the device (`storage`) or on the host (`host`)."""
 
     def __init__(self, storage: torch.UntypedStorage, version: int) -> None:
         self.storage: torch.UntypedStorage | None = storage
@@ -219,15 +226,16 @@ class _Block:
         self.host: Tensor | None = None
         self.arrived: Any = None
         self.give_back: weakref.finalize[Any, Any] | None = None
-        # Without it another tensor's storage could come to stand at this one's address and be taken for it.
+        # Keeps the address reserved: a new storage at the same address would be mistaken for this one.
         self._address_kept = StorageWeakRef(storage)
 
 
 @dataclass
 class _Pass:
-    """One microbatch's forward and backward. owned: storages of what is no activation.
+    """State of one microbatch's forward and backward.
 
-    reached: the layer that backward has come to, None before. blocks: by address, those that autograd still holds.
+    owned: storages of parameters and buffers; reached: the layer that backward has reached, None before backward;
+    blocks: by storage, as long as autograd holds them; layers: the blocks that each layer saved.
     """
 
     owned: frozenset[int]
@@ -237,7 +245,7 @@ class _Pass:
 
 
 class SavedTensor:
-    """What autograd holds instead of a tensor. view: offset, size, stride, in elements."""
+    """Replaces a tensor that autograd saves. view: offset, size and stride, in elements."""
 
     __slots__ = ("block", "current", "layer", "dtype", "view", "__weakref__")
 
@@ -246,7 +254,7 @@ class SavedTensor:
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        """Its memory on the device; None while that is on the host."""
+        """Returns the tensor's memory on the device; None while it is on the host."""
         return self.block.storage
 
 
@@ -259,9 +267,9 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class HostBuffers:
-    """Buffers of a few sizes: each is made once and lent again and again, since pinning memory is slow.
+    """Pool of persistent host buffers of a few sizes, which are reused because pinning memory is slow.
 
-    `free` + `lent` are all buffers ever made, as bytes.
+    free_bytes + lent_bytes is the size of all buffers that were allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -270,7 +278,7 @@ class HostBuffers:
         self.free_bytes = self.lent_bytes = 0
 
     def lend(self, num_bytes: int) -> Tensor:
-        """A buffer of at least num_bytes: [N], uint8, on the CPU, with anything in it."""
+        """Returns an uninitialized buffer of at least num_bytes: [N], uint8, on the CPU."""
         size = buffer_size(num_bytes)
         free = self._free.setdefault(size, [])
         self.lent_bytes += size
@@ -280,20 +288,20 @@ class HostBuffers:
         return free.pop()
 
     def give_back(self, buffer: Tensor) -> None:
-        """Takes a lent buffer, [N], uint8, of which nobody will ask another copy; copies under way may finish."""
-        # All copies go through one stream: whoever gets the buffer next writes after they are done.
+        """Returns a lent buffer, [N], uint8, to the pool. Copies from it may be pending, but no others may start."""
+        # All copies use one stream, so the next user's copy into the buffer runs after the pending ones.
         self._free[buffer.numel()].append(buffer)
         self.free_bytes += buffer.numel()
         self.lent_bytes -= buffer.numel()
 
     def check_integrity(self) -> None:
-        """Fails if the counts and the lists disagree, or a buffer is free twice."""
+        """Raises AssertionError if the counts and the lists disagree, or if a buffer is in the lists twice."""
         buffers = [buffer for free in self._free.values() for buffer in free]
         assert sum(buffer.numel() for buffer in buffers) == self.free_bytes and self.lent_bytes >= 0
         assert len({buffer.data_ptr() for buffer in buffers}) == len(buffers), "a buffer was given back twice"
 
 
 def buffer_size(num_bytes: int) -> int:
-    """num_bytes rounded up to one of four sizes per power of two: tensors of similar sizes share buffers."""
-    step = max(_SMALLEST, 1 << max(0, (num_bytes - 1).bit_length() - 3))
+    """Rounds num_bytes up to one of four sizes per power of two, so that tensors of similar sizes share buffers."""
+    step = max(_MIN_BUFFER_BYTES, 1 << max(0, (num_bytes - 1).bit_length() - 3))
     return -(-num_bytes // step) * step

@@ -1,6 +1,6 @@
-"""Attention around a core, and self-attention with grouped queries; masks and kernels live in the core.
+"""Attention layers: projections around an attention core, and self-attention with grouped queries.
 
-What makes queries, keys and values of latent attention is in multi_latent_attention.py.
+The core has masks and kernels. Multi-latent attention is in multi_latent_attention.py.
 """
 
 import math
@@ -31,9 +31,9 @@ QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 
 
 class Attention(MegatronModule):
-    """Queries, keys and values, which subclasses make, through an attention core and an output projection.
+    """Base class of attention: subclasses compute queries, keys and values for the core and the output projection.
 
-    num_heads: what this rank has of the query heads.
+    num_heads: number of query heads on this rank.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Attention(MegatronModule):
         self.num_heads = split_size(num_heads, self.tp_group, name="num_attention_heads")
 
     def _build_core(self, spec: Any, *, layer_number: int, attn_mask_type: AttnMaskType, **options: Any) -> None:
-        """options: what else the core is to be given."""
+        """Builds the core. options: additional arguments of the core."""
         config = self.config
         self.core_attention = build_module(
             spec,
@@ -56,7 +56,7 @@ class Attention(MegatronModule):
             **options,
         )
         self.around_core = over_ranks(self.core_attention, config, layer_number=layer_number, cp_group=self.groups.cp)
-        # Each rank has other heads, so other probabilities to drop.
+        # Ranks have different heads, so their dropout must draw different numbers.
         self.core_numbers = numbers_of_each_rank(self.tp_group, dropout=config.attention_dropout)
 
     def _build_output(self, spec: Any, input_size: int) -> None:
@@ -67,7 +67,7 @@ class Attention(MegatronModule):
             config=self.config,
             init_method=self.config.output_layer_init_method,
             bias=self.config.add_bias_linear,
-            # The bias joins the sum into the residual stream: one pass over [S, B, H] less.
+            # The bias is added together with the residual, which saves one pass over [S, B, H].
             skip_bias_add=True,
             tp_group=self.tp_group,
         )
@@ -80,9 +80,11 @@ class Attention(MegatronModule):
         *,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None.
-        Returns [S, B, H], same dtype, and the bias [H] that is still to be added, or None. Under sequence parallelism
-        both have this rank's part of the sequence.
+        """Computes attention of the tokens to each other.
+
+        hidden_states: [S, B, H], parameter dtype; attention_mask: bool, True where attention is forbidden, or None;
+        packed_seq_params: segments that restrict attention. Returns [S, B, H], same dtype, and the bias [H] that the
+        caller must add, or None. Under sequence parallelism both S are this rank's part of the sequence.
         """
         tensors, release = self._kept_until_used(hidden_states, rotary_pos_emb)
         # [S, B, N * E]
@@ -91,26 +93,29 @@ class Attention(MegatronModule):
         return self.parts.attn_proj(self.linear_proj, context)
 
     def _attend(self, *tensors: Tensor | None, packed_seq_params: PackedSeqParams | None) -> Tensor:
-        # Here and not around the caller: what recompute runs again must draw from the same stream.
+        # Inside the recomputed function, so that recompute draws from the same stream.
         with self.core_numbers():
             return self.around_core(self.core_attention, *tensors, packed_seq_params=packed_seq_params)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
     ) -> QueryKeyValue:
-        """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E]."""
+        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key [S, B, G, D] and value [S, B, G, E]."""
         raise NotImplementedError
 
     def _kept_until_used(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None
     ) -> tuple[QueryKeyValue, Callable[[Tensor], None]]:
-        """Them, and what is to be called with the context that was computed from them."""
+        """Returns queries, keys and values, and a function to call with the context computed from them.
+
+        With recompute, the function releases the tensors and recomputes them in backward.
+        """
         return run_and_keep(self.get_query_key_value_tensors, hidden_states, rotary_pos_emb)
 
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Specs of the projections, of the attention core, and of norms over queries and keys where there are some."""
+    """Specs of the projections, the attention core, and the optional norms over queries and keys."""
 
     linear_qkv: Any = None
     core_attention: Any = None
@@ -120,9 +125,10 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(Attention):
-    """Rows of linear_qkv come per key/value group: its queries, then its key, then its value.
+    """Self-attention with grouped queries.
 
-    Whole groups are split over the tensor-parallel ranks: num_groups is what this rank has.
+    The rows of linear_qkv are ordered by key/value group: its queries, then its key, then its value. Tensor-parallel
+    ranks hold whole groups; num_groups is the number of this rank's.
     """
 
     def __init__(
@@ -158,16 +164,17 @@ class SelfAttention(Attention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
     ) -> QueryKeyValue:
-        """hidden_states: [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype.
+        """Projects [S, B, H], parameter dtype -> query [S, B, N, D], key and value [S, B, G, D], same dtype.
 
-        Of a split layer: this rank's heads and groups, of the whole sequence.
+        Under tensor parallelism N and G are this rank's heads and groups. S is the whole sequence in the result.
         """
         mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, self.queries_per_group + 2, self.head_width))
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         if rotary_pos_emb is not None and not has_norms:
             return split_and_rotate(mixed, rotary_pos_emb)
-        # Splitting instead of slicing: backward then joins three gradients once, without zeros to add.
+        # Splitting instead of slicing: backward concatenates three gradients once, whereas slices would be padded and
+        # summed.
         query, key, value = torch.split(mixed, [self.queries_per_group, 1, 1], dim=3)
         query, key = query.flatten(2, 3), key.squeeze(3)
         if self.q_layernorm is not None:
@@ -184,14 +191,14 @@ class SelfAttention(Attention):
         config = self.config
         norm = build_module(spec, config=config, hidden_size=self.head_width, eps=config.layernorm_epsilon)
         for param in norm.parameters():
-            # This rank's heads alone, whether or not the sequence is split too.
+            # The gradient covers this rank's heads only, with or without sequence parallelism.
             mark_partial_gradient(param, partial=group_size(self.tp_group) > 1)
         return norm
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """linear_qkv is stored as three tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; so are biases without H.
+        """Describes linear_qkv as three stored tensors: q [G, q, D, H], k [G, D, H], v [G, D, H]; biases lack H.
 
-        G counts the groups of all ranks.
+        G is the number of groups of all ranks.
         """
         pieces = {"linear_qkv.weight": self._qkv_pieces(prefix + "linear_qkv.weight", (self.config.hidden_size,))}
         if self.linear_qkv.bias is not None:
@@ -199,13 +206,13 @@ class SelfAttention(Attention):
         return pieces
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Queries, keys and values of all groups are three matrices."""
+        """Describes linear_qkv as three matrices: the queries, keys and values of all groups."""
         pieces = self._qkv_pieces("linear_qkv.weight", (self.config.hidden_size,))
         return {"linear_qkv.weight": [MatrixWindow(p.shape, p.stride, p.storage_offset) for p in pieces]}
 
     def _qkv_pieces(self, key: str, columns: tuple[int, ...]) -> list[LogicalPiece]:
         groups, queries, width = self.num_groups, self.queries_per_group, self.head_width
-        # Strides in elements: of a row, of one head, and from one group to the next.
+        # Sizes of a row, a head and a group, in elements.
         row = math.prod(columns)
         head, group = width * row, (queries + 2) * width * row
         inner = (row, 1) if columns else (1,)

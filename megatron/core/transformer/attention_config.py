@@ -1,4 +1,4 @@
-"""Settings of self-attention: heads, groups, norms, window and kernel; which positions there are is the model's."""
+"""Settings of self-attention: heads, groups, norms, windows, kernels. The model has the type of positions."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 @dataclass(kw_only=True)
 class AttentionConfig:
-    """Settings of attention layers: heads, widths, positions, windows, exchange between ranks."""
+    """Settings of attention layers: heads, widths, rotation, windows, exchange between ranks."""
 
     cli_group: ClassVar[str] = "attention"
 
@@ -72,12 +72,12 @@ class AttentionConfig:
         validate_fields(self)
 
     def cp_comm_type_of_layer(self, layer_number: int) -> str:
-        """How a layer, counted from 1, attends to tokens of other context-parallel ranks."""
+        """Returns the cp_comm_type of a layer; layer_number starts at 1."""
         kinds = [self.cp_comm_type] if isinstance(self.cp_comm_type, str) else self.cp_comm_type
         return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
 
     def window_of_layer(self, layer_number: int) -> tuple[int, int] | None:
-        """The window of a layer, counted from 1; None where it sees everything."""
+        """Returns the window of a layer, or None without a limit; layer_number starts at 1."""
         freq = self.window_attn_skip_freq
         if self.window_size is None or self.window_size[0] == -1:
             return None
@@ -90,7 +90,7 @@ class AttentionConfig:
 
 
 def parse_window_size(word: str) -> tuple[int, int]:
-    """LEFT,RIGHT with or without parentheses as two integers; raises ValueError for anything else."""
+    """Parses LEFT,RIGHT, with or without parentheses, as two integers. Raises ValueError for anything else."""
     parts = word.strip().strip("()[]").split(",")
     try:
         left, right = (int(part) for part in parts)
@@ -100,7 +100,7 @@ def parse_window_size(word: str) -> tuple[int, int]:
 
 
 def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers: int) -> None:
-    """Raises ValueError where heads do not divide what they share, or a window cannot be one of a decoder."""
+    """Raises ValueError if sizes are not divisible by the numbers of heads and groups, or for an invalid window."""
     heads, groups = config.num_attention_heads, config.num_query_groups
     if config.kv_channels is None and hidden_size % heads:
         raise ValueError(
@@ -112,8 +112,10 @@ def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers:
 
 
 def validate_context_parallel(config: AttentionConfig, *, num_layers: int, context_parallel_size: int) -> set[str]:
-    """The values of cp_comm_type that layers use. Raises ValueError for a number of values that is not the layers',
-    and for dropout where a value has none over several ranks.
+    """Returns the values of cp_comm_type that layers use.
+
+    Raises ValueError unless there is one value, or one per layer. Raises it also for dropout with values that do not
+    support dropout over several ranks.
     """
     if isinstance(config.cp_comm_type, list) and len(config.cp_comm_type) not in (1, num_layers):
         raise ValueError(
@@ -125,13 +127,13 @@ def validate_context_parallel(config: AttentionConfig, *, num_layers: int, conte
         raise ValueError(
             f"attention_dropout is {config.attention_dropout}, context_parallel_size is {context_parallel_size} and "
             f"cp_comm_type is {min(without_dropout)}, which has no dropout: set attention_dropout to 0, or "
-            "cp_comm_type to a2a where heads divide by the ranks"
+            "cp_comm_type to a2a if the ranks divide the number of heads"
         )
     return used
 
 
 def validate_window(config: AttentionConfig, *, num_layers: int) -> None:
-    """Raises ValueError for a window that looks ahead, or for a choice of layers that does not fit the model."""
+    """Raises ValueError for a window that looks ahead, or a window_attn_skip_freq that does not fit the model."""
     size, freq = config.window_size, config.window_attn_skip_freq
     if size is not None and (len(size) != 2 or size[1] > 0 or {type(number) for number in size} != {int}):
         raise ValueError(f"window_size is {size}: must be (left, 0) in tokens, layers do not look ahead")

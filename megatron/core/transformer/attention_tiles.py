@@ -1,7 +1,7 @@
-"""Causal attention as rectangles: which rows see which columns, what is computed of one, and how they merge.
+"""Causal attention in tiles: the tiles of the attention matrix, kernels for one tile, and merging of their results.
 
-torch's flash kernels compute a tile where they take it, else plain tensor operations; both give the same to rounding.
-Who holds which part of a sequence is context_parallel.py's.
+Tiles are computed by torch's flash kernels where these support them, otherwise by plain tensor operations. The two
+differ by rounding only. context_parallel.py defines which rank holds which part of a sequence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,34 +13,38 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-# Rows of a block for narrow windows: fewer would make matrix products too small.
+# Minimum rows of a block for narrow windows: with fewer, matrix products would be too small to be efficient.
 MIN_ROWS = 64
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _flash_gpu = torch.ops.aten._scaled_dot_product_flash_attention
 _flash_gpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-# Elements of scores that plain operations hold at once.
+# Maximum number of scores that plain operations keep in memory at a time.
 _MAX_SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring tokens of a sequence that also lie side by side in a tensor: places in tensor and sequence."""
+    """A range of tokens that is contiguous both in a sequence and in a tensor.
+
+    local_start: index of the first token in the tensor; start, stop: range in the sequence.
+    """
 
     local_start: int
     start: int
     stop: int
 
     def local(self, start: int, stop: int) -> slice:
-        """Where the tokens from `start` to `stop` of the sequence lie in the tensor."""
+        """Converts a range of the sequence to indices of the tensor."""
         return slice(start - self.start + self.local_start, stop - self.start + self.local_start)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries against columns of keys, in their own tensors; each row sees at least one of the columns.
+    """A rectangle of the attention matrix: query rows by key columns, as indices of the two tensors.
 
-    Row i sees column j if i + first <= j <= i + last, None being no limit. batch: of these samples.
+    Row i sees column j if i + first <= j <= i + last, where None means no limit. Every row sees at least one column.
+    batch: the samples that the tile belongs to.
     """
 
     queries: slice
@@ -51,18 +55,18 @@ class Tile:
 
     @property
     def is_full(self) -> bool:
-        """Whether every row sees every column."""
+        """Returns whether every row sees every column."""
         return self.first is None and self.last is None
 
     @property
     def is_causal_square(self) -> bool:
-        """Whether row i sees columns 0 to i, of as many as there are rows."""
+        """Returns whether the tile is square and row i sees columns 0 to i."""
         same = self.queries.stop - self.queries.start == self.keys.stop - self.keys.start
         return self.first is None and self.last == 0 and same
 
 
 def stretches(chunks: Sequence[slice]) -> list[Stretch]:
-    """The chunks of a sequence as they lie one behind the other in a tensor."""
+    """Returns the stretches of a tensor in which the chunks of a sequence are concatenated."""
     found: list[Stretch] = []
     place = 0
     for chunk in chunks:
@@ -74,7 +78,7 @@ def stretches(chunks: Sequence[slice]) -> list[Stretch]:
 def tiles_of_batch(
     queries: Sequence[Stretch], keys: Sequence[Stretch], *, segments: Sequence[Sequence[slice]], window: int | None
 ) -> list[Tile]:
-    """causal_tiles of each sample, for as many samples as `segments` has entries; a single entry holds for all."""
+    """Returns causal_tiles of each sample. segments: one entry per sample, or a single entry for all samples."""
     if len(segments) == 1:
         return causal_tiles(queries, keys, segments=segments[0], window=window)
     return [
@@ -85,7 +89,10 @@ def tiles_of_batch(
 
 
 def segments_of_samples(packed: PackedSeqParams | None, *, batch: int, seq_length: int) -> list[list[slice]]:
-    """The segments of each sample by their places in it; without borders one entry for all, the whole sequence."""
+    """Returns the segments of each sample as ranges of the sample.
+
+    Without packed sequences returns a single entry for all samples, the whole sequence.
+    """
     if packed is None:
         return [[slice(0, seq_length)]]
     samples: list[list[slice]] = [[] for _ in range(batch)]
@@ -100,10 +107,11 @@ def segments_of_samples(packed: PackedSeqParams | None, *, batch: int, seq_lengt
 def causal_tiles(
     queries: Sequence[Stretch], keys: Sequence[Stretch], *, segments: Sequence[slice], window: int | None
 ) -> list[Tile]:
-    """Each pair of tokens that see each other in exactly one tile: of one segment, the key not behind the query and,
-    where there is a window, at most `window` tokens before it.
+    """Returns tiles that cover every visible pair of a query and a key exactly once.
 
-    A stretch of keys must hold all of a stretch of queries, or none of it. segments: of the whole sequence, in order.
+    A query sees the keys of its segment that do not come after it and, with a window, are at most `window` tokens
+    before it. A stretch of keys must contain a stretch of queries completely or not at all. segments: of the whole
+    sequence, in order.
     """
     found: list[Tile] = []
     for own in queries:
@@ -121,7 +129,7 @@ def causal_tiles(
 
 
 def _row_blocks(start: int, stop: int, *, window: int | None) -> Iterator[tuple[int, int]]:
-    # Of about the window's width: most of a wider block would be masked.
+    # About as wide as the window: most of a wider block would be masked.
     width = stop - start if window is None else max(window + 1, MIN_ROWS)
     return ((begin, min(begin + width, stop)) for begin in range(start, stop, max(width, 1)))
 
@@ -140,7 +148,7 @@ def _in_band(
     own: Stretch, other: Stretch, *, rows: tuple[int, int], columns: tuple[int, int], window: int
 ) -> Iterator[Tile]:
     start, stop = columns
-    # Only rows that see something: the others would have a softmax over nothing.
+    # Rows that see none of the columns are excluded, since their softmax would be undefined.
     begin, end = max(rows[0], start), min(rows[1], stop + window)
     if start >= stop or begin >= end:
         return
@@ -150,7 +158,7 @@ def _in_band(
 
 
 def _joined(tiles: Sequence[Tile]) -> list[Tile]:
-    """Merges full neighbouring tiles into one."""
+    """Merges adjacent full tiles."""
     joined: list[Tile] = []
     for tile in tiles:
         before = joined[-1] if joined else tile
@@ -167,9 +175,9 @@ def _joined(tiles: Sequence[Tile]) -> list[Tile]:
 
 @dataclass(frozen=True)
 class TileInputs:
-    """The inputs of a tile: query [B, N, Q, D]; key [B, G, K, D]; value [B, G, K, E], where E may be D.
+    """Inputs of a tile, or their gradients: query [B, N, Q, D]; key [B, G, K, D]; value [B, G, K, E]; any float dtype.
 
-    G divides N, any float dtype.
+    G divides N. E may differ from D.
     """
 
     query: Tensor
@@ -179,32 +187,36 @@ class TileInputs:
 
 @dataclass(frozen=True)
 class SoftmaxResult:
-    """output: [B, N, Q, E], the query's dtype; log_sum: [B, N, Q], fp32 or more, of the exponentials of the scores."""
+    """Attention output with the log-sum-exp of the scores.
+
+    output: [B, N, Q, E], the query's dtype; log_sum: [B, N, Q], fp32, or fp64 for fp64 inputs.
+    """
 
     output: Tensor
     log_sum: Tensor
 
 
 class TileKernel:
-    """Base class of the kernels that compute tiles; `scale` multiplies the scores."""
+    """Base class of kernels that compute tiles. `scale` multiplies the scores."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
-        """Returns the softmax over this tile's columns alone."""
+        """Computes attention with the softmax over this tile's columns only."""
         raise NotImplementedError
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Returns the tile's share of the gradients; grad: [B, N, Q, E], of the whole softmax, as is `result`.
+        """Computes the tile's contribution to the gradients of its inputs.
 
-        Gradients have their inputs' shapes, and their dtype or fp32.
+        grad: [B, N, Q, E], gradient of the output of the whole softmax, which `result` holds. Gradients have the shapes
+        of the inputs, and their dtype or fp32.
         """
         raise NotImplementedError
 
 
 class PlainKernel(TileKernel):
-    """Plain operations in fp32 or more, block by block of rows; on any device, any tile."""
+    """Computes any tile on any device with plain operations in fp32 or fp64, one block of rows at a time."""
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
         query, key, value = _in_groups(inputs)
@@ -217,11 +229,11 @@ class PlainKernel(TileKernel):
         return SoftmaxResult(output.to(inputs.query.dtype), log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Computes the tile's gradients block by block of rows; grad: [B, N, Q, E], the query's dtype."""
+        """Computes the tile's gradients one block of rows at a time; grad: [B, N, Q, E], the query's dtype."""
         query, key, value = _in_groups(inputs)
         grad, output = (t.to(query.dtype).unflatten(1, query.shape[1:3]) for t in (grad, result.output))
         log_sum = result.log_sum.unflatten(1, query.shape[1:3]).unsqueeze(-1)
-        # What the softmax's own derivative takes off every score of a row.
+        # The term that the derivative of the softmax subtracts in every column of a row.
         delta = (grad * output).sum(-1, keepdim=True)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for rows in self._row_blocks(inputs):
@@ -247,7 +259,7 @@ class PlainKernel(TileKernel):
 
 
 class Widened(TileKernel):
-    """A kernel for keys and values of one width, given others: zeros fill them up, which changes no score."""
+    """Pads keys and values to one width for a kernel that needs equal widths. Zeros change no score."""
 
     def __init__(self, kernel: TileKernel, *, width: int) -> None:
         super().__init__(kernel.scale)
@@ -258,7 +270,7 @@ class Widened(TileKernel):
         return SoftmaxResult(result.output[..., : inputs.value.shape[-1]], result.log_sum)
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Computes the gradients of widened tensors and narrows them; grad: [B, N, Q, E], the query's dtype."""
+        """Computes the gradients of the padded tensors and drops the padding; grad: [B, N, Q, E], the query's dtype."""
         wide = SoftmaxResult(widened(result.output, self._width), result.log_sum)
         shares = self._kernel.backward(widened(grad, self._width), self._widened(inputs), result=wide, tile=tile)
         pairs = zip(vars(shares).values(), vars(inputs).values(), strict=True)
@@ -269,7 +281,7 @@ class Widened(TileKernel):
 
 
 class FlashOnCpu(TileKernel):
-    """torch's flash kernel of the CPU, which takes every dtype, groups of heads and masks."""
+    """Computes tiles with torch's CPU flash kernel, which supports all dtypes, grouped heads and masks."""
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
         query, key, value = inputs.query, inputs.key, inputs.value
@@ -304,7 +316,10 @@ class FlashOnCpu(TileKernel):
 
 
 class FlashOnGpu(PlainKernel):
-    """torch's flash kernel of GPUs where it takes the tile, plain operations for windows and for fp32."""
+    """Computes tiles with torch's GPU flash kernel, and those that it does not support with plain operations.
+
+    The latter are fp32 inputs, head widths that the kernel lacks, and partly masked tiles other than causal squares.
+    """
 
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
         if not _gpu_kernel_takes(inputs, tile):
@@ -314,12 +329,12 @@ class FlashOnGpu(PlainKernel):
         return SoftmaxResult(found[0], found[1])
 
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
-        """Runs torch's GPU flash backward where it takes the tile; grad: [B, N, Q, E], the query's dtype."""
+        """Runs torch's GPU flash backward if it supports the tile; grad: [B, N, Q, E], the query's dtype."""
         if not _gpu_kernel_takes(inputs, tile):
             return super().backward(grad, inputs, result=result, tile=tile)
         key, value = _repeated(inputs)
         query, rows, columns = inputs.query, inputs.query.shape[2], inputs.key.shape[2]
-        # Not read, as nothing is dropped.
+        # Random state, which the kernel does not read without dropout.
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
         grad_query, grad_key, grad_value = _flash_gpu_backward(
             grad,
@@ -344,16 +359,18 @@ class FlashOnGpu(PlainKernel):
 
 
 class MergedSoftmax:
-    """The softmax over the columns of several tiles, one after the other, in fp32 (fp64 for fp64)."""
+    """Accumulates the results of tiles into one softmax over all their columns, in fp32 (fp64 for fp64 inputs)."""
 
     def __init__(self, query: Tensor, *, value_width: int, sink: Tensor | None = None) -> None:
-        """query: [B, N, S, D], any float dtype, of which tiles take rows; sink: [N], any float dtype, the score of one
-        more column whose value is 0; None: there is none.
+        """Starts with a softmax over no tiles.
+
+        query: [B, N, S, D], any float dtype, the queries that tiles index; sink: [N], any float dtype, scores of an
+        additional column whose value is 0, or None.
         """
         self._dtype = query.dtype
         dtype = torch.promote_types(query.dtype, torch.float32)
         batch, heads, seq_length, _ = query.shape
-        # In memory [S, B, N, E], as the caller goes on.
+        # Memory order [S, B, N, E], which is the caller's.
         output = query.new_zeros(seq_length, batch, heads, value_width, dtype=dtype)
         self._output = output.permute(1, 2, 0, 3)
         self._log_sum = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
@@ -370,12 +387,12 @@ class MergedSoftmax:
         log_sum.copy_(total)
 
     def result(self) -> SoftmaxResult:
-        """Returns the softmax over all tiles added so far; rows that no tile covered are 0."""
+        """Returns the softmax over all tiles added so far. Rows that no tile covers are 0."""
         return SoftmaxResult(self._output.to(self._dtype), self._log_sum)
 
 
 def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tuple[int, int]) -> TileKernel:
-    """Returns the kernel for tiles on `device`; plain: the reference on any device. widths: of keys and values."""
+    """Returns the kernel for tiles on `device`. plain: selects plain operations; widths: of keys and values."""
     if plain:
         return PlainKernel(scale)
     kernel = FlashOnCpu(scale) if device.type == "cpu" else FlashOnGpu(scale)
@@ -383,7 +400,7 @@ def tile_kernel(device: torch.device, *, scale: float, plain: bool, widths: tupl
 
 
 def widened(tensor: Tensor, width: int) -> Tensor:
-    """[*, D] with zeros behind, any dtype -> [*, width]; itself where it is that wide already."""
+    """Pads the last dimension with zeros: [*, D], any dtype -> [*, width]. Returns the tensor itself if D is width."""
     return tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
@@ -399,14 +416,14 @@ def _repeated(inputs: TileInputs) -> tuple[Tensor, Tensor]:
 
 
 def _in_groups(inputs: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """query [B, G, q, Q, D], key and value [B, G, 1, K, D], in fp32 or more."""
+    """Returns query [B, G, q, Q, D], key [B, G, 1, K, D] and value [B, G, 1, K, E], in fp32 or fp64."""
     dtype = torch.promote_types(inputs.query.dtype, torch.float32)
     query, key, value = (t.to(dtype) for t in (inputs.query, inputs.key, inputs.value))
     return query.unflatten(1, (key.shape[1], -1)), key.unsqueeze(2), value.unsqueeze(2)
 
 
 def _allowed(tile: Tile, *, rows: int, columns: int, first_row: int, device: torch.device) -> Tensor:
-    """[rows, columns], bool: the tile's pairs from row `first_row` on."""
+    """Returns the tile's mask from row `first_row` on: [rows, columns], bool, True where the row sees the column."""
     ahead = torch.arange(columns, device=device) - torch.arange(first_row, first_row + rows, device=device).unsqueeze(1)
     allowed = torch.ones_like(ahead, dtype=torch.bool)
     if tile.first is not None:

@@ -1,7 +1,7 @@
-"""Attention over sequences that are cut over ranks, around a core for whole ones.
+"""Attention over sequences that are split over context-parallel ranks, built around a core for whole sequences.
 
-Ranks see each other's keys and values round a ring, block by block while the last one is worked on, or gathered at
-once; or they change parts of sequences for heads. What is computed of a block is tiled_attention.py's.
+Either keys and values are exchanged, around a ring or in one gather, and tiled_attention.py computes attention of each
+block. Or an all-to-all gives each rank whole sequences of a part of the heads, which the core itself processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,20 +30,20 @@ from megatron.core.transformer.tiled_attention import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Messages of one kind overtake those of the other: gloo tells them apart by tag.
+# A message of one kind may overtake one of the other kind. The tags let gloo distinguish them.
 _BLOCK_TAG, _GRADIENT_TAG = 0, 1
-# Called with the core, then what the core is called with.
+# Called with the core, followed by the arguments of the core.
 AroundCore = Callable[..., Tensor]
 
 
 def over_ranks(
     core: nn.Module, config: TransformerConfig, *, layer_number: int, cp_group: dist.ProcessGroup | None
 ) -> AroundCore:
-    """What runs `core`: as it is, or so that it attends to whole sequences where cp_group has several ranks.
+    """Returns a function that runs `core` over sequences split over cp_group. For one rank it calls the core directly.
 
-    It is no module: the core's parameters have the same names in every layout. Raises ValueError for heads that cannot
-    change places, a core whose softmax cannot be put together from parts, or ranks that are not config's: what such
-    attention lacks was refused by config's size.
+    The function is not a module, so that the core's parameters have the same names in every layout. Raises ValueError
+    if the group's size differs from the config's context_parallel_size, by which the config was validated, and for a
+    core whose softmax cannot be merged from blocks.
     """
     size = ("context_parallel_size", config.context_parallel_size)
     require_group_sizes(ProcessGroupCollection(cp=cp_group), {"cp": size})
@@ -67,7 +67,7 @@ def _run_core(core: nn.Module, *inputs: Any, **options: Any) -> Tensor:
 
 
 class ContextParallelAttention:
-    """Causal attention of this rank's queries to the keys and values of all ranks, see tiled_attention.py."""
+    """Causal attention of this rank's queries to the keys and values of all ranks, computed by attend_in_tiles."""
 
     def __init__(
         self, config: TransformerConfig, *, exchange: type[KeyValueExchange], group: dist.ProcessGroup
@@ -86,16 +86,18 @@ class ContextParallelAttention:
         *,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], G divides N, any float
-        dtype. packed_seq_params: segments of the whole sequences that attention does not leave.
-        Returns [S / size, B, N * E], the query's dtype. Raises ValueError for a mask, or one that is not causal.
+        """Computes attention with the core's settings. Collective.
+
+        query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, G divides N.
+        packed_seq_params: segments of the whole sequences that restrict attention. Returns [S / size, B, N * E], the
+        query's dtype. Raises ValueError for an explicit mask and for mask types other than causal.
         """
         mask_type = attn_mask_type or core.attn_mask_type
         if attention_mask is not None or mask_type is not AttnMaskType.causal:
             given = f"of type {mask_type.name}" if attention_mask is None else f"{list(attention_mask.shape)}"
             raise ValueError(
                 f"the attention mask is {given} and context_parallel_size is {group_size(self.group)}: "
-                "must be causal, with borders in packed_seq_params, or cp_comm_type must be a2a"
+                "must be causal, with document boundaries in packed_seq_params, or cp_comm_type must be a2a"
             )
         seq_length = query.shape[0] * group_size(self.group)
         plan = TilePlan(
@@ -110,16 +112,16 @@ class ContextParallelAttention:
 
 
 class ExchangeOfChunks(KeyValueExchange):
-    """Base class of the exchanges between ranks that hold two chunks of every sequence each."""
+    """Base class of exchanges between ranks that each hold two chunks of every sequence."""
 
     def held_by(self, rank: int) -> list[Stretch]:
         return stretches(chunks_of_rank(self.seq_length, size=self.size, rank=rank))
 
 
 class Ring(ExchangeOfChunks):
-    """Blocks pass from rank to rank; each holds two at a time. Gradients follow their block round the ring.
+    """Passes blocks from rank to rank around a ring. Each rank holds two blocks at a time.
 
-    The order of sums is that of the ring, whatever arrives when.
+    Gradients follow their blocks around the ring, so the order of summation does not depend on timing.
     """
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
@@ -127,7 +129,7 @@ class Ring(ExchangeOfChunks):
         for step in range(self.size):
             is_last = step == self.size - 1
             shift = None if is_last else start_shift(message, self.group, tag=_BLOCK_TAG)
-            # The caller works on this block while the next is on its way.
+            # The caller computes this block while the next one is being transferred.
             yield Block(self.held_by((self.rank - step) % self.size), _inside(message, like=own))
             if shift is not None:
                 message = shift.wait()
@@ -137,7 +139,7 @@ class Ring(ExchangeOfChunks):
 
 
 class _RingReturn(GradientReturn):
-    """A block's gradient starts at its owner, gains every rank's share, and comes home after a whole round."""
+    """Sends each block's gradient from its owner around the ring. Every rank adds its share on the way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -165,22 +167,22 @@ class _RingReturn(GradientReturn):
 
 @dataclass(frozen=True)
 class Shift:
-    """A tensor on its way to the next rank, and what comes from the previous one."""
+    """A pending transfer: a tensor sent to the next rank, and one received from the previous rank."""
 
     requests: list[dist.Work]
     received: Tensor
-    # Held until `wait`: memory that is freed earlier may be overwritten before it is sent.
+    # Referenced until the transfer ends: freed memory could be overwritten before it is sent.
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """Waits and returns the received tensor: any shape and dtype, those of the sent one."""
+        """Waits and returns the received tensor, any shape and dtype, equal to those of the sent tensor."""
         for request in self.requests:
             request.wait()
         return self.received
 
 
 def start_shift(tensor: Tensor, group: dist.ProcessGroup, *, tag: int) -> Shift:
-    """Sends `tensor`, any shape and dtype, contiguous, to the next rank; it must not change until `wait`."""
+    """Sends `tensor`, any shape and dtype, contiguous, to the next rank. It must not be modified before `wait`."""
     size, rank = group_size(group), group_rank(group)
     received = torch.empty_like(tensor)
     requests = dist.batch_isend_irecv(
@@ -193,7 +195,7 @@ def start_shift(tensor: Tensor, group: dist.ProcessGroup, *, tag: int) -> Shift:
 
 
 class Gather(ExchangeOfChunks):
-    """One block, of all ranks: one collective forward, and the sum of its gradients scattered backward."""
+    """Gathers the keys and values of all ranks into one block, and reduce-scatters its gradients in backward."""
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
         yield Block([Stretch(0, 0, self.seq_length)], self._gathered(own))
@@ -201,7 +203,7 @@ class Gather(ExchangeOfChunks):
     def gradients(self) -> GradientReturn:
         return _ScatteredReturn(self.group)
 
-    # Not in the generator, which would hold the parts besides the whole as long as the caller works.
+    # A method, since locals of the generator would keep the parts in memory while the caller computes.
     def _gathered(self, own: KeysAndValues) -> KeysAndValues:
         messages = all_gather_rows(_message(own), self.group).wait().chunk(self.size)
         parts = [_inside(message, like=own) for message in messages]
@@ -211,7 +213,7 @@ class Gather(ExchangeOfChunks):
 
 
 class _ScatteredReturn(GradientReturn):
-    """A reduce-scatter whose sums are in rank order: all-to-all, then a local sum."""
+    """Reduce-scatters in rank order: an all-to-all, followed by a local sum."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -248,20 +250,20 @@ _EXCHANGES: dict[str, type[KeyValueExchange]] = {"p2p": Ring, "all_gather": Gath
 
 
 def _message(pair: KeysAndValues) -> Tensor:
-    """Both in one piece of memory, [elements]: their widths may differ."""
+    """Concatenates key and value, whose widths may differ, into one message: [elements]."""
     return torch.cat((pair.key.flatten(), pair.value.flatten()))
 
 
 def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
-    """Views of what _message gave for tensors of these shapes."""
+    """Returns views of a message as key and value with the shapes of `like`."""
     border = like.key.numel()
     return KeysAndValues(message[:border].view(like.key.shape), message[border:].view(like.value.shape))
 
 
 class HeadExchangeAttention:
-    """Before attention ranks change parts of sequences for heads, and back behind it; the core sees whole sequences.
+    """Runs the core over whole sequences with 1 / size of the heads, between two all-to-alls.
 
-    All that the core can do works, masks over whole sequences and dropout included; heads must divide by the ranks.
+    Supports everything that the core does, including masks over whole sequences and dropout.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -270,19 +272,21 @@ class HeadExchangeAttention:
     def __call__(
         self, core: nn.Module, query: Tensor, key: Tensor, value: Tensor, *masks: Any, **options: Any
     ) -> Tensor:
-        """query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype; masks,
-        options: the core's. Returns [S / size, B, N * E], the query's dtype. Raises ValueError unless the ranks divide
-        N and G.
+        """Computes attention with `core`. Collective.
+
+        query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype; masks,
+        options: further arguments of the core. Returns [S / size, B, N * E], the query's dtype. Raises ValueError
+        unless N and G are divisible by the number of ranks.
         """
         for name, heads in (("attention heads", query.shape[2]), ("key/value heads", key.shape[2])):
             if heads % group_size(self.group):
                 raise ValueError(
                     f"cp_comm_type is a2a, context_parallel_size is {group_size(self.group)} and a rank has {heads} "
-                    f"{name}: they must divide by it, or use p2p or all_gather"
+                    f"{name}: must be divisible by it, or use p2p or all_gather"
                 )
         whole: list[Tensor] = [_SequenceToHeads.apply(t, self.group) for t in (query, key, value)]
         if isinstance(core, DotProductAttention):
-            # A core of another class knows no heads apart.
+            # Cores of other classes do not distinguish heads.
             options["first_head"] = whole[0].shape[2] * group_rank(self.group)
         context = core(*whole, *masks, **options)
         own: Tensor = _HeadsToSequence.apply(context.unflatten(2, (-1, value.shape[3])), self.group)
@@ -290,7 +294,7 @@ class HeadExchangeAttention:
 
 
 class _SequenceToHeads(torch.autograd.Function):
-    """[S / size, B, N, D] -> [S, B, N / size, D]: a part of the sequences with all heads to all with a part of them."""
+    """Exchanges a part of the sequences for a part of the heads: [S / size, B, N, D] -> [S, B, N / size, D]."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -304,7 +308,7 @@ class _SequenceToHeads(torch.autograd.Function):
 
 
 class _HeadsToSequence(torch.autograd.Function):
-    """[S, B, N / size, D] -> [S / size, B, N, D]."""
+    """Inverts _SequenceToHeads: [S, B, N / size, D] -> [S / size, B, N, D]."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -319,7 +323,7 @@ class _HeadsToSequence(torch.autograd.Function):
 
 def _to_heads(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group_size(group)
-    # [size, S / size, B, N / size, D]: to rank r its heads of this part; from rank r its part of these heads.
+    # [size, S / size, B, N / size, D]: sends rank r its heads of this part, receives r's part of this rank's heads.
     sent = part.unflatten(2, (size, -1)).movedim(2, 0).contiguous()
     received = arriving(sent.shape, group, dtype=sent.dtype, device=sent.device)
     dist.all_to_all_single(received, sent, group=group)

@@ -1,19 +1,22 @@
-"""The attention core: softmax(q k^T / sqrt(D)) v by torch's kernels or a plain reference, also inside the segments of
-packed sequences and within a window; no projections here.
+"""The attention core, softmax(q k^T / sqrt(D)) v, computed by torch's kernels or by a plain reference.
 
-[Note: attention sinks] A sink is one more column of the softmax whose value is 0: its logit, one for each head, makes
-the sum larger and nothing else. torch's scaled-dot-product attention has none, and as a column of zeros it would need a
-mask as large as the scores. Kernels that return each row's log-sum-exp give it exactly: the output is scaled by
-exp(lse - lse'), lse' = log(exp(lse) + exp(sink)), and the kernel's own backward gives all gradients when it is handed
-the scaled output and lse' in the place of its own; what remains is the sink's, -exp(sink - lse') (grad . output).
+Includes attention within packed segments and sliding windows. Projections are in attention.py.
 
-[Note: packed segments] All segments go through torch's variable-length kernel where the device has one, else one call a
-segment. On the CPU one call a segment is the fastest way there is: it takes less time than attention over the whole
-sequence with segments of 8 tokens already, a mask takes more, and nested tensors have no causal kernel (torch 2.13).
+[Note: attention sinks] A sink is an additional column of the softmax whose value is 0. Its logit, one per head, only
+increases the denominator. torch's scaled-dot-product attention has no sinks, and appending a column of zeros would need
+a mask as large as the scores. With a kernel that returns each row's log-sum-exp the result is exact: scale the output
+by exp(lse - lse'), where lse' = log(exp(lse) + exp(sink)). The kernel's own backward computes the gradients of query,
+key and value if it receives the scaled output and lse' in place of its own. The gradient of the sink is
+-exp(sink - lse') (grad . output).
 
-[Note: window blocks] Blocks compute only what windows see, where a mask computes all and forbids most: with 4,096
-tokens and a window of 128, forward and backward take 0.1 s block by block, 0.5 s without a window and 1.2 s with a mask
-(8 heads, one core).
+[Note: packed segments] On a GPU one call of torch's variable-length kernel computes all segments. Where that kernel is
+not available, each segment is computed by a call of its own. On the CPU this is the fastest of the alternatives. It is
+faster than attention over the whole sequence even for segments of 8 tokens, a mask is slower, and nested tensors have
+no causal kernel (torch 2.13).
+
+[Note: window blocks] Blocks compute only the scores inside the window, whereas a mask computes all scores and discards
+most. With 4,096 tokens and a window of 128, forward and backward take 0.1 s in blocks, 0.5 s without a window and 1.2 s
+with a mask (8 heads, one core).
 """
 
 import inspect
@@ -46,15 +49,15 @@ from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.tiled_attention import Alone, TilePlan, attend_in_tiles, sink_gradient
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Missing in the first torch versions that have this kernel (2.11); keys and values are repeated there.
+# The first torch versions with this kernel (2.11) lack the argument. Keys and values are repeated for them.
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class DotProductAttention(CopiedWithGroups, Drawing):
-    """Attention of query heads over shared key/value heads; the kernel is chosen at construction.
+    """Attention with grouped key/value heads. The constructor chooses the kernel.
 
-    layer_number: counts from 1; layers may differ in whether they have a window.
-    softmax_offset: [N] of this rank's heads, the logits of learned sinks; None without them.
+    layer_number: starts at 1; selects whether the layer has a window.
+    softmax_offset: [N], logits of learned sinks for this rank's heads; None unless softmax_type is learnable.
     """
 
     softmax_offset: nn.Parameter | None
@@ -76,17 +79,17 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         validate_backend(config.attention_backend, dropout=self.dropout)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.kernels = sdp_backends(config.attention_backend)
-        # Chosen here, once: forward has no switches.
+        # Backends are chosen here, so that forward does not read the config.
         plain = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
         self.has_sink = config.softmax_type != "vanilla"
         self.attend: Callable[..., Tensor] = reference_attention if plain or self.has_sink else self._torch_attention
-        # The reference has sinks itself, and gives what is asked of it beside them: dropout, a mask.
+        # Sinks use tiles where possible; the reference handles them in combination with dropout or a mask.
         self.may_use_tiles = self.has_sink and not plain
-        # Flash kernels do not take values of another width than keys; where they are not allowed, others do.
+        # Flash kernels need keys and values of equal width. The other kernels do not.
         self.needs_one_width = not plain and (not self.kernels or SDPBackend.FLASH_ATTENTION in self.kernels)
         self.window = config.window_of_layer(layer_number)
         if self.window is not None:
-            # The reference stays plain: one mask, no blocks.
+            # The reference uses one mask instead of blocks.
             windowed = attend_in_window if plain else attend_in_blocks
             self.attend = partial(windowed, attend=self.attend, window=self.window)
         self.samples: dict[tuple[int, int], PackedSeqParams] = {}
@@ -102,7 +105,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
     @property
     def draws_numbers(self) -> bool:
-        """Whether probabilities have dropout."""
+        """Returns whether forward in training draws random numbers, for dropout of the probabilities."""
         return self.dropout > 0
 
     def forward(
@@ -116,17 +119,19 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         packed_seq_params: PackedSeqParams | None = None,
         first_head: int = 0,
     ) -> Tensor:
-        """query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], G divides N, any float dtype;
-        attention_mask: bool, broadcastable to [B, 1, S, S], True where attention is forbidden, or None for what the
-        mask type says. packed_seq_params: segments that attention does not leave; instead of a mask. first_head: the
-        first query head's place in softmax_offset. Returns [S, B, N * E], the query's dtype.
+        """Computes attention of `query` over `key` and `value`.
+
+        query: [S, B, N, D]; key: [S, B, G, D]; value: [S, B, G, E], any float dtype, where G divides N.
+        attention_mask: bool, broadcastable to [B, 1, S, S], True where attention is forbidden; None selects the mask of
+        attn_mask_type. packed_seq_params: segments that restrict attention; excludes attention_mask. first_head: index
+        of the first query head in softmax_offset. Returns [S, B, N * E], the query's dtype.
         """
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
         options |= {"packed": packed_seq_params, "sink": self.sink(query, first_head=first_head)}
         key_width, value_width = key.shape[-1], value.shape[-1]
         if not self.needs_one_width or key_width == value_width:
             return self._context(query, key=key, value=value, **options).flatten(2)
-        # Zeros change no score, and what they give is cut off.
+        # Padding with zeros changes no score. The padded channels of the output are dropped.
         query, key, value = (widened(t, max(key_width, value_width)) for t in (query, key, value))
         return self._context(query, key=key, value=value, **options)[..., :value_width].flatten(2)
 
@@ -141,7 +146,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         packed: PackedSeqParams | None,
         sink: Tensor | None,
     ) -> Tensor:
-        """[S, B, N, E]."""
+        """Returns [S, B, N, E]."""
         parts: dict[str, Any] = {"key": key, "value": value, "sink": sink}
         if packed is not None:
             if mask is not None:
@@ -149,8 +154,8 @@ class DotProductAttention(CopiedWithGroups, Drawing):
             return self._packed(query, **parts, packed=packed, mask_type=mask_type)
         needs_varlen = self.window is not None or self.has_sink
         if needs_varlen and mask is None and self._has_varlen_kernel(query):
-            # It skips what lies outside the window, where torch's other kernels would need a mask and compute all, and
-            # gives the log-sum-exp that a sink needs.
+            # It skips scores outside the window, whereas torch's other kernels would compute all of them under a mask.
+            # It also returns the log-sum-exp that a sink needs.
             return self._packed(query, **parts, packed=self._whole_samples(query), mask_type=mask_type)
         if mask is None and self._has_tiles(mask_type):
             return self._in_tiles(query, **parts, packed=None)
@@ -165,13 +170,13 @@ class DotProductAttention(CopiedWithGroups, Drawing):
             scale=self.softmax_scale,
             sink=sink,
         )
-        # No copy where the kernel keeps the query's memory order, [S, B, N, D], as torch's on the CPU does.
+        # A view that flattens without a copy if the kernel kept the query's memory order, as torch's CPU kernel does.
         return context.permute(2, 0, 1, 3)
 
     def sink(self, query: Tensor, *, first_head: int = 0) -> Tensor | None:
-        """The sinks' logits of the query's heads; query: [S, B, N, D], any float dtype.
+        """Returns the sink logits of the query's heads; query: [S, B, N, D], any float dtype.
 
-        Returns [N], the parameter's dtype, or zeros of the query's where they are not learned; None without sinks.
+        Returns [N]: learned logits in the parameter's dtype, or zeros in the query's dtype. None without sinks.
         """
         if not self.has_sink:
             return None
@@ -180,11 +185,11 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         return self.softmax_offset[first_head : first_head + query.shape[2]]
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Returns the initialization of each parameter, by name."""
         return {} if self.softmax_offset is None else {"softmax_offset": self.init_method}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
-        """The sinks are stored for all heads, [N of all ranks]."""
+        """Describes the sinks as one stored tensor over the heads of all tensor-parallel ranks."""
         if self.softmax_offset is None:
             return {}
         key = prefix + "softmax_offset"
@@ -229,7 +234,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         return self.may_use_tiles and mask_type is AttnMaskType.causal and not drops
 
     def _whole_samples(self, query: Tensor) -> PackedSeqParams:
-        """Samples as segments of one length each; made once for a shape, so that a GPU gets their borders once."""
+        """Describes each sample as one segment. Cached by shape, so that the boundaries are copied to a GPU once."""
         seq_length, batch = query.shape[:2]
         if (batch, seq_length) not in self.samples:
             borders = torch.arange(0, (batch + 1) * seq_length, seq_length, dtype=torch.int32)
@@ -251,7 +256,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         scale: float,
         sink: Tensor | None,
     ) -> Tensor:
-        assert sink is None, "the reference is chosen where there are sinks"
+        assert sink is None, "the constructor chooses the reference for sinks"
         with self._kernel_choice():
             return F.scaled_dot_product_attention(
                 query,
@@ -261,7 +266,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
                 dropout_p=dropout,
                 is_causal=is_causal,
                 scale=scale,
-                # Groups are shared inside the kernel: keys and values are not copied per query head.
+                # The kernel shares keys and values inside a group, so that they are not copied per query head.
                 enable_gqa=query.shape[1] != key.shape[1],
             )
 
@@ -270,21 +275,21 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
 
 def validate_backend(backend: AttnBackend, *, dropout: float) -> None:
-    """Raises ValueError for a kernel that this device does not have."""
+    """Raises ValueError if this device's kernel of the backend does not support the dropout."""
     fused = backend in (AttnBackend.flash, AttnBackend.fused)
     if fused and dropout > 0 and default_device().type == "cpu":
         raise ValueError(
             f"attention_dropout is {dropout} and attention_backend is {backend.name}: "
-            "that kernel has no dropout on the CPU, set attention_dropout to 0 or attention_backend to auto"
+            "this kernel has no dropout on the CPU; set attention_dropout to 0 or attention_backend to auto"
         )
 
 
 def sdp_backends(backend: AttnBackend) -> list[SDPBackend]:
-    """The kernels that torch may use for a backend; empty where torch chooses freely, or is not asked."""
+    """Returns the kernels that torch may use for a backend; empty if torch is free to choose or is not used."""
     if backend is AttnBackend.flash:
         return [SDPBackend.FLASH_ATTENTION]
     if backend is AttnBackend.fused:
-        # The CPU has one fused kernel, which goes by flash's name.
+        # The only fused kernel of the CPU is registered as flash attention.
         on_gpu = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         return on_gpu if default_device().type == "cuda" else [SDPBackend.FLASH_ATTENTION]
     return []
@@ -301,10 +306,10 @@ def reference_attention(
     scale: float,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention step by step, softmax in fp32 or more.
+    """Computes attention with plain tensor operations. The softmax is in fp32, or fp64 for fp64 inputs.
 
     query: [B, N, S, D]; key: [B, G, S, D]; value: [B, G, S, E], any float dtype; allowed: bool, broadcastable to
-    [B, 1, S, S]; sink: [N], any float dtype, the logit of a column whose value is 0.
+    [B, 1, S, S]; sink: [N], any float dtype, logits of an additional column whose value is 0.
     Returns [B, N, S, E], the query's dtype.
     """
     repeats = query.shape[1] // key.shape[1]
@@ -314,16 +319,16 @@ def reference_attention(
     if is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if allowed is not None:
-        # The lowest finite value: a row with nothing allowed stays free of NaN.
+        # The lowest finite value instead of -inf: a row without allowed columns would become NaN.
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
     probs = F.dropout(_softmax(scores, sink), p=dropout, training=dropout > 0)
     context = probs.to(query.dtype) @ value
-    # Such a row becomes 0, as torch's kernels have it.
+    # Rows without allowed columns are 0, as in torch's kernels.
     return context if allowed is None or is_causal else context.masked_fill(~allowed.any(-1, keepdim=True), 0)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Over the columns and, where there is one, the sink [N], whose share is left out; scores: [B, N, S, S]."""
+    """Computes the softmax over the columns and the sink, and drops the sink's; scores: [B, N, S, S]; sink: [N]."""
     if sink is None:
         return scores.softmax(dim=-1)
     column = sink.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -331,7 +336,7 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def has_varlen_kernel(query: Tensor, *, dropout: float) -> bool:
-    """Whether torch's variable-length kernel takes such queries: [*, D], any dtype."""
+    """Returns whether torch's variable-length kernel supports the query: [*, D], any dtype, any device."""
     half, width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
     return query.device.type == "cuda" and half and width % 8 == 0 and width <= 256 and dropout == 0
 
@@ -346,10 +351,10 @@ def attend_varlen(
     window: tuple[int, int],
     sink: Tensor | None,
 ) -> Tensor:
-    """All segments in one kernel; query: [S, B, N, D]; key, value: [S, B, G, D], bf16 or fp16, on a GPU.
+    """Computes attention of all segments with one kernel.
 
-    window: how far a token sees to the left and right, -1 without limit. sink: [N], any float dtype, or None.
-    Returns [S, B, N, D], the query's dtype.
+    query: [S, B, N, D]; key, value: [S, B, G, D], bf16 or fp16, on a GPU. window: number of tokens visible to the left
+    and right, -1 for no limit. sink: [N], any float dtype, or None. Returns [S, B, N, D], the query's dtype.
     """
     seq_length, batch, num_heads, _ = query.shape
     query, key, value = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))  # [B * S, N or G, D]
@@ -372,7 +377,11 @@ def attend_varlen(
 
 @dataclass(frozen=True)
 class _Segments:
-    """borders: [n + 1], int32, on the device; longest: tokens of the longest one; the others as in attend_varlen."""
+    """Arguments of the variable-length kernel.
+
+    borders: [n + 1], int32, on the device, cumulative lengths; longest: number of tokens of the longest segment; scale
+    and window are those of attend_varlen.
+    """
 
     borders: Tensor
     longest: int
@@ -380,7 +389,7 @@ class _Segments:
     window: tuple[int, int]
 
     def options(self) -> dict[str, Any]:
-        """Returns the arguments of both of the kernel's passes."""
+        """Returns the arguments that the kernel's forward and backward share."""
         return {
             "cum_seq_q": self.borders,
             "cum_seq_k": self.borders,
@@ -395,11 +404,14 @@ class _Segments:
 
 
 class _VarlenWithSink(torch.autograd.Function):
-    """query [T, N, D], key and value [T, G, D], sink [N] -> [T, N, D]. See [Note: attention sinks]."""
+    """Variable-length attention with a sink. See [Note: attention sinks].
+
+    query [T, N, D], key and value [T, G, D], sink [N] -> [T, N, D].
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor, segments: _Segments) -> Tensor:
-        # The operator that varlen_attn calls too: its public form has no backward with another log-sum-exp.
+        # varlen_attn calls the same operator, but its backward accepts no modified log-sum-exp.
         output, log_sum, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, return_debug_mask=False, **segments.options()
         )
@@ -422,7 +434,7 @@ class _VarlenWithSink(torch.autograd.Function):
             value,
             output,
             log_sum,
-            # Not read, as nothing is dropped.
+            # Without dropout the kernel does not read it.
             rng_state=torch.zeros(2, dtype=torch.uint64, device=query.device),
             unused=torch.empty(0, dtype=torch.float32, device=query.device),
             **segments.options(),
@@ -437,13 +449,13 @@ class _VarlenWithSink(torch.autograd.Function):
 def attend_by_segment(
     query: Tensor, *, key: Tensor, value: Tensor, packed: PackedSeqParams, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """One call of `attend` a segment; query: [S, B, N, D]; key, value: [S, B, G, D], any float dtype.
+    """Calls `attend` once per segment. See [Note: packed segments].
 
-    attend: (query [1, N, L, D], key=[1, G, L, D], value=...) -> [1, N, L, D]. Returns [S, B, N, D], the query's dtype.
-    See [Note: packed segments].
+    query: [S, B, N, D]; key, value: [S, B, G, D], any float dtype; attend: (query [1, N, L, D], key=[1, G, L, D],
+    value=...) -> [1, N, L, D]. Returns [S, B, N, D], the query's dtype.
     """
     seq_length, batch = query.shape[:2]
-    # Split, not sliced: backward then joins the parts once, without zeros to add.
+    # Splitting instead of slicing: backward concatenates the gradients once, whereas slices would be padded and summed.
     queries, keys, values = (t.transpose(0, 1).flatten(0, 1).split(packed.segment_lengths) for t in (query, key, value))
     contexts = []
     for parts in zip(queries, keys, values, strict=True):
@@ -463,25 +475,26 @@ def attend_in_blocks(
     window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """What attend_in_window gives, from blocks of rows that see their own tokens and the window's before them.
+    """Computes the result of attend_in_window from blocks of rows. See [Note: window blocks].
 
-    See [Note: window blocks].
+    Each block attends to its own tokens and to the `left` tokens before it. Falls back to attend_in_window for
+    explicit masks, windows that look ahead and short sequences.
 
     query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
-    options: dropout and scale, for `attend`. Returns [B, N, S, D], the query's dtype.
+    options: dropout, scale and sink, passed to `attend`. Returns [B, N, S, D], the query's dtype.
     """
     (batch, _, seq_length, _), left = query.shape, window[0]
     rows = max(left + 1, MIN_ROWS)
     masked: Callable[..., Tensor] = partial(
         attend_in_window, attend=attend, window=window, is_causal=is_causal, **options
     )
-    # Two blocks or less would see nearly everything; an explicit mask is not cut up.
+    # Two blocks or less would compute nearly all scores.
     if allowed is not None or not is_causal or seq_length <= 2 * rows:
         return masked(query, key=key, value=value, allowed=allowed)
     rest = seq_length - rows
     num_blocks = -(-rest // rows)
     padding = (0, 0, 0, num_blocks * rows - rest)
-    # The first block has less before it than the others.
+    # The first block has no tokens before it, so its keys are fewer than those of the others.
     first, others = query.split([rows, rest], dim=2)
     first = masked(first, key=key[:, :, :rows], value=value[:, :, :rows], allowed=None)
     blocks = F.pad(others, padding).unflatten(2, (num_blocks, rows)).transpose(1, 2).flatten(0, 1)
@@ -507,10 +520,10 @@ def attend_in_window(
     window: tuple[int, int],
     **options: Any,
 ) -> Tensor:
-    """`attend` with what lies outside the window forbidden too; sequences that fit into it need no mask.
+    """Calls `attend` with a mask of the window, combined with `allowed`. Sequences that fit the window need no mask.
 
     query: [B, N, S, D]; key, value: [B, G, S, D], any float dtype; allowed: bool, broadcastable to [B, 1, S, S];
-    options: dropout and scale, for `attend`. Returns [B, N, S, D], the query's dtype.
+    options: dropout, scale and sink, passed to `attend`. Returns [B, N, S, D], the query's dtype.
     """
     seq_length, (left, right) = query.shape[2], window
     looks_ahead = right == -1 and not is_causal
@@ -521,11 +534,11 @@ def attend_in_window(
 
 
 def band_mask(seq_length: int, *, left: int, looks_ahead: bool, device: torch.device) -> Tensor:
-    """[S, S], bool, on `device`: row i allows columns i - left to i, and all after i where it looks ahead."""
+    """Returns [S, S], bool, on `device`: row i allows columns i - left to i, and later ones if looks_ahead."""
     band = torch.ones(seq_length, seq_length, dtype=torch.bool, device=device).triu_(-left)
     return band if looks_ahead else band.tril_()
 
 
 def _block_band(rows: int, left: int, *, device: torch.device) -> Tensor:
-    # Column 0 is what the first row sees furthest back.
+    # Column 0 is the furthest token that the first row sees.
     return torch.ones(rows, rows + left, dtype=torch.bool, device=device).triu_().tril_(left)

@@ -1,6 +1,6 @@
-"""Gives each layer of a block its runners: what is recomputed and what is offloaded, decided once.
+"""Assigns runners to the layers of a block, which recompute or offload the layers or their parts.
 
-The two plans are made in recompute.py and activation_offload.py.
+Runners are chosen once, from the plans of recompute.py and activation_offload.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers that are run together, by index, and how."""
+    """Indices of consecutive layers that run together, and their runner."""
 
     layers: range
     run: Run = run
@@ -26,7 +26,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A block's forward: `begin`, then each segment. offloader: None where nothing is offloaded."""
+    """Steps of a block's forward: call `begin`, then run each segment.
+
+    offloader: None if nothing is offloaded.
+    """
 
     segments: tuple[Segment, ...]
     begin: Callable[[], None]
@@ -34,28 +37,31 @@ class Arrangement:
 
 
 def arrange_layers(layers: nn.ModuleList, config: TransformerConfig, *, has_experts: Sequence[bool]) -> Arrangement:
-    """Sets the parts of each layer that is a MegatronModule; has_experts: one entry a layer."""
+    """Sets the parts of each layer that is a MegatronModule, and returns how to run the layers.
+
+    has_experts: one entry per layer.
+    """
     recompute = plan_recompute(config, has_experts)
     for layer, its in zip(layers, recompute):
         use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, its.modules)))
     offload = plan_offload(config, has_experts)
-    # Else every part stays: a chunk of a stage may have nothing to move, where others have.
+    # A model chunk may have nothing to offload although others do.
     if any(offload):
         return _with_offloading(layers, config, plan=offload)
     return Arrangement(_segments(layers, recompute), _nothing_to_begin)
 
 
 def arrange_layer(layer: nn.Module, plan: LayerRecompute, *, inside: nn.Module) -> Run:
-    """Sets the parts of a layer that is not in a block, and returns what runs `inside`, the module that it is in.
+    """Sets the parts of a layer outside a block, and returns the runner of `inside`, the module that contains it.
 
-    Nothing of it is offloaded.
+    Such layers are never offloaded.
     """
     use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, plan.modules)))
     return run if plan.segment is None else Recomputed((inside,), draws_numbers=may_draw((inside,)))
 
 
 def use_parts(layer: nn.Module, parts: LayerParts) -> None:
-    """Gives the runners to everything inside the layer."""
+    """Sets the runners of every MegatronModule inside the layer."""
     for module in layer.modules():
         if isinstance(module, MegatronModule):
             module.parts = parts
@@ -77,7 +83,7 @@ def _with_offloading(
     layers: nn.ModuleList, config: TransformerConfig, *, plan: Sequence[frozenset[str]]
 ) -> Arrangement:
     offloader = ActivationOffloader(layers, default_device(), min_elements=config.min_offloaded_tensor_size)
-    # Layers and parts that keep their tensors are watched too: they tell when backward comes near the others.
+    # Layers and parts that keep their tensors are wrapped as well: their backward triggers the prefetch of the others.
     runs: list[Run] = [run] * len(layers)
     if config.cpu_offloading_num_layers:
         for index in range(config.cpu_offloading_num_layers + 1):

@@ -1,4 +1,4 @@
-"""Settings of multi-latent attention: the ranks that it projects down to, and the widths of its heads."""
+"""Settings of multi-latent attention: the ranks of its low-rank projections and the widths of its heads."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class MLAConfig:
-    """Settings that replace key/value groups in latent attention; ignored without multi_latent_attention."""
+    """Settings of latent attention, which replace key/value groups. Refused without multi_latent_attention."""
 
     cli_group: ClassVar[str] = "multi-latent attention"
 
@@ -30,7 +30,7 @@ class MLAConfig:
 
     @property
     def qk_width(self) -> int:
-        """Width of each query and key head of latent attention."""
+        """Returns the width of each query and key head."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
@@ -42,7 +42,7 @@ def validate_mla(
     add_qkv_bias: bool,
     rotary_interleaved: bool,
 ) -> None:
-    """Raises ValueError for widths without latent attention, and for what it has no place for."""
+    """Raises ValueError for widths without latent attention, and for settings that it does not support."""
     if not config.multi_latent_attention:
         for name, default in vars(MLAConfig()).items():
             if vars(config)[name] != default:

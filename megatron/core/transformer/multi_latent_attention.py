@@ -1,7 +1,7 @@
-"""Multi-latent attention: keys and values of all heads out of one narrow vector a token, as in DeepSeek-V2 and V3.
+"""Multi-latent attention: the keys and values of all heads are projected from one narrow vector per token.
 
-Shapes: N heads of this rank; C = kv_lora_rank, P = qk_pos_emb_head_dim (channels that rotate), D = qk_head_dim (those
-that do not), E = v_head_dim.
+As in DeepSeek-V2 and V3. Shapes: N heads of this rank; C = kv_lora_rank; P = qk_pos_emb_head_dim, the rotated channels
+of a head; D = qk_head_dim, the other channels; E = v_head_dim.
 """
 
 import math
@@ -28,9 +28,9 @@ from megatron.core.weight_matrices import MatrixWindow
 
 @dataclass
 class MLASelfAttentionSubmodules:
-    """Specs of the projections, of the attention core, and of norms over what is projected down, where there are some.
+    """Specs of the projections, the attention core, and the optional norms between down and up projections.
 
-    linear_q_proj is built without a q_lora_rank, linear_q_down_proj and linear_q_up_proj with one.
+    With a q_lora_rank, linear_q_down_proj and linear_q_up_proj are built, without one linear_q_proj.
     """
 
     linear_q_proj: Any = None
@@ -45,12 +45,13 @@ class MLASelfAttentionSubmodules:
 
 
 class MLASelfAttention(Attention):
-    """Queries, keys and values are projected down, normed, and up again for each head.
+    """Self-attention whose queries, keys and values pass through low-rank projections.
 
-    1. Every tensor-parallel rank projects down for all heads: hidden states to a query of q_lora_rank, and to C + P.
-    2. Norms over the query and over C (qk_layernorm).
-    3. Each rank projects up for its heads: D + P channels of a query, D of a key, E of a value.
-    4. The last P channels of queries rotate, and the P of step 1, which all heads have as the end of their keys.
+    1. Every tensor-parallel rank projects the hidden states down for all heads, to q_lora_rank and to C + P channels.
+    2. Norms apply to the q_lora_rank channels and to the C channels (qk_layernorm).
+    3. Each rank projects up for its heads: queries of D + P channels, keys of D and values of E.
+    4. The last P channels of the queries are rotated, as are the P channels of step 1. The latter are appended to the
+       keys of all heads.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class MLASelfAttention(Attention):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Raises ValueError where config has no multi_latent_attention, or its qk_layernorm no norms in the spec."""
+        """Raises ValueError if multi_latent_attention is off, or if qk_layernorm is on and the spec lacks norms."""
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
         if not config.multi_latent_attention:
             raise ValueError("multi_latent_attention is False: must be True for MLASelfAttention")
@@ -88,7 +89,7 @@ class MLASelfAttention(Attention):
     def _build_queries(self, submodules: MLASelfAttentionSubmodules) -> None:
         config, rank = self.config, self.config.q_lora_rank
         width = config.num_attention_heads * config.qk_width
-        # Built, or None, once: what exists says how queries are made.
+        # Either linear_q_proj or the other two are built. forward uses the projections that exist.
         self.linear_q_proj: Any = None
         self.linear_q_down_proj: Any = None
         self.linear_q_up_proj: Any = None
@@ -115,15 +116,15 @@ class MLASelfAttention(Attention):
     def _latent_norm(self, spec: Any, width: int) -> Any:
         if spec is None:
             return None
-        # Its gradient is partial where the sequence is split, as other norms' is.
+        # As for other norms, its gradient is partial under sequence parallelism.
         return build_module(spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None = None
     ) -> QueryKeyValue:
-        """hidden_states: [S, B, H], parameter dtype -> query and key [S, B, N, D + P], value [S, B, N, E], same dtype.
+        """Projects [S, B, H], parameter dtype -> query and key [S, B, N, D + P], value [S, B, N, E], same dtype.
 
-        Of a split layer: this rank's heads, of the whole sequence. Raises ValueError without rotary_pos_emb.
+        S is the whole sequence in the result. Raises ValueError without rotary_pos_emb.
         """
         return self._project_up(rotary_pos_emb, *self._project_down(hidden_states))
 
@@ -141,9 +142,9 @@ class MLASelfAttention(Attention):
         return self.parts.mla_up_proj(self._project_up, rotary_pos_emb, *self._project_down(hidden_states))
 
     def _project_down(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What queries come from, [S, B, q_lora_rank or H], and what keys and values do, [S, B, C + P].
+        """Returns the inputs of the up projections: [S, B, q_lora_rank or H] for queries, [S, B, C + P] for the others.
 
-        Under sequence parallelism both of this rank's part of the sequence: narrow as they are, they travel.
+        Under sequence parallelism S is this rank's part of the sequence: these narrow tensors are gathered later.
         """
         query = hidden_states
         if self.linear_q_down_proj is not None:
@@ -152,7 +153,7 @@ class MLASelfAttention(Attention):
         return query, latent
 
     def _project_up(self, rotary_pos_emb: RotaryTable | None, *projected: Tensor) -> QueryKeyValue:
-        """projected: by _project_down."""
+        """Projects the result of _project_down up to queries, keys and values, and rotates them."""
         if rotary_pos_emb is None:
             raise ValueError("rotary_pos_emb is None: latent attention needs a table of its rotating channels")
         config = self.config
@@ -163,11 +164,11 @@ class MLASelfAttention(Attention):
         key = torch.cat((key, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
         query_nope, query_rope = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat((query_nope, apply_rotary_pos_emb(query_rope, rotary_pos_emb)), dim=-1)
-        # Of its own memory: as a view it would keep the keys that were copied.
+        # A copy: a view would also keep the memory of the keys, which were already copied.
         return query, key, value.contiguous()
 
     def _queries(self, query: Tensor) -> Tensor:
-        """[S, B, N, D + P]."""
+        """Returns [S, B, N, D + P]."""
         if self.linear_q_proj is not None:
             query, _ = self.linear_q_proj(query)
         else:
@@ -176,7 +177,7 @@ class MLASelfAttention(Attention):
         return query.unflatten(-1, (self.num_heads, self.config.qk_width))
 
     def _keys_and_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """[S, B, N, D] and [S, B, N, E]."""
+        """Returns [S, B, N, D] and [S, B, N, E]."""
         config = self.config
         both, _ = self.linear_kv_up_proj(latent if self.kv_layernorm is None else self.kv_layernorm(latent))
         both = both.unflatten(-1, (self.num_heads, config.qk_head_dim + config.v_head_dim))
@@ -184,13 +185,13 @@ class MLASelfAttention(Attention):
         return key, value
 
     def _for_own_heads(self, key_pos: Tensor) -> Tensor:
-        """The part of keys that all heads share, of the whole sequence: its gradient is the sum of all ranks' heads."""
+        """Returns the shared part of the keys for the whole sequence. Backward sums its gradient over all ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_pos, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(key_pos, self.tp_group)
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """Keys and values of all heads are two matrices, and what they come from and the key that all share, two."""
+        """Describes each projection as two matrices: keys and values of all heads; C channels and the shared key."""
         config = self.config
         heads, inner, columns = self.num_heads, config.kv_lora_rank, config.hidden_size
         key, value = config.qk_head_dim, config.v_head_dim

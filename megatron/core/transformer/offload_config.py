@@ -1,4 +1,4 @@
-"""Settings of activation offloading to host memory; the mechanism is in activation_offload.py."""
+"""Settings of activation offloading to host memory. activation_offload.py moves the tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from megatron.core.config_field import config_field, validate_fields
 
 # In the order in which they run in a layer.
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-# Those that only layers with grouped experts have.
+# Parts that only layers with grouped experts have.
 EXPERT_MODULES = frozenset({"expert_fc1", "moe_act"})
 _MIN_ELEMENTS = 1024 * 1024
 
 
 @dataclass(kw_only=True)
 class OffloadConfig:
-    """Which activations wait for backward in host memory."""
+    """Settings that select the activations kept in host memory between forward and backward."""
 
     cli_group: ClassVar[str] = "activation offloading"
 
@@ -45,13 +45,16 @@ class OffloadConfig:
 
 
 def can_offload(config: OffloadConfig, has_experts: list[int]) -> bool:
-    """Whether layers that are built together have parts to offload, before the last. has_experts: 1 or 0 a layer."""
+    """Returns whether the layers of a model chunk, except the last, have parts to offload.
+
+    has_experts: 1 or 0 for each layer.
+    """
     before_last, modules = has_experts[:-1], set(config.offload_modules)
     return 1 in before_last if modules <= EXPERT_MODULES else len(before_last) > 0
 
 
 def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_experts: bool) -> None:
-    """Raises ValueError where the fields contradict each other or the model; has_experts: 1 or 0 for each layer."""
+    """Raises ValueError if fields contradict each other or the model; has_experts: 1 or 0 for each layer."""
     whole, num_layers = config.cpu_offloading_num_layers, len(has_experts)
     if whole and config.fine_grained_activation_offloading:
         raise ValueError(
@@ -60,7 +63,7 @@ def validate_offload(config: OffloadConfig, *, has_experts: list[int], grouped_e
     if whole >= num_layers:
         raise ValueError(
             f"cpu_offloading_num_layers is {whole}: must be less than num_layers ({num_layers}), "
-            "since the backward of the last layer comes next"
+            "since the backward of the last layer follows immediately"
         )
     if config.fine_grained_activation_offloading:
         _validate_modules(config, has_experts=has_experts, grouped_experts=grouped_experts)
@@ -93,19 +96,19 @@ def _validate_modules(config: OffloadConfig, *, has_experts: list[int], grouped_
     if not can_offload(config, has_experts):
         raise ValueError(
             f"offload_modules is {' '.join(config.offload_modules)}, and only the last layer, which is never "
-            "offloaded, has experts: add parts of other layers, or do not offload"
+            "offloaded, has experts: add parts of other layers, or turn offloading off"
         )
     if "attn_proj" in modules and "core_attn" not in modules:
         raise ValueError(
-            "offload_modules has attn_proj without core_attn: its input is the output of core_attn, "
-            "which that keeps too; add core_attn"
+            "offload_modules has attn_proj without core_attn: the input of attn_proj is the output of core_attn, "
+            "which core_attn saves as well; add core_attn"
         )
 
 
 def validate_offload_with_recompute(
     config: OffloadConfig, *, recompute_granularity: str | None, recompute_modules: list[str] | None
 ) -> None:
-    """Raises ValueError where what is offloaded would be recomputed."""
+    """Raises ValueError if activations are both offloaded and recomputed."""
     if recompute_granularity is not None and config.cpu_offloading_num_layers:
         raise ValueError(
             f"cpu_offloading_num_layers is {config.cpu_offloading_num_layers} and recompute_granularity is "
@@ -121,12 +124,12 @@ def validate_offload_with_recompute(
     recomputed = recomputed_parts(recompute_modules or [], config.offload_modules)
     if recomputed:
         pairs = ", ".join(f"{inner} (recomputed by {outer})" for inner, outer in recomputed.items())
-        raise ValueError(f"offload_modules has {pairs}, which recompute_modules makes again: drop one of each pair")
+        raise ValueError(f"offload_modules has {pairs}, which recompute_modules recomputes: drop one of each pair")
 
 
 def recomputed_parts(recompute_modules: Sequence[str], offload_modules: Sequence[str]) -> dict[str, str]:
-    """Returns the offloaded parts that a recomputed part makes again, each with that part."""
-    # The outer part runs again and makes what the inner one saves; a norm's dropped output is what qkv_linear saves,
-    # and queries, keys and values that are dropped what core_attn does.
+    """Returns the offloaded parts whose saved tensors a recomputed part recomputes, each with that part."""
+    # The recomputed part contains the offloaded one or computes its input: qkv_linear saves the output of the norm, and
+    # core_attn the queries, keys and values.
     pairs = (("moe", "expert_fc1"), ("moe", "moe_act"), ("layernorm", "qkv_linear"), ("mla_up_proj", "core_attn"))
     return {inner: outer for outer, inner in pairs if outer in recompute_modules and inner in offload_modules}

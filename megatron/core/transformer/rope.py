@@ -1,7 +1,7 @@
 """Rotary position embedding: tables of cosines and sines, and their application to queries and keys.
 
-[Note: YaRN] YaRN (Peng et al., 2023) changes frequencies and the lengths of queries and keys for contexts longer than a
-model was made for. The weights mscale and mscale_all_dim are DeepSeek-V2's addition.
+[Note: YaRN] YaRN (Peng et al., 2023) extends a model to contexts longer than it was trained for. It lowers the slow
+frequencies and scales rotated queries and keys. The weights mscale and mscale_all_dim come from DeepSeek-V2.
 """
 
 import math
@@ -19,11 +19,11 @@ from megatron.core.transformer.yarn_config import YarnConfig
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin of every position's angles: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device.
+    """Cosines and sines of the angles of each position: each [S, D_rot / 2], fp32 (fp64 in fp64 models), on the device.
 
-    Both may be multiplied by one number, which then is the length that rotated channels gain.
+    Both may include a common factor, by which rotation then scales the channels.
 
-    interleaved: channels 2 i and 2 i + 1 turn against each other, instead of the halves of a head.
+    interleaved: channels 2 i and 2 i + 1 form a pair; otherwise channels i and i + D_rot / 2 do.
     """
 
     cos: Tensor
@@ -32,7 +32,7 @@ class RotaryTable(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Tables for up to max_sequence_length positions, computed once; called with a length, it gives that many rows."""
+    """Computes tables for max_sequence_length positions once. A call with a length returns that many rows."""
 
     cos: Tensor
     sin: Tensor
@@ -51,11 +51,12 @@ class RotaryEmbedding(nn.Module):
         cp_group: ProcessGroup | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """kv_channels: width of a head; its first rotary_percent is rotated. cp_group: ranks that share sequences.
-        dtype: of the tables.
+        """Computes the tables on the CPU and moves them to the device.
 
-        seq_len_interpolation_factor: positions are divided by it. rope_scaling_factor: see `scaled_frequencies`.
-        yarn: of rope_type yarn; see [Note: YaRN].
+        kv_channels: width of a head, of which the first rotary_percent is rotated; seq_len_interpolation_factor:
+        divisor of positions; rope_scaling_factor: see scaled_frequencies; yarn: settings of rope_type yarn, see
+        [Note: YaRN]; cp_group: ranks that hold parts of the sequences; dtype: of the tables. Raises ValueError for an
+        odd number of rotated channels, factors that are not positive, and contradictory settings.
         """
         super().__init__()
         self.interleaved, self.cp_group = rotary_interleaved, cp_group
@@ -73,11 +74,11 @@ class RotaryEmbedding(nn.Module):
         if rope_scaling_factor is not None and yarn is not None:
             raise ValueError(
                 f"rope_scaling_factor is {rope_scaling_factor} and rope_type is yarn: choose one way "
-                "to stretch frequencies"
+                "to scale frequencies"
             )
         if rope_scaling_factor is not None:
             frequencies = scaled_frequencies(frequencies, factor=rope_scaling_factor)
-        # In fp64: position times frequency loses digits in fp32 at long sequences.
+        # In fp64, since position times frequency is too inaccurate in fp32 for long sequences.
         positions = torch.arange(max_sequence_length, dtype=torch.float64, device="cpu")
         if seq_len_interpolation_factor is not None:
             positions /= seq_len_interpolation_factor
@@ -91,7 +92,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().mul_(scale).to(dtype).to(device), persistent=False)
 
     def forward(self, max_seq_len: int) -> RotaryTable:
-        """Rows of positions 0 to max_seq_len - 1; with a cp_group, of the places of this rank's as many tokens."""
+        """Returns rows of positions 0 to max_seq_len - 1, or of this rank's max_seq_len tokens with a cp_group.
+
+        Raises ValueError for sequences longer than the tables.
+        """
         size, rank = group_size(self.cp_group), group_rank(self.cp_group)
         whole = max_seq_len * size
         if whole > self.cos.shape[0]:
@@ -101,10 +105,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:
-    """Frequencies for contexts `factor` times longer, as Llama 3.1 stretches them; [D_rot / 2], fp64 -> same.
+    """Scales frequencies for contexts `factor` times longer, as in Llama 3.1; [D_rot / 2], fp64 -> same.
 
-    What turns more than 4 times within 8,192 tokens stays as it is, what turns less than once is divided by `factor`;
-    between them the share that stays grows with the number of turns.
+    Frequencies with more than 4 turns within 8,192 tokens are kept, and those with less than one turn are divided by
+    `factor`. In between, the result is interpolated linearly in the number of turns.
     """
     turns = frequencies * 8192 / (2 * math.pi)
     kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
@@ -112,17 +116,18 @@ def scaled_frequencies(frequencies: Tensor, *, factor: float) -> Tensor:
 
 
 def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) -> Tensor:
-    """Frequencies whose slow end is divided by the factor; [D_rot / 2], fp64 -> same.
+    """Divides slow frequencies by rotary_scaling_factor; [D_rot / 2], fp64 -> same.
 
-    Over the channels between beta_fast and beta_slow turns within the original context the share that stays falls
-    linearly. config: of rope_type yarn. Raises ValueError for a base of 1, which turns all channels alike.
+    Frequencies with more than beta_fast turns within the original context are kept, and those with less than beta_slow
+    turns are divided. In between, the result is interpolated linearly in the channel. config: of rope_type yarn. Raises
+    ValueError for a base of 1, with which all channels have the same frequency.
     """
     if base <= 1:
         raise ValueError(f"rotary_base is {base} and rope_type is yarn: must be more than 1")
     assert config.beta_fast is not None and config.beta_slow is not None, "filled in by resolve_yarn"
     assert config.original_max_position_embeddings is not None, "filled in by resolve_yarn"
     width = 2 * len(frequencies)
-    # The pairs of channels, as fractions, that turn so often within the original context.
+    # Fractional indices of the channel pairs that make beta_fast and beta_slow turns within the original context.
     first, last = (
         width * math.log(config.original_max_position_embeddings / (turns * 2 * math.pi), base) / 2
         for turns in (config.beta_fast, config.beta_slow)
@@ -130,7 +135,7 @@ def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) ->
     if config.yarn_correction_range_round_to_int:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
-    # A step instead of a ramp, without a division by 0.
+    # For an empty range the ramp becomes a step. The small length avoids a division by 0.
     length = last - first if last != first else 0.001
     channels = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     slowed = ((channels - first) / length).clamp(0, 1)
@@ -138,31 +143,31 @@ def yarn_frequencies(frequencies: Tensor, *, base: float, config: YarnConfig) ->
 
 
 def yarn_table_scale(config: YarnConfig) -> float:
-    """Returns the factor of cosines and sines; the scores of rotated channels grow with its square."""
+    """Returns the factor of cosines and sines. The scores of rotated channels are scaled by its square."""
     return _magnitude(config, config.mscale) / _magnitude(config, config.mscale_all_dim)
 
 
 def yarn_score_scale(config: YarnConfig) -> float:
-    """Returns the factor of all scores of latent attention."""
+    """Returns the factor by which latent attention scales all scores."""
     return _magnitude(config, config.mscale_all_dim) ** 2
 
 
 def _magnitude(config: YarnConfig, weight: float) -> float:
-    # The logarithm of 1 is 0: a factor of 1 changes nothing.
+    # 1 for a scaling factor of 1.
     return 1 + 0.1 * weight * math.log(config.rotary_scaling_factor)
 
 
 def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values out of the projection, the first two rotated.
+    """Splits the output of the projection into queries, keys and values, and rotates the first two.
 
-    mixed_qkv: [S, B, G, q + 2, D], any float dtype, per group q queries, a key and a value.
+    mixed_qkv: [S, B, G, q + 2, D], any float dtype; each group has q queries, a key and a value.
     Returns query [S, B, G * q, D], key [S, B, G, D] and value [S, B, G, D], same dtype; value is a view.
     """
     return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin, table.interleaved)
 
 
 def apply_rotary_pos_emb(t: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates each head's pairs of channels; t: [S, B, N, D], any float dtype -> same."""
+    """Rotates the pairs of channels of each head; t: [S, B, N, D], any float dtype -> same."""
     return _Rotate.apply(t, table.cos, table.sin, table.interleaved)
 
 
@@ -182,7 +187,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """One function for both steps: backward fills one buffer instead of summing three that are mostly zeros."""
+    """Splits and rotates in one function, whose backward fills one buffer instead of summing three padded gradients."""
 
     @staticmethod
     def forward(
@@ -191,7 +196,7 @@ class _SplitAndRotate(torch.autograd.Function):
         seq, batch, groups, parts, width = mixed_qkv.shape
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        # Queries get memory of their own, so that groups and heads join into one dimension without a copy.
+        # Queries are contiguous, so that groups and heads can be flattened into one dimension without a copy.
         query = mixed_qkv.new_empty(seq, batch, groups, parts - 2, width)
         key = mixed_qkv.new_empty(seq, batch, groups, 1, width)
         table: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
@@ -207,7 +212,7 @@ class _SplitAndRotate(torch.autograd.Function):
         query = grad_query.unflatten(2, (groups, -1))  # [S, B, G, q, D]
         parts = query.shape[3] + 2  # q queries, a key, a value
         grad = query.new_empty(seq, batch, groups, parts, width)
-        # The inverse of a rotation is the one by the negative angle.
+        # The inverse rotation has the negative angle.
         table: dict[str, Any] = {"cos": cos, "sin": -sin, "interleaved": ctx.interleaved}
         _rotate(query, **table, out=grad[..., : parts - 2, :])
         _rotate(grad_key.unsqueeze(3), **table, out=grad[..., parts - 2 : parts - 1, :])
@@ -216,12 +221,12 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) for the pairs a, b of the rotated channels; t, out: [S, B, ..., D]."""
+    """Maps each pair of channels (a, b) to (a cos - b sin, b cos + a sin); t, out: [S, B, ..., D]."""
     half = cos.shape[-1]
     # [S, 1, ..., D_rot / 2]
     shape = (cos.shape[0],) + (1,) * (t.dim() - 2) + (half,)
     cos, sin = cos.view(shape), sin.view(shape)
-    # Half precision is rounded once, from fp32.
+    # Half precision is computed in fp32 and rounded once.
     result = out if t.dtype == cos.dtype else torch.empty(t.shape, dtype=cos.dtype, device=t.device)
     source = t.to(cos.dtype)
     a, b = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))

@@ -1,7 +1,7 @@
-"""Causal attention tile by tile as one autograd function, over ranks that hold parts of the sequences or alone.
+"""Causal attention tile by tile as one autograd function, on one rank or over ranks that hold parts of the sequences.
 
-It knows the softmax's sum of every row, which an attention sink joins. KeyValueExchange is how other ranks' keys and
-values come; those of several ranks are in context_parallel_attention.py. Which tiles there are is attention_tiles.py's.
+The log-sum-exp of each row is explicit, so that an attention sink can be added. KeyValueExchange is the interface
+through which keys and values of other ranks arrive; context_parallel_attention.py implements it for several ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ from megatron.core.transformer.attention_tiles import (
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """key: [K, B, G, D]; value: [K, B, G, E], where E may be D; or the gradients of both; one float dtype."""
+    """Keys and values of a block, or their gradients: key [K, B, G, D]; value [K, B, G, E]; both of one float dtype."""
 
     key: Tensor
     value: Tensor
@@ -40,30 +40,30 @@ class KeysAndValues:
 
 @dataclass(frozen=True)
 class Block:
-    """Keys and values, and which tokens of the whole sequences they are."""
+    """Keys and values with their places in the whole sequences."""
 
     places: list[Stretch]
     pair: KeysAndValues
 
 
 class GradientReturn(ABC):
-    """Brings gradients of blocks, computed in the order of KeyValueExchange.blocks, to the rank that owns the block."""
+    """Sends gradients of blocks to the ranks that own the blocks, in the order of KeyValueExchange.blocks."""
 
     @abstractmethod
     def share(self, block: Block, dtype: torch.dtype) -> KeysAndValues:
-        """Zeros for this rank's share in a block's gradient, which `hand_on` takes; dtype: fp32 or fp64."""
+        """Returns zeros to accumulate this rank's share of the block's gradient in; dtype: fp32 or fp64."""
 
     @abstractmethod
     def hand_on(self) -> None:
-        """Sends the last share on its way; it may not be changed any more."""
+        """Sends the last share, which must not be modified afterwards."""
 
     @abstractmethod
     def own(self) -> KeysAndValues:
-        """The gradient of this rank's own block, over all ranks, in the shares' dtype."""
+        """Returns the gradient of this rank's own block, summed over all ranks, in the dtype of the shares."""
 
 
 class KeyValueExchange(ABC):
-    """One kind of exchange over `group` for sequences of seq_length tokens. Every rank must use it alike."""
+    """Base class of exchanges over `group` for sequences of seq_length tokens. All ranks must make the same calls."""
 
     def __init__(self, group: dist.ProcessGroup, seq_length: int) -> None:
         self.group, self.seq_length = group, seq_length
@@ -75,21 +75,24 @@ class KeyValueExchange(ABC):
 
     @abstractmethod
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
-        """Yields the keys and values of all ranks, block by block; own: of this rank's S / size tokens. Collective."""
+        """Yields the keys and values of all ranks, block by block. Collective.
+
+        own: keys and values of this rank's S / size tokens.
+        """
 
     @abstractmethod
     def gradients(self) -> GradientReturn:
-        """Returns what brings the gradients of one pass's blocks to their owners. Collective."""
+        """Returns the GradientReturn of one backward pass. Collective."""
 
 
 class Alone(KeyValueExchange):
-    """One rank that holds the whole sequences: its own keys and values are the only block, and nothing travels."""
+    """Exchange of a single rank that holds whole sequences. Its keys and values are the only block."""
 
     def __init__(self, seq_length: int) -> None:
         super().__init__(ALONE, seq_length)
 
     def held_by(self, rank: int) -> list[Stretch]:
-        """The whole sequence."""
+        """Returns the whole sequence as one stretch."""
         return [Stretch(0, 0, self.seq_length)]
 
     def blocks(self, own: KeysAndValues) -> Iterator[Block]:
@@ -100,7 +103,7 @@ class Alone(KeyValueExchange):
 
 
 class _Kept(GradientReturn):
-    """The gradient of the one block there is."""
+    """Keeps the gradient of the only block."""
 
     def __init__(self) -> None:
         self._share: KeysAndValues | None = None
@@ -119,7 +122,10 @@ class _Kept(GradientReturn):
 
 @dataclass(frozen=True, kw_only=True)
 class TilePlan:
-    """The arguments of one call that are no tensors; segments: from attention_tiles.segments_of_samples."""
+    """Arguments of one call other than tensors.
+
+    segments: from attention_tiles.segments_of_samples; window: visible tokens before each token, or None.
+    """
 
     exchange: KeyValueExchange
     kernel: TileKernel
@@ -127,31 +133,32 @@ class TilePlan:
     window: int | None
 
     def tiles(self, block: Block) -> list[Tile]:
-        """Returns the tiles of this rank's queries with a block of keys."""
+        """Returns the tiles of this rank's queries and a block of keys."""
         queries = self.exchange.held_by(self.exchange.rank)
         return tiles_of_batch(queries, block.places, segments=self.segments, window=self.window)
 
 
 def attend_in_tiles(query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan, sink: Tensor | None) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks of the plan's exchange.
+    """Computes attention of this rank's queries to the keys and values of all ranks of the plan's exchange.
 
-    1. Keys and values of other ranks arrive, block by block or at once.
-    2. Of each block the tiles that this rank's queries see are computed, each with its log-sum-exp.
-    3. Tiles are merged into one softmax in fp32, fp64 for fp64; so is the sink, a column without a value.
-    Backward computes the tiles' shares again from the merged log-sum-exp, and sends gradients back to their owners.
+    1. Keys and values of other ranks arrive, in blocks or in one gather.
+    2. For each block, the tiles that this rank's queries see are computed with their log-sum-exp.
+    3. The tiles are merged into one softmax in fp32 (fp64 for fp64 inputs), together with the sink.
+    Backward recomputes each tile from the merged log-sum-exp and sends gradients to the owners of the keys and values.
 
-    query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], G divides N, any float dtype;
-    sink: [N], any float dtype, or None. Returns [S / size, B, N, E], the query's dtype. A rank's gradient of the sink
-    is that of its rows.
+    query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, G divides N;
+    sink: [N], any float dtype, or None. Returns [S / size, B, N, E], the query's dtype. The gradient of the sink covers
+    this rank's rows only.
     """
     context: Tensor = _AttentionInTiles.apply(query, key, value, sink, plan)
     return context
 
 
 class _AttentionInTiles(torch.autograd.Function):
-    """query [S / size, B, N, D], key [S / size, B, G, D], value [S / size, B, G, E], sink -> [S / size, B, N, E].
+    """Autograd function of attend_in_tiles.
 
-    Backward gets others' keys and values anew, so that no rank holds more than its part between the passes.
+    query [S / size, B, N, D], key [S / size, B, G, D], value [S / size, B, G, E], sink [N] -> [S / size, B, N, E].
+    Backward repeats the exchange of keys and values, so that each rank saves only its own part.
     """
 
     @staticmethod
@@ -172,7 +179,7 @@ class _AttentionInTiles(torch.autograd.Function):
         query, key, value, sink, output, log_sum = ctx.saved_tensors
         plan: TilePlan = ctx.plan
         queries, grads = _heads_first(query), _heads_first(grad)
-        # Shares are added up in the precision that the softmax was merged in.
+        # Shares are summed in the precision in which the softmax was merged.
         grad_queries = torch.zeros_like(queries, dtype=log_sum.dtype)
         going_home = plan.exchange.gradients()
         for block in plan.exchange.blocks(KeysAndValues(key, value)):
@@ -196,23 +203,23 @@ class _AttentionInTiles(torch.autograd.Function):
 
 
 def sink_gradient(grad: Tensor, output: Tensor, *, log_sum: Tensor, sink: Tensor) -> Tensor:
-    """The gradient of a sink's logits from what attention with it gave.
+    """Computes the gradient of the sink logits from the output of attention with the sink.
 
-    grad, output: [B, N, S, E], any float dtype; log_sum: [B, N, S], fp32 or fp64, of all columns and the sink; sink:
-    [N], any float dtype. Returns [N], the sink's dtype.
+    grad, output: [B, N, S, E], any float dtype; log_sum: [B, N, S], fp32 or fp64, including the sink; sink: [N], any
+    float dtype. Returns [N], the sink's dtype.
     """
-    # The column's value is 0, so that only what the softmax's own derivative takes off is left of its score's.
+    # Since the column's value is 0, only the subtracted term of the softmax's derivative remains.
     share = torch.exp(sink.to(log_sum.dtype).view(-1, 1) - log_sum)
     taken = (grad.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1)
     return -(share * taken).sum((0, 2)).to(sink.dtype)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:
-    """[S, B, N, D] -> [B, N, S, D], a view."""
+    """Returns a view: [S, B, N, D] -> [B, N, S, D]."""
     return tensor.permute(1, 2, 0, 3)
 
 
 def _inputs_of(tile: Tile, *, queries: Tensor, pair: KeysAndValues) -> TileInputs:
-    """Views of a tile's rows and columns; queries: [B, N, S, D]."""
+    """Returns views of a tile's rows and columns; queries: [B, N, S, D]."""
     key, value = (_heads_first(t)[tile.batch, :, tile.keys] for t in (pair.key, pair.value))
     return TileInputs(queries[tile.batch, :, tile.queries], key, value)

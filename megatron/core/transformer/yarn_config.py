@@ -1,17 +1,17 @@
-"""Settings of YaRN, which stretches rotary positions for longer contexts; what it computes is in rope.py."""
+"""Settings of YaRN, which extends rotary positions to longer contexts. rope.py computes the frequencies."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
 
-# What unset fields mean, as Megatron's MLATransformerConfig has it.
+# Values of unset fields, as in Megatron's MLATransformerConfig.
 _ORIGINAL_LENGTH, _BETA_FAST, _BETA_SLOW = 4096, 32.0, 1.0
 
 
 @dataclass(kw_only=True)
 class YarnConfig:
-    """The kind of rotary positions, and how YaRN turns them."""
+    """The type of rotary positions, and the settings of YaRN."""
 
     cli_group: ClassVar[str] = "rotary positions"
 
@@ -65,7 +65,7 @@ class YarnConfig:
 
 
 def resolve_yarn(config: YarnConfig, *, multi_latent_attention: bool) -> None:
-    """Fills in what is unset; raises ValueError for settings without yarn, or such that contradict each other."""
+    """Sets unset fields to their defaults. Raises ValueError for contradictory settings, and for any without yarn."""
     if config.rope_type is None:
         config.rope_type = "yarn" if multi_latent_attention else "rope"
     if config.rope_type != "yarn":

@@ -1,4 +1,4 @@
-"""The offloader by itself: which memory moves, when it comes back, and what a step that stops half way leaves."""
+"""The offloader alone: the memory it moves, when it is fetched, and the state after an interrupted step."""
 
 import random
 from typing import Any
@@ -99,14 +99,14 @@ def test_a_step_that_stops_half_way_leaves_nothing(stop: str) -> None:
         raise InterruptedError
 
     expected = step("never")
-    standing = offloader.buffers.free_bytes
+    persistent = offloader.buffers.free_bytes
     for _ in range(3):
         if stop != "never":
             with pytest.raises(InterruptedError):
                 step(stop)
         torch.testing.assert_close(step("never"), expected, rtol=0, atol=0)
         offloader.buffers.check_integrity()
-        assert offloader.buffers.free_bytes == standing and offloader.buffers.lent_bytes == 0
+        assert offloader.buffers.free_bytes == persistent and offloader.buffers.lent_bytes == 0
 
 
 def test_what_is_changed_in_place_afterwards_is_refused_without_gradients_nothing_moves() -> None:
