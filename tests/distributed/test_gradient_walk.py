@@ -22,7 +22,7 @@ def test_a_step_enters_no_more_files_than_before(walk):
 
 
 def test_the_tour_lists_each_function_that_a_step_enters(walk):
-    """`PYTHONPATH=. python tests/distributed/tour.py` prints the lines of the page."""
+    """`PYTHONPATH=. python tests/distributed/tour.py gradient` prints the lines of the page."""
     missing = differences("A gradient to an updated parameter", walk.lines())
     assert not missing, missing
 

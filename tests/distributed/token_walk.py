@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.distributed.walks import CORE, Entered, count_lines, count_statements, lines, paths, traced
+from tests.distributed.walks import CORE, ROOT, Entered, count_lines, count_statements, lines, paths, traced
 from tests.harness import run_on_ranks
 
 RANKS, EXPERTS, HIDDEN, SEQUENCE, BATCH = 2, 4, 32, 8, 2
@@ -125,11 +125,11 @@ def _traced_after_warm_up(step: Callable[[], None]) -> list[Entered]:
 def report(name: str, entered: Sequence[Entered]) -> str:
     """Returns the measures of a walk, and the walk, as text."""
     files = paths(entered)
-    in_stash = [path for path in files if (CORE / path).is_relative_to(STASH_FOLDER)]
-    of_moe = [path for path in files if (CORE / path).is_relative_to(MOE) and path not in in_stash]
+    in_stash = [path for path in files if (ROOT / path).is_relative_to(STASH_FOLDER)]
+    of_moe = [path for path in files if (ROOT / path).is_relative_to(MOE) and path not in in_stash]
     return "\n".join(
         [
-            f"== {name}: {len(files)} files, {count_lines(CORE / path for path in files)} lines; "
+            f"== {name}: {len(files)} files, {count_lines(ROOT / path for path in files)} lines; "
             f"{len(in_stash)} files of paged_stash, {len(of_moe)} others of moe",
             *(f"   {path}" for path in files),
             "",

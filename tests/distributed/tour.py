@@ -1,17 +1,20 @@
 """Reads the walks of docs/tour.md and compares them with what was traced. Holds no tests.
 
 A walk is a level-2 section. Its code blocks tagged `walk` list the functions that are entered, in order of first entry,
-one file a line: `file: Class.method, .another_method_of_Class, function`. As a program it prints the walk of a gradient
-in this form, to be pasted between the sentences of the page:
+one file a line: `file: Class.method, .another_method_of_Class, function`. As a program it prints a traced walk in this
+form, to be pasted between the sentences of the page:
 
-    PYTHONPATH=. .venv/bin/python tests/distributed/tour.py
+    PYTHONPATH=. .venv/bin/python tests/distributed/tour.py batch
 """
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
+
+from tests.distributed.walks import lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "tour.md"
 
@@ -73,8 +76,18 @@ def _expand(line: str) -> Iterator[str]:
         yield f"{file}: {full}"
 
 
-if __name__ == "__main__":
-    # Not above: the tests of other walks read the page without it.
-    from tests.distributed.gradient_walk import trace_walk
+def _trace(name: str) -> list[str]:
+    # Imported here, since the tests of the walks import this file.
+    from tests.distributed import batch_walk, gradient_walk
 
-    print("\n".join(as_lines(trace_walk()[0].lines())))
+    match name:
+        case "batch":
+            return lines(batch_walk.trace_batch())
+        case "gradient":
+            return gradient_walk.trace_walk()[0].lines()
+        case _:
+            raise ValueError(f"the walk is {name!r}: must be batch or gradient")
+
+
+if __name__ == "__main__":
+    print("\n".join(as_lines(_trace(sys.argv[1]))))

@@ -1,7 +1,7 @@
 """Traces a walk: the functions of ours that some work enters, in order of first entry. Holds no tests.
 
-The walks are gradient_walk.py (a gradient to an updated parameter) and token_walk.py (a token through an expert layer
-and back, a saved activation into pages and back).
+The walks are batch_walk.py (a batch to its loss), gradient_walk.py (a gradient to an updated parameter) and
+token_walk.py (a token through an expert layer and back, a saved activation into pages and back).
 """
 
 import ast
@@ -18,6 +18,7 @@ from typing import Any
 import megatron.core
 
 CORE = Path(str(megatron.core.__file__)).parent
+ROOT = CORE.parents[1]
 # Public names that begin with an underscore, as they do in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
 # Functions without a name of their own belong to the function around them.
@@ -26,7 +27,7 @@ _UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 @dataclass(frozen=True)
 class Entered:
-    """A function that was entered. path: from megatron/core/; qualname: as Python has it, `Class.method`."""
+    """A function that was entered. path: from the root of the repository; qualname: as Python has it, `Class.method`."""
 
     path: str
     qualname: str
@@ -45,7 +46,7 @@ class Entered:
 def traced(packages: Iterable[Path]) -> Iterator[list[Entered]]:
     """Yields a list to which the functions of `packages` that are entered inside are added, each once.
 
-    A package is a folder; its folders count too.
+    A package is a folder, whose folders count too, or a file.
     """
     entered: list[Entered] = []
     seen: set[CodeType] = set()
@@ -110,7 +111,7 @@ def _entered(code: CodeType, packages: tuple[Path, ...]) -> Entered | None:
     qualname = code.co_qualname
     while qualname.endswith(_UNNAMED):
         qualname = qualname.rpartition(".")[0].removesuffix(".<locals>")
-    return Entered(path.relative_to(CORE).as_posix(), qualname)
+    return Entered(path.relative_to(ROOT).as_posix(), qualname)
 
 
 def _is_docstring(node: ast.AST) -> bool:
