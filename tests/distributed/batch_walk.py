@@ -1,7 +1,7 @@
 """Traces the way of a batch: the functions that a training step enters, from train_step to the loss. Holds no tests.
 
 `trace_batch` trains a dense GPT of two layers on one rank with made-up data, in fp32, without optional features. After
-two steps it records each function of megatron and pretrain_gpt.py that the third step enters until the loss is computed.
+two steps it records each function of megatron and pretrain_gpt.py that the third enters until the loss is computed.
 """
 
 from collections.abc import Iterator

@@ -27,7 +27,7 @@ _UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 @dataclass(frozen=True)
 class Entered:
-    """A function that was entered. path: from the root of the repository; qualname: as Python has it, `Class.method`."""
+    """A function that was entered. path: from the repository; qualname: as Python has it, `Class.method`."""
 
     path: str
     qualname: str
