@@ -6,7 +6,7 @@ from tests.distributed.token_walk import Buffers, report, trace_activation, trac
 from tests.distributed.walks import lines, paths
 
 # Files of megatron.core that are entered today. Lower them with the code; a new file on a way needs a reason.
-FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 18, Buffers.STASH: 25}
+FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 17, Buffers.STASH: 24}
 FILES_OF_ACTIVATION = 8
 
 

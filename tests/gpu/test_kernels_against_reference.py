@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec, page_bytes
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.rung_operators import ops
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.low_rank import add_low_rank
-from megatron.core.transformer.moe.paged_stash.rungs import (
+from megatron.core.transformer.moe.paged_stash.expert_ops import (
     Recompute,
+    add_low_rank,
     gated_activation,
     grouped_gemm,
     recompute_act,

@@ -1,8 +1,15 @@
-"""The paged stash: live rows of what experts save for backward, in pages. Needs torch, and Triton on GPUs; no more."""
+"""Paged stash: keeps live rows that experts save for backward in pages. Needs torch and NumPy, and Triton on GPUs."""
 
-from megatron.core.transformer.moe.paged_stash.expert_activations import ActivationForm
-from megatron.core.transformer.moe.paged_stash.expert_biases import add_expert_bias
-from megatron.core.transformer.moe.paged_stash.low_rank import add_low_rank
+from megatron.core.transformer.moe.paged_stash.activations import ActivationForm
+from megatron.core.transformer.moe.paged_stash.expert_ops import (
+    Recompute,
+    add_expert_bias,
+    add_low_rank,
+    gated_activation,
+    grouped_gemm,
+    recompute_act,
+    recompute_gate_up,
+)
 from megatron.core.transformer.moe.paged_stash.megatron_names import (
     PagedStashManager,
     check_paged_stash_overflow,
@@ -13,13 +20,6 @@ from megatron.core.transformer.moe.paged_stash.megatron_names import (
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
-from megatron.core.transformer.moe.paged_stash.rungs import (
-    Recompute,
-    gated_activation,
-    grouped_gemm,
-    recompute_act,
-    recompute_gate_up,
-)
 from megatron.core.transformer.moe.paged_stash.saved_tensors import RowTensors, StashGroup
 from megatron.core.transformer.moe.paged_stash.stash import CapturedPart, PagedStash, ReplayedForward
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder, layer_name

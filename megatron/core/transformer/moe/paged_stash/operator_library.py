@@ -1,4 +1,4 @@
-"""Registers operators with torch: a CPU function, the Triton launcher of the same name, and what fake tensors give."""
+"""Registers operators with torch: a CPU function, a Triton launcher, and the results for fake tensors."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,24 +9,31 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def returns_nothing(*args: Any, **named: Any) -> None:
-    """A fake implementation for operators that only write into memory of the caller: returns None."""
+    """Fake implementation of operators that only write into memory of the caller. Returns None."""
 
 
 def operator(
-    namespace: str, schema: str, *, cuda: Mapping[str, Any], fake: Callable[..., Any] = returns_nothing
+    namespace: str,
+    schema: str,
+    *,
+    cuda: Mapping[str, Any],
+    name: str | None = None,
+    fake: Callable[..., Any] = returns_nothing,
 ) -> Register:
-    """A decorator that makes <namespace>::<name> of a CPU function; the schema has everything but the name.
+    """Returns a decorator that registers a CPU function as <namespace>::<name>.
 
-    cuda: launchers by name, empty where Triton is not installed. fake: the results for fake tensors.
+    schema: everything but the name. cuda: launchers by name of the operator, empty if Triton is not installed. name:
+    None means the CPU function's. fake: computes the results for fake tensors.
     """
 
     def register(on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"{namespace}::{on_cpu.__name__}"
-        torch.library.define(name, schema)
-        torch.library.impl(name, "cpu", on_cpu)
+        own_name = name or on_cpu.__name__
+        full_name = f"{namespace}::{own_name}"
+        torch.library.define(full_name, schema)
+        torch.library.impl(full_name, "cpu", on_cpu)
         if cuda:
-            torch.library.impl(name, "cuda", cuda[on_cpu.__name__])
-        torch.library.register_fake(name, fake)
+            torch.library.impl(full_name, "cuda", cuda[own_name])
+        torch.library.register_fake(full_name, fake)
         return on_cpu
 
     return register

@@ -1,92 +1,34 @@
-"""Triton kernels for the activations of experts and their gradients. triton_rungs.py launches them.
+"""Activations of experts and their gradients in Triton.
 
-Shapes: max_rows rows of the buffers, ffn columns of act; gate_up has gate before up. Arithmetic is in fp32.
-Loads of rows beyond the live ones are masked: what lies there, which may be NaN, is never read.
+The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
+
+Shapes: max_rows rows of the buffers; ffn columns of act; gate_up has gate before up. Arithmetic is in fp32. Loads of
+rows beyond the live ones are masked, so that their content, which may be NaN, is never read.
+
+One compiled kernel serves the forward and the recomputation, so that both give the same bits. In forward the flag
+`needed` is the number of rows.
 """
 # mypy: allow-untyped-defs
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.expert_activations import Curve
+from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, Curve
+from megatron.core.transformer.moe.paged_stash.triton_biases import check_row_tensors, grid_size
+from megatron.core.triton_compile import CompileCase, compile_case
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
 GELU_TANH = tl.constexpr(int(Curve.GELU_TANH))
 QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
 SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
-
-
-@triton.jit
-def _erf_cdf(x):
-    return 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def _tanh_cdf(x):
-    """(1 + tanh(z)) / 2 of gelu's tanh form, as the sigmoid of 2z, which loses no bits to cancellation."""
-    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-@triton.jit
-def _value(x, CURVE: tl.constexpr):
-    if CURVE == SILU:
-        result = x * tl.sigmoid(x)
-    elif CURVE == GELU:
-        result = x * _erf_cdf(x)
-    elif CURVE == GELU_TANH:
-        result = x * _tanh_cdf(x)
-    elif CURVE == QUICK_GELU:
-        result = x * tl.sigmoid(1.702 * x)
-    else:
-        tl.static_assert(CURVE == SQUARED_RELU)
-        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        result = positive * positive
-    return result
-
-
-@triton.jit
-def _slope(x, CURVE: tl.constexpr):
-    if CURVE == SILU:
-        sigmoid = tl.sigmoid(x)
-        result = sigmoid + x * sigmoid * (1 - sigmoid)
-    elif CURVE == GELU:
-        result = _erf_cdf(x) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    elif CURVE == GELU_TANH:
-        cdf = _tanh_cdf(x)
-        result = cdf + x * cdf * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * x * x)
-    elif CURVE == QUICK_GELU:
-        sigmoid = tl.sigmoid(1.702 * x)
-        result = sigmoid + 1.702 * x * sigmoid * (1 - sigmoid)
-    else:
-        tl.static_assert(CURVE == SQUARED_RELU)
-        result = 2 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return result
-
-
-@triton.jit
-def _gate(x, clamp):
-    if clamp is not None:
-        x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
-    return x
-
-
-@triton.jit
-def _up(x, clamp, offset):
-    if clamp is not None:
-        x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
-        x = tl.maximum(x, -clamp, propagate_nan=tl.PropagateNan.ALL)
-    if offset is not None:
-        x += offset
-    return x
-
-
-@triton.jit
-def _stop_clamped(grad, given, clamp):
-    """Zeros where what was given is above the clamp."""
-    if clamp is not None:
-        grad = tl.where(given > clamp, 0.0, grad)
-    return grad
+# Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, whose registers hold several of each.
+_ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_rows", "needed"])
@@ -184,3 +126,229 @@ def act_gradient_kernel(
 @triton.jit
 def _live_rows(num_rows, max_rows):
     return tl.minimum(tl.maximum(tl.load(num_rows), 0), max_rows)
+
+
+@triton.jit
+def _value(x, CURVE: tl.constexpr):
+    if CURVE == SILU:
+        result = x * tl.sigmoid(x)
+    elif CURVE == GELU:
+        result = x * _erf_cdf(x)
+    elif CURVE == GELU_TANH:
+        result = x * _tanh_cdf(x)
+    elif CURVE == QUICK_GELU:
+        result = x * tl.sigmoid(1.702 * x)
+    else:
+        tl.static_assert(CURVE == SQUARED_RELU)
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = positive * positive
+    return result
+
+
+@triton.jit
+def _slope(x, CURVE: tl.constexpr):
+    if CURVE == SILU:
+        sigmoid = tl.sigmoid(x)
+        result = sigmoid + x * sigmoid * (1 - sigmoid)
+    elif CURVE == GELU:
+        result = _erf_cdf(x) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif CURVE == GELU_TANH:
+        cdf = _tanh_cdf(x)
+        result = cdf + x * cdf * (1 - cdf) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    elif CURVE == QUICK_GELU:
+        sigmoid = tl.sigmoid(1.702 * x)
+        result = sigmoid + 1.702 * x * sigmoid * (1 - sigmoid)
+    else:
+        tl.static_assert(CURVE == SQUARED_RELU)
+        result = 2 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return result
+
+
+@triton.jit
+def _gate(x, clamp):
+    if clamp is not None:
+        x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
+    return x
+
+
+@triton.jit
+def _up(x, clamp, offset):
+    if clamp is not None:
+        x = tl.minimum(x, clamp, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -clamp, propagate_nan=tl.PropagateNan.ALL)
+    if offset is not None:
+        x += offset
+    return x
+
+
+@triton.jit
+def _stop_clamped(grad, given, clamp):
+    """Zeroes the gradient where the given value is above the clamp."""
+    if clamp is not None:
+        grad = tl.where(given > clamp, 0.0, grad)
+    return grad
+
+
+@triton.jit
+def _erf_cdf(x):
+    return 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh_cdf(x):
+    """Computes (1 + tanh(z)) / 2 of gelu's tanh form as the sigmoid of 2z, which loses no bits to cancellation."""
+    return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+def gated_activation(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
+    """Computes act in forward. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    form = ActivationForm(activation, clamp, offset)
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, form=form)
+
+
+def act_from_gate_up(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
+    """Recomputes act, if needed.
+
+    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype.
+    """
+    form = ActivationForm(activation, clamp, offset)
+    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, form=form)
+
+
+def gated_activation_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    *,
+    scale: Tensor | None,
+    num_rows: Tensor,
+    grad_gate_up: Tensor,
+    grad_scale: Tensor | None,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
+    """Computes the gradients of gate_up and scale, of their shapes and dtypes.
+
+    grad: [C, F], any strides, gate_up's dtype.
+    """
+    check_row_tensors(gate_up, grad_gate_up)
+    form, (max_rows, ffn) = ActivationForm(activation, clamp, offset), grad.shape
+    tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
+    with torch.accelerator.device_index(gate_up.device.index):
+        act_gradient_kernel[(grid_size(gate_up, triton.cdiv(max_rows, tile["ROWS"]), per_processor=2),)](
+            grad,
+            gate_up,
+            scale,
+            num_rows,
+            grad_gate_up,
+            grad_scale,
+            max_rows,
+            ffn,
+            *grad.stride(),
+            gate_up.stride(0),
+            grad_gate_up.stride(0),
+            **_form_arguments(form),
+            num_warps=4,
+            **tile,
+        )
+
+
+def _launch_act(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    form: ActivationForm,
+) -> None:
+    check_row_tensors(gate_up, out)
+    max_rows, ffn = out.shape
+    tile = _act_tile(ffn, _ACT_ELEMENTS)
+    tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(ffn, tile["COLUMNS"])
+    with torch.accelerator.device_index(gate_up.device.index):
+        act_kernel[(grid_size(gate_up, tiles, per_processor=2),)](
+            gate_up,
+            scale,
+            num_rows,
+            needed,
+            out,
+            max_rows,
+            ffn,
+            gate_up.stride(0),
+            out.stride(0),
+            **_form_arguments(form),
+            num_warps=4,
+            **tile,
+        )
+
+
+def _act_tile(ffn: int, elements: int) -> dict[str, int]:
+    columns = min(elements, triton.next_power_of_2(ffn))
+    return {"ROWS": elements // columns, "COLUMNS": columns}
+
+
+def _form_arguments(form: ActivationForm) -> dict[str, Any]:
+    # None instead of 0, so that the usual kernels have no instruction for it.
+    return {
+        "clamp": form.clamp,
+        "offset": form.offset or None,
+        "CURVE": int(form.activation.curve),
+        "IS_GATED": form.activation.is_gated,
+    }
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Yields the simplest and the costliest activation."""
+    for name in ("bf16", "fp32"):
+        yield from _cases(name, Curve.SILU, clamp=None, offset=None)
+        yield from _cases(name, Curve.GELU_TANH, clamp=None, offset=None)
+        yield from _cases(name, Curve.QUICK_GELU, clamp="fp32", offset="fp32")
+
+
+def _cases(name: str, curve: Curve, **form: str | None) -> Iterator[CompileCase]:
+    data, size = f"*{name}:16", "i32:16"
+    sizes = {"max_rows": "i32", "ffn": size, "gate_up_pitch": size, **form, "CURVE": int(curve), "IS_GATED": True}
+    shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": "*i64", **sizes}
+    yield compile_case(
+        act_kernel,
+        f"act_from_gate_up, {name}, {curve.name}",
+        options={"num_warps": 4},
+        needed="*i64",
+        out=data,
+        out_pitch=size,
+        **shared,
+        **_act_tile(1024, _ACT_ELEMENTS),
+    )
+    yield compile_case(
+        act_gradient_kernel,
+        f"gated_activation_backward, {name}, {curve.name}",
+        options={"num_warps": 4},
+        grad=data,
+        grad_gate_up=data,
+        grad_scale="*fp32:16",
+        grad_row=size,
+        grad_column=1,
+        grad_gate_up_pitch=size,
+        **shared,
+        **_act_tile(1024, _GRADIENT_ELEMENTS),
+    )

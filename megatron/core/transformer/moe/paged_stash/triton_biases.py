@@ -1,7 +1,9 @@
-"""Triton kernels for the biases of experts, and their launchers under the names of the operators in bias_operators.py.
+"""Biases of experts in Triton, and the grid size and checks that all launchers of expert operators share.
+
+The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
 Shapes: max_rows rows of the buffers, sorted by expert; width columns. Arithmetic is in fp32. Loads of rows beyond the
-live ones are masked: what lies there, which may be NaN, is never read.
+live ones are masked, so that their content, which may be NaN, is never read.
 """
 # mypy: allow-untyped-defs
 
@@ -66,7 +68,7 @@ def bias_grad_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program for each expert's COLUMNS columns: sums over its rows, in their order."""
+    """Sums COLUMNS columns over one expert's rows, in their order, in each program."""
     column_tiles = tl.cdiv(width, COLUMNS)
     expert = tl.program_id(0) // column_tiles
     columns = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -117,22 +119,23 @@ def bias_scale_grad_kernel(
 
 @triton.jit
 def _all_ends(offsets, num_experts, max_rows, GROUPS: tl.constexpr):
-    """Where rows of experts end, none beyond max_rows; 0 for an expert that does not exist."""
+    """Returns the ends of all experts' rows, at most max_rows; 0 for an expert that does not exist."""
     group = tl.arange(0, GROUPS)
     return tl.minimum(tl.maximum(tl.load(offsets + group, mask=group < num_experts, other=0), 0), max_rows)
 
 
 @triton.jit
 def _bias_of(bias, rows, columns, ends, num_experts, width, inside):
-    """[ROWS, COLUMNS], fp32: the bias of each row's expert."""
+    """Returns the bias of each row's expert: [ROWS, COLUMNS], fp32."""
     exists = tl.arange(0, ends.shape[0]) < num_experts
     expert = tl.sum(((rows[:, None] >= ends[None, :]) & exists[None, :]).to(tl.int32), 1)
     return tl.load(bias + expert[:, None].to(tl.int64) * width + columns[None, :], mask=inside, other=0).to(tl.float32)
 
 
 def add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
-    """Adds its expert's bias to each row, times its scale and `share`; rows: [C, O]; bias: [e, O]; scale: [C] or None;
-    one of fp32, bf16 and fp16.
+    """Adds its expert's bias to each row, times the row's scale and `share`.
+
+    rows: [C, O]; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16.
     """
     add_bias_if(offsets[-1:], rows, bias=bias, scale=scale, offsets=offsets, share=share)
 
@@ -140,13 +143,16 @@ def add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets
 def add_bias_if(
     needed: Tensor, rows: Tensor, *, bias: Tensor, scale: Tensor | None, offsets: Tensor, share: float
 ) -> None:
-    """The same where needed [1], int32, is not 0; rows: [C, O]; bias: [e, O]; scale: [C] or None, float dtypes."""
-    _refuse_what_no_kernel_takes(rows, bias)
+    """Runs add_expert_bias if needed is not 0.
+
+    needed: [1], int32; rows: [C, O]; bias: [e, O]; scale: [C] or None; float dtypes.
+    """
+    check_dtypes(rows, bias)
     (max_rows, width), experts = rows.shape, len(bias)
     tile = _tile(width)
     tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"])
     with torch.accelerator.device_index(rows.device.index):
-        add_bias_kernel[(_programs(rows, tiles),)](
+        add_bias_kernel[(grid_size(rows, tiles, per_processor=4),)](
             rows,
             bias,
             scale,
@@ -164,11 +170,11 @@ def add_bias_if(
 
 
 def expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out: Tensor) -> None:
-    """The sum of each expert's rows of the gradient, times their scale.
+    """Sums each expert's rows of the gradient, times their scale.
 
     grad: [C, O], any strides; scale: [C] or None; out: [e, O], float dtypes.
     """
-    _refuse_what_no_kernel_takes(grad, out)
+    check_dtypes(grad, out)
     (max_rows, width), tile = grad.shape, {"ROWS": 16, "COLUMNS": 128}
     programs = len(out) * triton.cdiv(width, tile["COLUMNS"])
     with torch.accelerator.device_index(grad.device.index):
@@ -176,12 +182,15 @@ def expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out
 
 
 def expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share: float, out: Tensor) -> None:
-    """The gradient of each live row's scale; grad: [C, O], any strides; bias: [e, O]; out: [C]; float dtypes."""
-    _refuse_what_no_kernel_takes(grad, bias)
+    """Computes the gradient of each live row's scale.
+
+    grad: [C, O], any strides; bias: [e, O]; out: [C]; float dtypes.
+    """
+    check_dtypes(grad, bias)
     (max_rows, width), experts = grad.shape, len(bias)
     tile = _tile(width)
     with torch.accelerator.device_index(grad.device.index):
-        bias_scale_grad_kernel[(_programs(grad, triton.cdiv(max_rows, tile["ROWS"])),)](
+        bias_scale_grad_kernel[(grid_size(grad, triton.cdiv(max_rows, tile["ROWS"]), per_processor=4),)](
             grad,
             bias,
             offsets,
@@ -202,22 +211,37 @@ def _tile(width: int) -> dict[str, int]:
     return {"ROWS": _ELEMENTS // columns, "COLUMNS": columns}
 
 
-def _refuse_what_no_kernel_takes(*tensors: Tensor) -> None:
+def check_dtypes(*tensors: Tensor) -> None:
+    """Raises ValueError unless all tensors, of any shape, are fp32, bf16 or fp16."""
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{tensor.dtype} on {tensor.device}: only fp32, bf16 and fp16 have kernels")
 
 
-def _programs(tensor: Tensor, tiles: int) -> int:
-    """Programs to launch: as many as run at once, so that a rung that is not needed costs little; interpreted: two."""
+def check_row_tensors(*tensors: Tensor) -> None:
+    """Raises ValueError as check_dtypes does, and checks that columns are adjacent in memory.
+
+    tensors: [C, O], or of other shapes, which have no columns to check; fp32, bf16 or fp16.
+    """
+    check_dtypes(*tensors)
+    for tensor in tensors:
+        assert tensor.dim() != 2 or tensor.stride(1) in (0, 1) or tensor.shape[1] <= 1, "columns must be adjacent"
+
+
+def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
+    """Returns the number of programs to launch for tiles of a tensor of any shape and dtype.
+
+    It is at most per_processor programs for each processor, i.e. as many as run at the same time, so that a
+    recomputation that is not needed costs little. It is 2 under the interpreter.
+    """
     if tensor.device.type == "cpu":
         return 2
     device: Any = torch.get_device_module(tensor.device).get_device_properties(tensor.device)
-    return max(1, min(tiles, 4 * device.multi_processor_count))
+    return max(1, min(tiles, per_processor * device.multi_processor_count))
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """With and without scales, which are fp32."""
+    """Yields kernels with and without scales, which are fp32."""
     for name in ("bf16", "fp32"):
         data, size = f"*{name}:16", "i32:16"
         many = {"num_experts": "i32", "max_rows": "i32", "width": size, "GROUPS": 32, **_tile(4096)}

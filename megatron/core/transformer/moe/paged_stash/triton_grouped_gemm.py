@@ -1,13 +1,25 @@
-"""Triton kernels for the matrix products of experts: rows times weights, and gradients of the weights.
+"""Grouped matrix products of experts in Triton: rows times weights, and gradients of the weights.
 
-Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. Which expert's rows a tile
-has is found on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32.
-Loads of rows beyond the live ones are masked: what lies there, which may be NaN, is never read.
+The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
+
+Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. The kernels find the expert
+of each tile on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32. Loads of rows
+beyond the live ones are masked, so that their content, which may be NaN, is never read.
+
+One compiled kernel serves the forward and the recomputation, so that both give the same bits. In forward the flag
+`needed` is the number of rows.
 """
 # mypy: allow-untyped-defs
 
+from collections.abc import Iterator
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
+from megatron.core.triton_compile import CompileCase, compile_case
 
 
 @triton.jit(do_not_specialize_on_alignment=["needed"])
@@ -33,8 +45,9 @@ def grouped_gemm_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """Tiles [ROWS, COLUMNS] of the product in turn, or, with a scale, of what is added to `out`; rows of no expert are
-    left alone.
+    """Computes tiles [ROWS, COLUMNS] of the product, or, with a scale, adds them to `out`.
+
+    Rows that belong to no expert are not touched.
     """
     if tl.load(needed) == 0:
         return
@@ -73,23 +86,6 @@ def grouped_gemm_kernel(
 
 
 @triton.jit
-def _ends(offset_at, max_rows, exists):
-    """Where rows of experts end, none beyond max_rows; 0 for an expert that does not exist."""
-    return tl.minimum(tl.maximum(tl.load(offset_at, mask=exists, other=0), 0), max_rows)
-
-
-@triton.jit
-def _near_tile(local, row_tiles, column_tiles):
-    """Row and column of a tile, in an order in which neighbours read the same data while it is still in the cache."""
-    BAND: tl.constexpr = 8
-    band = local // (BAND * column_tiles)
-    first_row = band * BAND
-    height = tl.minimum(row_tiles - first_row, BAND)
-    within = local - band * BAND * column_tiles
-    return first_row + within % height, within // height
-
-
-@triton.jit
 def weight_grad_kernel(
     x,
     grad,
@@ -109,7 +105,7 @@ def weight_grad_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
 ):
-    """A program for each tile [ROWS, COLUMNS] of an expert's gradient: sums over the expert's rows in their order."""
+    """Sums one tile [ROWS, COLUMNS] of an expert's gradient over the expert's rows, in their order, in each program."""
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
     row_tile, column_tile = _near_tile(tl.program_id(0) % (row_tiles * column_tiles), row_tiles, column_tiles)
@@ -128,3 +124,146 @@ def weight_grad_kernel(
     out_at = out + expert.to(tl.int64) * out_expert
     out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < inner)[:, None] & (columns < outer)[None, :])
+
+
+@triton.jit
+def _ends(offset_at, max_rows, exists):
+    """Returns the ends of experts' rows, at most max_rows; 0 for an expert that does not exist."""
+    return tl.minimum(tl.maximum(tl.load(offset_at, mask=exists, other=0), 0), max_rows)
+
+
+@triton.jit
+def _near_tile(local, row_tiles, column_tiles):
+    """Returns row and column of a tile, ordered so that tiles that read the same data run close to each other."""
+    BAND: tl.constexpr = 8
+    band = local // (BAND * column_tiles)
+    first_row = band * BAND
+    height = tl.minimum(row_tiles - first_row, BAND)
+    within = local - band * BAND * column_tiles
+    return first_row + within % height, within // height
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """Computes the product in forward. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets[-1:], out=out)
+
+
+def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """Computes each expert's x^T grad, which is 0 for an expert without rows.
+
+    x: [C, H]; grad: [C, O]; out: [e, H, O]; one float dtype.
+    """
+    check_row_tensors(x)
+    experts, inner, outer = out.shape
+    tile = gemm_tile(x.dtype)
+    programs = experts * triton.cdiv(inner, tile["ROWS"]) * triton.cdiv(outer, tile["COLUMNS"])
+    if programs == 0:
+        return
+    with torch.accelerator.device_index(x.device.index):
+        strides = (*x.stride(), *grad.stride(), *out.stride())
+        weight_grad_kernel[(programs,)](x, grad, offsets, out, x.shape[0], inner, outer, *strides, **tile)
+
+
+def gate_up_from_x(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """Recomputes the product, plus each expert's bias, if needed.
+
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
+    """
+    # As int32, low word first, because in forward the kernels receive the last offset, int32, instead.
+    words = needed.view(torch.int32)
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=words, out=out)
+    if bias is not None:
+        add_bias_if(words, out, bias=bias, scale=None, offsets=offsets, share=1.0)
+
+
+def add_low_rank(
+    rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+) -> None:
+    """Adds scale times `low` times its expert's weight to each row, in place, if needed. None means in forward.
+
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
+    """
+    words = offsets[-1:] if needed is None else needed.view(torch.int32)
+    _launch_grouped_gemm(low, weight, offsets=offsets, needed=words, out=rows, scale=scale)
+
+
+def _launch_grouped_gemm(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, scale: float | None = None
+) -> None:
+    """Launches the product. scale: factor of the product that is added to `out`; None overwrites `out`."""
+    check_row_tensors(x, out)
+    experts, inner, outer = weight.shape
+    if experts == 0:
+        return
+    tile = gemm_tile(x.dtype)
+    # The last tile of each expert's rows may be partly empty.
+    tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts) * triton.cdiv(outer, tile["COLUMNS"])
+    with torch.accelerator.device_index(x.device.index):
+        grouped_gemm_kernel[(grid_size(x, tiles, per_processor=2),)](
+            x,
+            weight,
+            offsets,
+            needed,
+            out,
+            scale,
+            experts,
+            x.shape[0],
+            inner,
+            outer,
+            *x.stride(),
+            *weight.stride(),
+            out.stride(0),
+            GROUPS=triton.next_power_of_2(experts),
+            **tile,
+        )
+
+
+def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
+    """Returns sizes of tiles, warps and stages. Larger ones would spill registers on sm_80 or sm_90."""
+    if dtype == torch.float32:
+        return {"ROWS": 64, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
+    return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Yields weights as stored and transposed, with widths that 16 divides."""
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        tile = gemm_tile(dtype)
+        options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
+        data, size = f"*{name}:16", "i32:16"
+        shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1, **tile}
+        weights = ((size, 1, None, "as stored"), (1, size, None, "transposed"), (size, 1, "fp32", "added"))
+        for row, column, scale, words in weights:
+            yield compile_case(
+                grouped_gemm_kernel,
+                f"grouped_gemm, {name}, weights {words}",
+                options=options,
+                weight=data,
+                offsets="*i32:16",
+                needed="*i32",
+                out=data,
+                scale=scale,
+                num_experts="i32",
+                weight_expert=size,
+                weight_row=row,
+                weight_column=column,
+                out_row=size,
+                GROUPS=32,
+                **shapes,
+            )
+        yield compile_case(
+            weight_grad_kernel,
+            f"grouped_gemm_weight_grad, {name}",
+            options=options,
+            grad=data,
+            offsets="*i32:16",
+            out=data,
+            grad_row=size,
+            grad_column=1,
+            out_expert=size,
+            out_row=size,
+            out_column=1,
+            **shapes,
+        )

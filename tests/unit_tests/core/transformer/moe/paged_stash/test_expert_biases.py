@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash import add_expert_bias, bias_operators
+from megatron.core.transformer.moe.paged_stash import add_expert_bias
+from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 
 # Rows of each expert and of the buffer: none at all, one expert with all, none to spare, capacity left.
 ROUTINGS = [([3, 0, 9, 5], 40), ([0, 33, 0], 33), ([0, 0], 4), ([1, 70, 0, 2], 73)]
@@ -16,9 +17,9 @@ SHARE = 0.5
 
 
 @pytest.fixture(params=["cpu", "triton"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
-    yield bias_operators if request.param == "cpu" else request.getfixturevalue("interpreted")("triton_biases")
+def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The operators on the CPU, and then the Triton launchers of the same names on CPU tensors."""
+    yield ops if request.param == "cpu" else request.getfixturevalue("interpreted")("triton_biases")
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Tensor:
@@ -32,7 +33,7 @@ def made(*shape: int, dtype: torch.dtype = torch.float32, rows: int | None = Non
 @pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
 @pytest.mark.parametrize(("width", "dtype"), [(24, torch.float32), (300, torch.bfloat16), (7, torch.float16)])
 def test_live_rows_get_their_experts_bias(
-    kernels: ModuleType, width: int, dtype: torch.dtype, counts: list[int], capacity: int, is_scaled: bool
+    kernels: Any, width: int, dtype: torch.dtype, counts: list[int], capacity: int, is_scaled: bool
 ) -> None:
     live, offsets = sum(counts), torch.tensor(counts).cumsum(0, dtype=torch.int32)
     rows, bias = made(capacity, width, dtype=dtype, rows=live), made(len(counts), width, dtype=dtype)
@@ -78,7 +79,6 @@ def test_mistakes_are_named() -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     rows, bias, scale, offsets = made(5, 6), made(2, 6), made(5), torch.tensor([1, 4], dtype=torch.int32)
-    ops = torch.ops.paged_stash
     for operator, sources, named in (
         (ops.add_expert_bias, (rows, bias), {"scale": scale, "offsets": offsets, "share": 1.0}),
         (ops.expert_bias_grad, (rows,), {"scale": None, "offsets": offsets, "out": torch.zeros(2, 6)}),

@@ -1,8 +1,10 @@
-"""Activations of experts by name, on the CPU: values and gradients of live rows. Kernels: triton_activations.py.
+"""Activations of experts by name, and their values and gradients of live rows on the CPU.
+
+triton_activations.py has the GPU kernels.
 
 Shapes: C rows of the buffers, of which the first R are live; F ffn; [C, 2F] holds gate before up.
-act = f(gate) * up * scale, multiplied in this order; for half precision in fp32, rounded once. With a clamp c gate is
-at most c and up from -c to c, and with an offset that is added to up after it.
+act = f(gate) * up * scale, multiplied in this order. Half precision is computed in fp32 and rounded once. A clamp c
+limits gate to at most c and up to the range from -c to c. An offset is added to up after the clamp.
 """
 
 import enum
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of gate_up worked on at a time: temporaries of this size stay in the shared cache.
+# Elements of gate_up per chunk. Temporaries of this size stay in the shared cache.
 _CHUNK_ELEMENTS = 1 << 19
 _aten = torch.ops.aten
 
@@ -22,7 +24,7 @@ Slope = Callable[..., Tensor]
 
 
 class Curve(enum.IntEnum):
-    """The number of f in kernels."""
+    """Number of f in kernels."""
 
     SILU = 0
     GELU = 1
@@ -33,7 +35,10 @@ class Curve(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Activation:
-    """f and whether up multiplies it. value(x, out) writes f(x) to out and returns it; slope(g, x, out=out) g f'(x)."""
+    """Function f, and whether it is multiplied by up.
+
+    value(x, out) writes f(x) to out and returns it. slope(g, x, out=out) does the same with g f'(x).
+    """
 
     curve: Curve
     is_gated: bool
@@ -41,14 +46,15 @@ class Activation:
     slope: Slope
 
     def width(self, gate_up: Tensor) -> int:
-        """F. gate_up: [C, 2F], or [C, F] for a plain activation, any float dtype."""
+        """Returns F. gate_up: [C, 2F], or [C, F] for a plain activation, any float dtype."""
         return gate_up.shape[1] // 2 if self.is_gated else gate_up.shape[1]
 
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """An activation by name, and the clamp (None: none) and offset of a gated one. Raises ValueError for an unknown
-    name, and for a plain activation with either.
+    """Activation by name, and the clamp and offset of a gated one.
+
+    Raises ValueError for an unknown name, and for a plain activation with a clamp or an offset.
     """
 
     name: str = "swiglu"
@@ -63,11 +69,11 @@ class ActivationForm:
 
     @property
     def activation(self) -> Activation:
-        """What the name stands for."""
+        """Activation of that name."""
         return activation_of(self.name)
 
     def limited(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Both as they are multiplied; [R, F], fp32 or fp64 -> the same."""
+        """Returns gate and up after clamp and offset. Both are [R, F], fp32 or fp64, and so are the results."""
         if up is None:
             return gate, None
         if self.clamp is not None:
@@ -75,12 +81,12 @@ class ActivationForm:
         return gate, up + self.offset if self.offset else up
 
     def stop_clamped(self, grad: Tensor, given: Tensor) -> Tensor:
-        """Zeroes in place the gradient of what was above the clamp; both [R, F], one dtype -> grad."""
+        """Zeroes, in place, the gradient of values above the clamp. Both are [R, F], of one dtype. Returns grad."""
         return grad if self.clamp is None else grad.masked_fill_(given > self.clamp, 0)
 
 
 def activation_of(name: str) -> Activation:
-    """The activation of that name. Raises ValueError for an unknown one."""
+    """Returns the activation of that name. Raises ValueError for an unknown one."""
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) must be one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -140,7 +146,7 @@ def act_gradient_rows(
 
 
 def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Row ranges with their gate and up, in fp32 where gate_up is in half precision."""
+    """Yields row ranges with their gate and up, in fp32 if gate_up is in half precision."""
     step, ffn = max(1, _CHUNK_ELEMENTS // max(1, gate_up.shape[1])), activation.width(gate_up)
     for start in range(0, rows, step):
         chunk = slice(start, min(start + step, rows))
@@ -149,12 +155,12 @@ def _chunks(gate_up: Tensor, rows: int, *, activation: Activation) -> Iterator[t
 
 
 def _destination(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rows` itself where it has the dtype of the arithmetic; else a buffer, so that half precision is rounded once."""
+    """Returns `rows` if it has the dtype of the arithmetic, else a buffer, so that half precision is rounded once."""
     return rows if rows.dtype == dtype else torch.empty_like(rows, dtype=dtype)
 
 
 def _write(rows: Tensor, values: Tensor) -> None:
-    """Rounds values to rows; those of the same dtype were computed there, see _destination."""
+    """Rounds values to rows. Values of the same dtype were computed in place, see _destination."""
     if rows.dtype != values.dtype:
         rows.copy_(values)
 

@@ -1,8 +1,8 @@
-"""Rungs give forward's bits and touch no row beyond the live ones; their forward functions have exact gradients."""
+"""Recomputations give the bits of forward and touch no row beyond the live ones; gradients of forward are exact."""
 
 import math
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.fusions.gated_sigmoid import GatedSigmoid
-from megatron.core.transformer.moe.paged_stash import add_low_rank, bias_operators, rung_operators
-from megatron.core.transformer.moe.paged_stash.rungs import (
+from megatron.core.transformer.moe.paged_stash.expert_ops import (
+    add_low_rank,
     gated_activation,
     grouped_gemm,
+    ops,
     recompute_act,
     recompute_gate_up,
 )
@@ -39,9 +40,13 @@ SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
 
 @pytest.fixture(params=["cpu", "triton"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The seven operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
-    yield rung_operators if request.param == "cpu" else request.getfixturevalue("interpreted")("triton_rungs")
+def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The operators on the CPU, and then the Triton launchers of the same names on CPU tensors."""
+    if request.param == "cpu":
+        yield ops
+    else:
+        files = map(request.getfixturevalue("interpreted"), ("triton_grouped_gemm", "triton_activations"))
+        yield SimpleNamespace(**{name: value for file in files for name, value in vars(file).items()})
 
 
 def poisoned(rows: int, capacity: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,7 +93,7 @@ def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
     ],
 )
 def test_gate_up_again_is_the_forwards(
-    kernels: ModuleType,
+    kernels: Any,
     counts: list[int],
     capacity: int,
     inner: int,
@@ -108,7 +113,7 @@ def test_gate_up_again_is_the_forwards(
     kernels.gate_up_from_x(x, weight, offsets=offsets, needed=SET, out=again)
     assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
     bias = poisoned(len(counts), len(counts), outer, dtype=dtype)
-    bias_operators.add_expert_bias(forward, bias, scale=None, offsets=offsets, share=1.0)
+    ops.add_expert_bias(forward, bias, scale=None, offsets=offsets, share=1.0)
     kernels.gate_up_from_x(x, weight, offsets=offsets, needed=SET, out=again, bias=bias)
     assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
     grad = poisoned(rows, capacity, outer, dtype=dtype)
@@ -121,7 +126,7 @@ def test_gate_up_again_is_the_forwards(
 @pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
 @pytest.mark.parametrize(("rank", "dtype"), [(2, torch.float32), (80, torch.float32), (8, torch.float16)])
 def test_what_adapters_add_again_is_the_forwards(
-    kernels: ModuleType, counts: list[int], capacity: int, rank: int, dtype: torch.dtype
+    kernels: Any, counts: list[int], capacity: int, rank: int, dtype: torch.dtype
 ) -> None:
     rows, offsets, scale, outer = sum(counts), ends_of(counts), 0.75, 70
     low = poisoned(rows, capacity, rank, dtype=dtype)
@@ -168,7 +173,7 @@ def test_gradients_of_what_adapters_add_are_those_of_autograd() -> None:
     ],
 )
 def test_act_again_is_the_forwards(
-    kernels: ModuleType, activation: str, dtype: torch.dtype, ffn: int, limits: dict[str, float]
+    kernels: Any, activation: str, dtype: torch.dtype, ffn: int, limits: dict[str, float]
 ) -> None:
     is_gated, capacity = "glu" in activation, 9
     form: dict[str, Any] = {"activation": activation, **limits}
@@ -296,7 +301,7 @@ def test_mistakes_are_named() -> None:
 @pytest.mark.slow
 def test_operators_keep_torchs_rules() -> None:
     x, weight, offsets, num_rows = poisoned(4, 5, 6), weights(2, 6, 8, dtype=torch.float32), ends_of([1, 3]), SET * 4
-    gate_up, scale, act, ops = torch.zeros(5, 8), torch.ones(5), torch.zeros(5, 4), torch.ops.paged_stash
+    gate_up, scale, act = torch.zeros(5, 8), torch.ones(5), torch.zeros(5, 4)
     rows = {"num_rows": num_rows, "activation": "swiglu"}
     grads = {"grad_gate_up": torch.zeros(5, 8), "grad_scale": torch.zeros(5)}
     added = {"weight": weights(2, 6, 8, dtype=torch.float32), "offsets": offsets, "scale": 0.5, "needed": SET}

@@ -1,0 +1,476 @@
+"""Operations on rows that are sorted by expert: grouped product, gated activation, bias and low-rank adapter.
+
+Each has a public function, its autograd function and its operators `paged_stash::*`, whose CPU versions are here.
+triton_grouped_gemm.py, triton_activations.py and triton_biases.py have the CUDA versions. They allocate nothing and
+read nothing from the device, so that a CUDA graph can hold them.
+
+Shapes: C rows of the buffers, of which the first R are live; e experts; H hidden; F ffn; O any width; r the width of
+low-rank adapters. offsets [e], int32: end of each expert's rows; the last one is R. Rows from R on are never read and
+hold arbitrary bytes in all results, including gradients.
+
+[Note: recompute levels] A pool short of pages drops act at the first level, and gate_up as well at the second. The
+operators act_from_gate_up, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64, is
+0. A recomputation gives the same bits as the forward, because both run one kernel on the same live rows: on the CPU one
+matrix product for each expert, as torch.nn.functional.grouped_mm does there, and on CUDA a Triton kernel.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, act_gradient_rows, act_rows
+from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
+from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from megatron.core.transformer.moe.paged_stash import triton_activations, triton_biases, triton_grouped_gemm
+
+# The launchers, which have the operators' names.
+_CUDA = vars(triton_activations) | vars(triton_biases) | vars(triton_grouped_gemm) if HAS_TRITON else {}
+
+# The operators of this file, for callers.
+ops = torch.ops.paged_stash
+
+# Writes a dropped tensor into `out`, computed from its sources, if the flag `needed` is set: (out, needed, *sources).
+Recompute = Callable[..., None]
+
+
+def _operator(name: str, arguments: str) -> Register:
+    return operator("paged_stash", f"({arguments}) -> ()", name=name, cuda=_CUDA)
+
+
+# --- Grouped product ---
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+    """Multiplies the rows of expert i by weight[i]. Result rows that belong to no expert hold arbitrary bytes.
+
+    x: [C, H]; weight: [e, H, O], any strides; both of one float dtype, fp64 on the CPU only; offsets: [e], int32, same
+    device. Returns [C, O], same dtype. Saves x and weight for backward, each only if needed. Raises ValueError if
+    shapes or dtypes do not fit.
+    """
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or offsets.shape != weight.shape[:1]:
+        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, offsets {list(offsets.shape)}"
+        raise ValueError(f"{shapes}: must be [C, H], [e, H, O], [e]")
+    if x.dtype != weight.dtype or offsets.dtype != torch.int32:
+        dtypes = f"x {x.dtype}, weight {weight.dtype}, offsets {offsets.dtype}"
+        raise ValueError(f"{dtypes}: x and weight must have one dtype, offsets torch.int32")
+    say_rows_and_others([x], [weight, offsets])
+    product: Tensor = _GroupedGemm.apply(x, weight, offsets)
+    say_rows_and_others([product], [])
+    return product
+
+
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_grad_weight else None, weight if needs_grad_x else None, offsets)
+        # The gradient gets the weight's strides, transposed or not, so that it is accumulated without a copy.
+        ctx.weight_layout = torch.empty_like(weight, device="meta")
+        out = x.new_empty(x.shape[0], weight.shape[2])
+        ops.grouped_gemm(x, weight, offsets=offsets, out=out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, offsets = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if weight is not None:
+            grad_x = grad.new_empty(grad.shape[0], weight.shape[1])
+            ops.grouped_gemm(grad, weight.transpose(1, 2), offsets=offsets, out=grad_x)
+        if x is not None:
+            grad_weight = torch.empty_like(ctx.weight_layout, device=x.device)
+            ops.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=grad_weight)
+        return grad_x, grad_weight, None
+
+
+@_operator("grouped_gemm", "Tensor x, Tensor weight, *, Tensor offsets, Tensor(a!) out")
+def _grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """Computes the product in forward. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
+    for expert, part in _parts_sync(x, offsets):
+        torch.mm(x[part], weight[expert], out=out[part])
+
+
+@_operator("grouped_gemm_weight_grad", "Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out")
+def _grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
+    """Computes each expert's x^T grad, which is 0 for an expert without rows.
+
+    x: [C, H]; grad: [C, O]; out: [e, H, O]; one float dtype.
+    """
+    ends = _ends_sync(offsets, x)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
+
+
+@_operator(
+    "gate_up_from_x",
+    "Tensor x, Tensor weight, *, Tensor offsets, Tensor needed, Tensor(a!) out, Tensor? bias=None",
+)
+def _gate_up_from_x(
+    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """Recomputes the product, plus each expert's bias, if needed. It then costs 2 R H O operations.
+
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype.
+    """
+    if _is_set_sync(needed):
+        _grouped_gemm(x, weight, offsets=offsets, out=out)
+        if bias is not None:
+            _add_expert_bias(out, bias, scale=None, offsets=offsets, share=1.0)
+
+
+# --- Activation ---
+
+
+def gated_activation(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    activation: str = "swiglu",
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """Computes f(gate) * up * scale of the first num_rows rows. Plain activations have no `up`.
+
+    gate_up: [C, 2F], gate before up (plain: [C, F]), any float dtype, fp64 on the CPU only; scale: [C], any float
+    dtype, or None; num_rows: [1], int64, same device; activation: swiglu, geglu, geglu_tanh, quick_geglu, or plain
+    silu, gelu, gelu_tanh, quick_gelu, squared_relu. clamp: largest gate, and largest magnitude of up, of a gated
+    activation; offset: added to up after the clamp. Returns [C, F], gate_up's dtype; other rows hold arbitrary bytes.
+    Saves gate_up and scale for backward. Raises ValueError for an unknown activation, for a plain one with clamp or
+    offset, and for shapes that do not fit.
+    """
+    form = ActivationForm(activation, clamp, offset)
+    if form.activation.is_gated and gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} needs [C, 2F], an even width")
+    if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
+        raise ValueError(f"gate_up {list(gate_up.shape)} must have two dimensions, and scale one value for each row")
+    say_rows_and_others([gate_up] if scale is None else [gate_up, scale], [num_rows])
+    act: Tensor = _GatedActivation.apply(gate_up, scale, num_rows, form)
+    say_rows_and_others([act], [])
+    return act
+
+
+class _GatedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None, num_rows: Tensor, form: ActivationForm) -> Tensor:
+        ctx.save_for_backward(gate_up, scale, num_rows)
+        ctx.form = form
+        out = gate_up.new_empty(gate_up.shape[0], form.activation.width(gate_up))
+        ops.gated_activation(gate_up, scale, num_rows=num_rows, out=out, **_options(form))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        gate_up, scale, num_rows = ctx.saved_tensors
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
+        ops.gated_activation_backward(
+            grad,
+            gate_up,
+            scale=scale,
+            num_rows=num_rows,
+            grad_gate_up=grad_gate_up,
+            grad_scale=grad_scale,
+            **_options(ctx.form),
+        )
+        return grad_gate_up, grad_scale, None, None
+
+
+# The fields of an ActivationForm, as operators take them.
+_FORM = "str activation, float? clamp=None, float offset=0.0"
+
+
+def _options(form: ActivationForm) -> dict[str, Any]:
+    return {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
+
+
+@_operator("gated_activation", f"Tensor gate_up, Tensor? scale, *, Tensor num_rows, Tensor(a!) out, {_FORM}")
+def _gated_activation(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
+    """Computes act in forward. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
+    rows = _live_rows_sync(num_rows, out)
+    act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
+
+
+@_operator(
+    "gated_activation_backward",
+    "Tensor grad, Tensor gate_up, *, Tensor? scale, Tensor num_rows, "
+    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, {_FORM}",
+)
+def _gated_activation_backward(
+    grad: Tensor,
+    gate_up: Tensor,
+    *,
+    scale: Tensor | None,
+    num_rows: Tensor,
+    grad_gate_up: Tensor,
+    grad_scale: Tensor | None,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
+    """Computes the gradients of gate_up and scale, of their shapes and dtypes.
+
+    grad: [C, F], any strides, gate_up's dtype.
+    """
+    rows = _live_rows_sync(num_rows, grad)
+    act_gradient_rows(
+        grad,
+        gate_up,
+        scale=scale,
+        rows=rows,
+        grad_gate_up=grad_gate_up,
+        grad_scale=grad_scale,
+        form=ActivationForm(activation, clamp, offset),
+    )
+
+
+@_operator(
+    "act_from_gate_up",
+    f"Tensor gate_up, Tensor? scale, *, Tensor num_rows, Tensor needed, Tensor(a!) out, {_FORM}",
+)
+def _act_from_gate_up(
+    gate_up: Tensor,
+    scale: Tensor | None,
+    *,
+    num_rows: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    activation: str,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> None:
+    """Recomputes act, if needed.
+
+    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype.
+    """
+    if _is_set_sync(needed):
+        rows = _live_rows_sync(num_rows, out)
+        act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
+
+
+# --- Bias. Half precision is computed in fp32 and rounded once. ---
+
+
+def add_expert_bias(
+    rows: Tensor, bias: Tensor, *, offsets: Tensor, scale: Tensor | None = None, share: float = 1.0
+) -> Tensor:
+    """Adds to each live row, in place, its expert's bias, times the row's scale and `share`.
+
+    rows: [C, O], float dtype, fp64 on the CPU only; bias: [e, O], the rows' dtype; offsets: [e], int32, same device;
+    scale: [C], any float dtype, or None. share: fraction of the bias that this rank adds, if several ranks hold the
+    whole bias; the gradient is that of the whole bias. Returns the rows. Saves scale, and bias if scale needs a
+    gradient. Raises ValueError if shapes or dtypes differ.
+    """
+    if rows.dim() != 2 or bias.shape != (len(offsets), rows.shape[1]) or rows.dtype != bias.dtype:
+        given = f"rows {list(rows.shape)} {rows.dtype}, bias {list(bias.shape)} {bias.dtype}, offsets {len(offsets)}"
+        raise ValueError(f"{given}: must be [C, O], [e, O] of one dtype and [e]")
+    say_rows_and_others([rows] if scale is None else [rows, scale], [bias, offsets])
+    summed: Tensor = _AddExpertBias.apply(rows, bias, scale, offsets, share)
+    return summed
+
+
+class _AddExpertBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, scale: Tensor | None, offsets: Tensor, share: float) -> Tensor:
+        ops.add_expert_bias(rows, bias, scale=scale, offsets=offsets, share=share)
+        ctx.mark_dirty(rows)
+        ctx.share, ctx.bias_layout = share, torch.empty_like(bias, device="meta")
+        ctx.save_for_backward(bias if ctx.needs_input_grad[2] else None, scale, offsets)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        bias, scale, offsets = ctx.saved_tensors
+        grad_bias = grad_scale = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = torch.empty_like(ctx.bias_layout, device=grad.device)
+            ops.expert_bias_grad(grad, scale=scale, offsets=offsets, out=grad_bias)
+        if bias is not None:
+            assert scale is not None, "a gradient of a scale that was not given"
+            grad_scale = torch.empty_like(scale)
+            ops.expert_bias_scale_grad(grad, bias, offsets=offsets, share=ctx.share, out=grad_scale)
+        return grad, grad_bias, grad_scale, None, None
+
+
+@_operator("add_expert_bias", "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share")
+def _add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
+    """Adds its expert's bias to each row, times the row's scale and `share`.
+
+    rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    for expert, part in _parts_sync(rows, offsets):
+        addend = bias[expert].to(wide) * share
+        rows[part].add_(addend if scale is None else addend * scale[part, None].to(wide))
+
+
+@_operator("expert_bias_grad", "Tensor grad, *, Tensor? scale, Tensor offsets, Tensor(a!) out")
+def _expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out: Tensor) -> None:
+    """Sums each expert's rows of the gradient, times their scale. The sum is 0 for an expert without rows.
+
+    grad: [C, O], any strides; scale: [C] or None; out: [e, O], the gradient's dtype.
+    """
+    out.zero_()
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    for expert, part in _parts_sync(grad, offsets):
+        values = grad[part].to(wide)
+        out[expert] = (values if scale is None else values * scale[part, None].to(wide)).sum(0)
+
+
+@_operator("expert_bias_scale_grad", "Tensor grad, Tensor bias, *, Tensor offsets, float share, Tensor(a!) out")
+def _expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share: float, out: Tensor) -> None:
+    """Computes the gradient of each live row's scale: `share` times the gradient's product with the bias.
+
+    grad: [C, O], any strides; bias: [e, O]; out: [C], any float dtype.
+    """
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    for expert, part in _parts_sync(grad, offsets):
+        out[part] = (grad[part].to(wide) @ bias[expert].to(wide)).mul_(share).to(out.dtype)
+
+
+# --- Low-rank adapter ---
+
+
+def add_low_rank(rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float) -> Tensor:
+    """Adds to each live row, in place, scale times `low` times its expert's weight: the wide half of an adapter.
+
+    rows: [C, O], float dtype, fp64 on the CPU only; low: [C, r], output of the narrow half, and weight: [e, r, O], both
+    of the rows' dtype; offsets: [e], int32, same device. Returns the rows. Saves low and weight, each only if needed.
+    Raises ValueError if shapes or dtypes differ.
+    """
+    fits = weight.shape == (len(offsets), low.shape[-1], rows.shape[-1]) and low.shape[:-1] == rows.shape[:-1]
+    if rows.dim() != 2 or not fits or not rows.dtype == low.dtype == weight.dtype:
+        given = [f"{name} {list(t.shape)} {t.dtype}" for name, t in (("rows", rows), ("low", low), ("weight", weight))]
+        raise ValueError(f"{', '.join(given)}, offsets {len(offsets)}: must be [C, O], [C, r], [e, r, O], [e]")
+    say_rows_and_others([rows, low], [weight, offsets])
+    summed: Tensor = _AddLowRank.apply(rows, low, weight, offsets, scale)
+    return summed
+
+
+class _AddLowRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, low: Tensor, weight: Tensor, offsets: Tensor, scale: float) -> Tensor:
+        ops.add_low_rank(rows, low, weight=weight, offsets=offsets, scale=scale)
+        ctx.mark_dirty(rows)
+        needs_low, needs_weight = ctx.needs_input_grad[1:3]
+        ctx.scale, ctx.weight_layout = scale, torch.empty_like(weight, device="meta")
+        ctx.save_for_backward(low if needs_weight else None, weight if needs_low else None, offsets)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        low, weight, offsets = ctx.saved_tensors
+        grad_low = grad_weight = None
+        if weight is not None:
+            grad_low = grad.new_empty(grad.shape[0], weight.shape[1])
+            ops.grouped_gemm(grad, weight.transpose(1, 2), offsets=offsets, out=grad_low)
+            # This also scales the arbitrary bytes of rows that are not live.
+            grad_low.mul_(ctx.scale)
+        if low is not None:
+            grad_weight = torch.empty_like(ctx.weight_layout, device=grad.device)
+            ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=grad_weight)
+            grad_weight.mul_(ctx.scale)
+        return grad, grad_low, grad_weight, None, None
+
+
+@_operator(
+    "add_low_rank", "Tensor(a!) rows, Tensor low, *, Tensor weight, Tensor offsets, float scale, Tensor? needed=None"
+)
+def _add_low_rank(
+    rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+) -> None:
+    """Adds scale times `low` times its expert's weight to each row, in place, if needed. None means in forward.
+
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype.
+    """
+    if needed is not None and not _is_set_sync(needed):
+        return
+    for expert, part in _parts_sync(low, offsets):
+        target = rows[part]
+        torch.addmm(target, low[part], weight[expert], alpha=scale, out=target)
+
+
+# --- Recomputation of dropped tensors ---
+
+
+def recompute_gate_up(
+    weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None, low_rank: tuple[Tensor, float] | None = None
+) -> Recompute:
+    """Returns a recomputation of gate_up for StashGroup.mark with sources (x,), or (x, low).
+
+    weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; low_rank: weight [e, r, O] and
+    scale that add_low_rank used, or None without `low`. All are on the device.
+    """
+    weight = weight.detach()
+    if bias is not None:
+        bias = bias.detach()
+    if low_rank is not None:
+        low_rank = low_rank[0].detach(), low_rank[1]
+
+    def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
+        ops.gate_up_from_x(sources[0], weight, offsets=offsets, needed=needed, out=out, bias=bias)
+        if low_rank is not None:
+            ops.add_low_rank(out, sources[1], weight=low_rank[0], offsets=offsets, scale=low_rank[1], needed=needed)
+
+    return recompute
+
+
+def recompute_act(
+    num_rows: Tensor, activation: str = "swiglu", *, clamp: float | None = None, offset: float = 0.0
+) -> Recompute:
+    """Returns a recomputation of act for StashGroup.mark with sources (gate_up,) or (gate_up, scale).
+
+    num_rows: [1], int64. Other arguments are those of gated_activation. Raises ValueError for an unknown activation.
+    """
+    options = _options(ActivationForm(activation, clamp, offset))
+
+    def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
+        gate_up, *rest = sources
+        (scale,) = rest or (None,)
+        ops.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=needed, out=out, **options)
+
+    return recompute
+
+
+# --- Numbers that the CPU versions read. NOTE: these read memory of the CPU, so that nothing waits for a device. ---
+
+
+def _is_set_sync(flag: Tensor) -> bool:
+    return bool(flag.item())
+
+
+def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
+    return max(0, min(int(num_rows.item()), rows.shape[0]))
+
+
+def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
+    """Returns the end of each expert's rows, at most that of the buffer; [0] if there is no expert."""
+    return offsets.clamp(0, rows.shape[0]).tolist() or [0]
+
+
+def _parts_sync(rows: Tensor, offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yields each expert that has rows, and their range."""
+    ends = _ends_sync(offsets, rows)
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > start:
+            yield expert, slice(start, end)
