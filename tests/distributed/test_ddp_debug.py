@@ -174,13 +174,13 @@ def replace_the_data_of_a_parameter(run):
 
 
 ON_PARAMETERS = {
-    wait_for_no_gather: r"aten.* takes .*layers\.0\.weight.* before the gather",  # B1
-    read_a_weight_outside_its_module: r"aten.* takes layers\.2\.weight before the gather",  # B2
-    read_a_weight_after_the_step: r"aten.* takes layers\.2\.weight before the gather.*wait_params",  # B2
+    wait_for_no_gather: r"aten.* uses .*layers\.0\.weight.* before the gather",  # B1
+    read_a_weight_outside_its_module: r"aten.* uses layers\.2\.weight before the gather",  # B2
+    read_a_weight_after_the_step: r"aten.* uses layers\.2\.weight before the gather.*wait_params",  # B2
     # B2: seen when other ranks' elements are written, or else when this rank's own are marked.
     leave_a_gather_of_a_skipped_module: r"layers\.2\.\w+ (were updated while|before the) .*gather",
-    swap_weights_before_the_gather: r"aten\.copy_.* takes layers\.1\.weight before the gather",  # B3
-    evaluate_without_a_gather: r"aten.* takes .*layers\.0\.weight.* before the gather",  # B10
+    swap_weights_before_the_gather: r"aten\.copy_.* uses layers\.1\.weight before the gather",  # B3
+    evaluate_without_a_gather: r"aten.* uses .*layers\.0\.weight.* before the gather",  # B10
 }
 ON_GRADIENTS = {
     launch_nothing_that_is_incomplete: r"gradients of layers\.\d\.\w+ were reduced 0 times in the iteration",  # B4
@@ -191,7 +191,7 @@ ON_GRADIENTS = {
     # B31
     launch_in_an_order_of_its_own: r"differs: ranks 0, 2 launch all-reduce.*layers.*; rank 1 launch all-reduce.*layers",
     zero_nothing: r"gradient of layers\.\d\.\w+ was not exactly zero when the first gradient",  # B17
-    replace_the_data_of_a_parameter: r"parameter layers\.0\.weight is no view of its buffer any more",  # B33
+    replace_the_data_of_a_parameter: r"parameter layers\.0\.weight is no longer a view of its buffer",  # B33
 }
 
 
@@ -248,7 +248,7 @@ def wrap_wrongly():
 
 def test_wrong_shards_and_types_are_named_when_a_module_is_wrapped():
     for uneven, fewer, mixed in run_on_ranks(wrap_wrongly, 3):
-        assert re.search(r"of parameter layers\.\d\.\w+, is in a shard of rank \d, .* off the grid of 64", uneven)
+        assert re.search(r"of parameter layers\.\d\.\w+, is in a shard of rank \d, .* not aligned to 64", uneven)
         assert re.search(r"of parameter layers\.\d\.\w+, is owned by rank 0 and by rank 1", fewer)
         assert re.search(r"parameter layers\.3\.\w+ is torch.bfloat16", mixed)
 

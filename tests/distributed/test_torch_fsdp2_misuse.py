@@ -393,7 +393,7 @@ def _refusals() -> None:
             wrap_net(mixed)
     twice = wrap_net(Net()).module
     for config in (FSDP2, None):
-        with pytest.raises(ValueError, match=r"table\.weight is a DTensor: .* before"):
+        with pytest.raises(ValueError, match=r"table\.weight is a DTensor: .* already sharded"):
             wrap_net(twice, config)
     config = OptimizerConfig(lr=0.1, bf16=True, use_precision_aware_optimizer=True, main_params_dtype="fp16")
     with pytest.raises(ValueError, match=r"main_params_dtype is fp16 with use_torch_fsdp2"):

@@ -1,7 +1,7 @@
 """_ParamAndGradBucketGroup: buckets whose gradients are reduced, and whose parameters are gathered, together.
 
-A group launches its collectives when scheduler.py calls it, in the same order on every rank. Where gradients lie is
-bucket_storage.py's. A BucketObserver is told about the gradients and collectives of groups: event_log.py records times,
+A group launches its collectives when scheduler.py calls it, in the same order on every rank. bucket_storage.py holds
+the gradients. A BucketObserver is notified of the gradients and collectives of groups: event_log.py records times,
 ddp_debug.py checks accesses.
 """
 
@@ -20,15 +20,16 @@ from megatron.core.distributed.collectives import Handle
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# Iterations in which a parameter must have had fewer gradients before fewer are expected of it.
+# Consecutive iterations with fewer gradients of a parameter after which fewer are expected.
 _PATIENCE = 4
 
 
 class ParamState(Enum):
-    """Whether a rank's copy of the parameters is what their owners hold.
+    """Whether this rank's copy of the parameters has the values of the ranks that own them.
 
-    ARRIVED: gathered on this rank, perhaps not on others. CURRENT: gathered on all ranks. A group enters and leaves
-    CURRENT at the same place of the program on all ranks; in between each rank has its own state.
+    STALE: owners have updated them. IN_FLIGHT: their gather was launched. ARRIVED: gathered on this rank, perhaps not
+    on others. CURRENT: gathered on all ranks. All ranks enter and leave CURRENT at the same point of the program; the
+    other states may differ between ranks.
     """
 
     CURRENT = "current"
@@ -40,8 +41,8 @@ class ParamState(Enum):
 class Traffic(Enum):
     """The kinds of collectives that observers distinguish.
 
-    LATE: a second round, for gradients added after the first had started. AGREE: the few numbers at the end of an
-    iteration, which belong to no group.
+    LATE: a second round of reductions, for gradients added after the first had started. AGREE: the agreement of the
+    stage's ranks at the end of an iteration, which belongs to no group.
     """
 
     REDUCE = "reduce"
@@ -53,9 +54,9 @@ class Traffic(Enum):
 class _ParamAndGradBucketGroup:
     """Buckets that are reduced and gathered together, when a scheduler calls the group.
 
-    name: the same on all ranks, for messages. is_last_microbatch: gradients that become ready now are counted.
-    is_last_backward: gradients that are counted now are the last of the iteration. number: its place among all groups,
-    set when it is attached to a scheduler.
+    name: for messages, the same on all ranks. is_last_microbatch: whether gradients that become ready now are counted.
+    is_last_backward: whether gradients counted now belong to the iteration's last backward pass. number: the group's
+    index among all groups, set by `attach`.
     """
 
     number: int
@@ -85,7 +86,7 @@ class _ParamAndGradBucketGroup:
         start_param_sync: Callable[[Sequence["_ParamAndGradBucketGroup"]], None],
         need: Callable[..., None],
     ) -> None:
-        """Sets the group's number, and the methods of a scheduler that reduce and gather it in its turn.
+        """Sets the group's number, and the methods of a scheduler that launch its collectives in order.
 
         trace: records its collectives; None where other ranks have no such group.
         """
@@ -95,43 +96,50 @@ class _ParamAndGradBucketGroup:
         self._mark_grad_ready, self._start_grad_sync = mark_grad_ready, start_grad_sync
         self._start_param_sync, self._need = start_param_sync, need
 
-    # For users: each in its turn among all groups.
+    # For users: the scheduler launches the collectives of all groups in a fixed order.
 
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
-        """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`."""
+        """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
+
+        Raises RuntimeError while the gradient is being reduced, if gradients are freed after their reduction, and if
+        autograd also produced a gradient of the parameter in this iteration and gradients are scaled.
+        """
         self.mark_added(param)
         self._mark_grad_ready(self, param)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Starts to reduce the gradients of this group and of all before it. Collective."""
+        """Starts to reduce the gradients of this group and of all groups before it. Collective."""
         self._start_grad_sync([self])
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Starts to gather the parameters of this group and of all before it; force_sync: waits, too. Collective."""
+        """Starts to gather the parameters of this group and of all groups before it. Collective.
+
+        force_sync: also waits for this group's parameters.
+        """
         self._start_param_sync([self])
         if force_sync:
             self._need(self, prefetch=False)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Waits for the parameters; starts the gather that follows unless told to skip. Collective."""
+        """Waits for the parameters, and prefetches the next group's unless told to skip. Collective."""
         self._need(self, prefetch=not skip_next_bucket_dispatch)
 
     # Gradients, in the order of an iteration.
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Moves the gradient in `param.grad`, if any, to its place, or keeps it for the second round if it is late."""
+        """Accumulates `param.grad`, if any, in the bucket, or keeps it for the second round if it is late."""
         self._grads_of[param].accumulate(param)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Adds a gradient that is not computed yet to its place, or keeps it for the second round if it is late."""
+        """Computes a deferred weight gradient into main_grad, or keeps it for the second round if it is late."""
         self._grads_of[param].add(param, new)
 
     def mark_added(self, param: nn.Parameter) -> None:
-        """Records that a caller added a gradient to its memory, without the scale."""
+        """Records that a caller added a gradient to main_grad without the gradient scale."""
         self._grads_of[param].mark_added(param)
 
     def count_gradient(self, param: nn.Parameter) -> bool:
-        """Counts a gradient of the last microbatch and returns whether it was the last one expected in this group."""
+        """Counts a gradient of the last microbatch; returns whether it was the last one expected in this group."""
         return self._expected_grads.count(self._index_of[param])
 
     @property
@@ -140,7 +148,7 @@ class _ParamAndGradBucketGroup:
         return self._expected_grads.is_complete
 
     def learn_counts(self) -> None:
-        """Expects as many gradients as were counted, from the next iteration or backward pass on."""
+        """Updates the expected numbers of gradients from this iteration's or backward pass's counts."""
         self._expected_grads.learn()
 
     @property
@@ -155,7 +163,7 @@ class _ParamAndGradBucketGroup:
 
     @property
     def is_moving(self) -> bool:
-        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
+        """Whether some gradients are under reduction, so that they cannot all be scaled now."""
         return any(bucket.grads.is_moving for bucket in self.buckets)
 
     def missing(self) -> list[str]:
@@ -174,7 +182,7 @@ class _ParamAndGradBucketGroup:
             bucket.grads.launch_second_round(is_last=self.is_last_backward)
 
     def advance(self) -> None:
-        """Starts the second stage of reductions, so that several groups may run theirs together. Collective."""
+        """Starts the second stage of reductions; the second stages of several groups overlap. Collective."""
         for bucket in self.buckets:
             bucket.grads.advance()
 
@@ -189,32 +197,32 @@ class _ParamAndGradBucketGroup:
 
     @record_function("_ParamAndGradBucketGroup.complete_reductions")
     def complete_reductions(self) -> None:
-        """Waits until all gradients are reduced, of sharded buckets this rank's shard of them."""
+        """Waits until all gradients are reduced; in sharded buckets, only this rank's shard receives the sum."""
         for bucket in self.buckets:
             bucket.grads.complete()
 
     def copy_from_comm(self) -> None:
-        """Copies reduced values to each main_grad that is wider, after hooks may have changed them."""
+        """Copies reduced values, which hooks may have changed, to each main_grad that has a wider dtype."""
         for bucket in self.buckets:
             bucket.grads.copy_from_comm()
 
     def works(self, traffic: Traffic) -> list[dist.Work]:
-        """The messages in flight, for observers."""
+        """The works of collectives in flight, for observers."""
         if traffic is Traffic.GATHER:
             return [work for handle in self._gathers for work in handle.works()]
         grads = [bucket.grads for bucket in self.buckets]
         return [work for one in grads for work in (one.late_works() if traffic is Traffic.LATE else one.works())]
 
-    # Gradients of several backward passes, see [Note: backward passes] in launch_sequence.py.
+    # Gradients that are reduced in each backward pass, see [Note: backward passes] in launch_sequence.py.
 
     @property
     def is_closed(self) -> bool:
-        """Whether gradients that become ready now could no longer be added."""
+        """Whether the sum accepts no further gradients in this iteration."""
         return any(bucket.grads.is_closed for bucket in self.buckets)
 
     @property
     def can_be_released(self) -> bool:
-        """Whether the sums are complete and only hooks and optimizers in backward still need them."""
+        """Whether the sums are complete, so that hooks and an optimizer in backward can receive them."""
         return all(bucket.grads.can_be_released for bucket in self.buckets)
 
     @property
@@ -223,7 +231,7 @@ class _ParamAndGradBucketGroup:
         return any(bucket.grads.reuses_memory for bucket in self.buckets)
 
     def hold(self) -> None:
-        """Keeps sums that could be released, and lets late gradients add to them; until the next iteration."""
+        """Keeps sums until the next iteration instead of releasing them, so that late gradients can be added."""
         for bucket in self.buckets:
             bucket.grads.hold()
 
@@ -251,16 +259,16 @@ class _ParamAndGradBucketGroup:
             bucket.grads.abandon()
 
     def drop_captured(self) -> None:
-        """Begins an iteration after a CUDA graph's capture: what was launched in it has not run."""
+        """Begins an iteration after a CUDA graph's capture, whose launches did not run."""
         self.reset()
         self._gathers.clear()
         self.arrival.forget()
 
     def note_replayed(self) -> None:
-        """Records that a CUDA graph has reduced the gradients, and gathered parameters if it does."""
+        """Records that a graph replay has reduced the gradients, and gathered parameters if they were captured."""
         for bucket in self.buckets:
             bucket.grads.state = GradState.REDUCED
-        # Streams other than the one that the graph ran on have to wait for what it gathered.
+        # Streams other than the graph's must wait for the parameters that it gathered.
         self.arrival.note()
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -277,7 +285,7 @@ class _ParamAndGradBucketGroup:
 
     @record_function("_ParamAndGradBucketGroup.complete_gathers")
     def complete_gathers(self) -> None:
-        """Waits for a gather in flight."""
+        """Waits for the gather in flight and calls on_arrival."""
         for handle in self._gathers:
             handle.wait()
         self._gathers.clear()
@@ -295,38 +303,38 @@ class _ParamAndGradBucketGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank owns a shard of the parameters, which the others gather."""
+        """Whether each rank owns a shard of the parameters, which the other ranks gather."""
         return self.buckets[0].settings.is_sharded
 
     @property
     def can_repeat(self) -> bool:
-        """Whether gradients under reduction keep the values that were sent until the wait."""
+        """Whether gradients under reduction keep their values until the wait; see ReductionPolicy.can_repeat."""
         return self.buckets[0].settings.policy.can_repeat
 
 
-# What observers are told.
+# Observers.
 
 
 class BucketObserver(Protocol):
-    """The moments of an iteration, in this order for each bucket group; those of several groups interleave.
+    """Callbacks of an iteration, in this order for each bucket group; callbacks of several groups interleave.
 
-    An observer that raises ends the iteration before the event that it objects to.
+    An exception in a callback aborts the iteration before the event that the callback precedes.
     """
 
     def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
-        """Adds the groups of another model chunk with this module to the observed ones."""
+        """Observes the groups of one more model chunk, which wraps `module`."""
         ...
 
     def begin_iteration(self) -> None:
-        """Called once a chunk before the first gradient of any chunk: gradients are about to be dropped."""
+        """Called once for each chunk, before gradients are reset and before the first gradient of any chunk."""
         ...
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Called when a gradient is ready, before it moves to `param.main_grad`, or elsewhere if it is late."""
+        """Called when a gradient is ready, before it is accumulated, or kept if it is late."""
         ...
 
     def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Called when a gradient was moved."""
+        """Called after a gradient was accumulated or kept."""
         ...
 
     def before_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
@@ -338,7 +346,7 @@ class BucketObserver(Protocol):
         ...
 
     def before_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
-        """Called before a wait for the result; more than once where a collective has several parts."""
+        """Called before each wait for the result; a collective of several parts has several waits."""
         ...
 
     def after_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
@@ -346,7 +354,7 @@ class BucketObserver(Protocol):
         ...
 
     def before_agreement(self) -> None:
-        """Called when everything is launched, before the ranks of the stage wait for each other."""
+        """Called after all launches, before the ranks of the stage agree on the iteration's outcome."""
         ...
 
     def after_agreement(self) -> None:
@@ -354,38 +362,39 @@ class BucketObserver(Protocol):
         ...
 
     def end_iteration(self) -> None:
-        """Called when all groups of all chunks are reduced; the optimizer may step."""
+        """Called when all groups of all chunks are reduced, before the optimizer's step."""
         ...
 
     def gather_due(self, group: _ParamAndGradBucketGroup) -> None:
-        """Called when this rank's parameter shards are new; the others are stale until the wait for the next gather."""
+        """Called after this rank's parameter shards were updated; other shards are stale until the next gather."""
         ...
 
 
-# What a group waits for.
+# Expected numbers of gradients.
 
 
 class _ExpectedGrads:
-    """Counts the gradients of a bucket group against those of the last microbatches before.
+    """Compares a bucket group's gradient counts with those of the last microbatches of earlier iterations.
 
-    At least one of each parameter is expected; more as soon as more were seen, fewer only after _PATIENCE iterations:
-    too many merely delays a reduction to the end of backward, too few makes gradients late.
+    At least one gradient of each parameter is expected. The expected number rises immediately and falls only after
+    _PATIENCE iterations: a number too high merely delays a reduction to the end of backward, one too low makes
+    gradients late.
     """
 
     def __init__(self, num_params: int) -> None:
         self._expected = [1] * num_params
         self._counts = [0] * num_params
         self._num_incomplete = num_params
-        # Of the iterations in a row with fewer than expected: how many, and the most gradients in any of them.
+        # By parameter: the number of consecutive iterations with fewer gradients than expected, and the largest count.
         self._fewer: dict[int, tuple[int, int]] = {}
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter has had as many gradients as expected, or more."""
+        """Whether every parameter has at least the expected number of gradients."""
         return self._num_incomplete == 0
 
     def count(self, index: int) -> bool:
-        """Counts a gradient of a parameter and returns whether it was the last one expected of all."""
+        """Counts a gradient of a parameter; returns whether it was the last one expected in the group."""
         self._counts[index] += 1
         if self._counts[index] != self._expected[index]:
             return False
@@ -398,7 +407,7 @@ class _ExpectedGrads:
         self._num_incomplete = len(self._counts)
 
     def learn(self) -> None:
-        """Ends an iteration: its counts are expected of the next."""
+        """Ends an iteration and updates the expected numbers for the next."""
         if self._fewer or self._counts != self._expected:
             for index, (count, expected) in enumerate(zip(self._counts, self._expected)):
                 self._learn_one(index, count, expected=expected)

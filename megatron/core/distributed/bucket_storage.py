@@ -1,7 +1,8 @@
-"""A bucket of a flat buffer: where its gradients accumulate, where their sum goes, where its parameters are gathered.
+"""Buckets of a flat buffer, and the memory of their gradients, gradient sums and gathered parameters.
 
-scheduler.py decides when buckets are launched, see [Note: backward passes] in launch_sequence.py for gradients that are
-reduced in each backward. collectives.py sums and gathers. param_and_grad_buffer.py cuts buffers into buckets.
+scheduler.py decides when buckets are launched; for gradients that are reduced in each backward see
+[Note: backward passes] in launch_sequence.py. collectives.py sums and gathers. param_and_grad_buffer.py cuts buffers
+into buckets.
 """
 
 from abc import ABC, abstractmethod
@@ -29,18 +30,19 @@ from megatron.core.tensor_parallel.param_attributes import (
 )
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# As many as are in flight at a time, with one that fills; more are there where nothing is reduced during backward.
+# Spare messages that a pool keeps: two in flight and one that is being filled. Without overlap more may be in use.
 _MOST_SPARE = 3
 
 
 @dataclass(frozen=True, eq=False)
 class BufferSettings:
-    """Settings by which a buffer is cut and reduced.
+    """Settings that determine a buffer's buckets and collectives.
 
-    group: the ranks that shards are spread over, and gradients summed over; None is this rank alone. is_sharded: each
-    of them owns its shard of every bucket, else everything. scale: factor of every gradient before reduction.
-    fp32_patterns: names, or `all`, of parameters whose gradients accumulate in fp32 while a narrower buffer is reduced.
-    split: buckets cut parameters. comm_dtype: all-gather dtype of parameters; None means their own.
+    group: the ranks over which gradients are summed, and shards distributed; None means this rank alone. bucket_size:
+    see DistributedDataParallelConfig. is_sharded: whether each rank owns one shard of every bucket instead of all of
+    it. scale: factor of every gradient before reduction. fp32_patterns: names, or `all`, of parameters whose gradients
+    accumulate in fp32 while a narrower buffer is reduced. split: whether bucket boundaries may cut parameters.
+    comm_dtype: all-gather dtype of parameters; None means the parameters' dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -56,13 +58,13 @@ class BufferSettings:
 
 
 class _ParamAndGradBucket:
-    """Neighbours in a buffer that are reduced and gathered together.
+    """Adjacent parameters of a buffer that are reduced and gathered together.
 
     param_data, grad_data: [N], views of the buffer's flat tensors. owned: the span in the buffer that this rank's
-    optimizer steps; owned_part: the same from the bucket's start. ranges: the parts of parameters that lie here, with
-    spans from the bucket's start; empty parameters have none. grads: where gradients accumulate, as built by `storage`.
-    staged: the message from which gathered parameters are copied; None where they are gathered in place. name: that of
-    its group, for messages. trace: records its collectives, where all ranks of the stage have this bucket.
+    optimizer steps; owned_part: the same span, relative to the bucket's start. ranges: the parts of parameters in this
+    bucket, with spans relative to its start; parameters without elements have none. grads: the gradient memory, built
+    by `storage`. staged: the message from which gathered parameters are copied; None if they are gathered in place.
+    name: the group's name, for messages. trace: records the bucket's collectives, if all ranks of the stage have it.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class _ParamAndGradBucket:
             for slot, part in parts
             if part.numel
         ]
-        # What Megatron's users read.
+        # Attributes that Megatron's users read.
         self.params_list = [slot.param for slot in slots]
         self.params = set(self.params_list)
         self.params_with_extra_main_grads = [slot.param for slot in slots if slot.main_grad is not slot.comm_view]
@@ -102,7 +104,7 @@ class _ParamAndGradBucket:
         self.grads = storage(self)
 
     def move_in(self, param_data: torch.Tensor) -> None:
-        """Records that the parameters have become views of `param_data`, [N], their dtype."""
+        """Records that the parameters are now views of `param_data`, [N], the parameters' dtype."""
         self.param_data = param_data
         if self.settings.comm_dtype in (None, param_data.dtype):
             self.staged = None
@@ -113,7 +115,7 @@ class _ParamAndGradBucket:
         return self.slots[0].param.device
 
     def reduced_grad(self) -> torch.Tensor:
-        """This rank's part of the reduced gradients: [owned elements], their dtype; see GradStorage.owned_grad."""
+        """This rank's part of the reduced gradients: [owned elements], gradient dtype; see GradStorage.owned_grad."""
         return self.grads.owned_grad()
 
     def reduce(self, flat: torch.Tensor, *, into: torch.Tensor | None = None) -> Handle:
@@ -132,7 +134,7 @@ class _ParamAndGradBucket:
         return gather_shards_(flat, self.settings.group)
 
     def complete_gather(self) -> None:
-        """Copies gathered parameters to their places, unless they were gathered there."""
+        """Copies gathered parameters into the buffer, unless they were gathered in place."""
         if self.staged is not None:
             self.staged.unpack()
 
@@ -152,7 +154,7 @@ class GradState(Enum):
 class _Reduction:
     """A reduction in flight. flat: [bucket elements], the gradients' dtype, the tensor that is summed.
 
-    into: where this rank's part of the sum goes, [owned elements], the same dtype; None: to its place in `flat`.
+    into: destination of this rank's part of the sum, [owned elements], the same dtype; None means in place in `flat`.
     """
 
     flat: torch.Tensor
@@ -161,7 +163,7 @@ class _Reduction:
 
 
 class GradStorage(ABC):
-    """The gradients of one bucket: the memory in which they accumulate, and where their sum goes.
+    """The gradients of one bucket: the memory in which they accumulate, and the memory of their sum.
 
     checks: examines gradients before they are reduced; None examines nothing.
     """
@@ -177,15 +179,15 @@ class GradStorage(ABC):
 
     @abstractmethod
     def accumulate(self, param: nn.Parameter) -> None:
-        """Moves the gradient in `param.grad`, if any, to its place."""
+        """Accumulates `param.grad`, if any."""
 
     @abstractmethod
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Adds a gradient that is not computed yet to its place; `accumulate` follows."""
+        """Computes a deferred weight gradient and adds it to main_grad; `accumulate` must follow."""
 
     @abstractmethod
     def mark_added(self, param: nn.Parameter) -> None:
-        """Records that the caller has added a parameter's gradient to its memory, without the scale."""
+        """Records that the caller has added a parameter's gradient to main_grad without the gradient scale."""
 
     def missing(self) -> list[str]:
         """Names of the parameters without a gradient in this iteration."""
@@ -199,11 +201,11 @@ class GradStorage(ABC):
     @property
     @abstractmethod
     def is_moving(self) -> bool:
-        """Whether some gradients are being reduced, so that they cannot all be scaled now."""
+        """Whether some gradients are under reduction, so that they cannot all be scaled now."""
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
-        """Starts to reduce the gradients; is_last: those of the iteration's last backward pass. Collective."""
+        """Starts to reduce the gradients. Collective. is_last: this is the iteration's last backward pass."""
 
     @abstractmethod
     def launch_second_round(self, *, is_last: bool) -> None:
@@ -211,7 +213,7 @@ class GradStorage(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Starts the second stage of reductions, so that several buckets may run theirs together. Collective."""
+        """Starts the second stage of reductions; the second stages of several buckets overlap. Collective."""
 
     @abstractmethod
     def advance_early(self) -> bool:
@@ -227,21 +229,21 @@ class GradStorage(ABC):
 
     @abstractmethod
     def owned_grad(self) -> torch.Tensor:
-        """This rank's part of the reduced gradients: [owned elements], their dtype.
+        """This rank's part of the reduced gradients: [owned elements], the gradients' dtype.
 
-        A view of persistent memory; else it becomes the caller's, once an iteration.
+        A view of persistent memory. Without persistent memory, ownership moves to the caller, once per iteration.
         """
 
     @abstractmethod
     def copy_from_comm(self) -> None:
-        """Copies reduced values to each main_grad that is wider, after hooks may have changed them."""
+        """Copies reduced values, which hooks may have changed, to each main_grad that has a wider dtype."""
 
     @abstractmethod
     def works(self) -> list[dist.Work]:
-        """Messages of reductions in flight, for observers."""
+        """Works of reductions in flight, for observers."""
 
     def late_works(self) -> list[dist.Work]:
-        """Messages of the second round."""
+        """Works of the second round."""
         return self.works()
 
     # Between iterations.
@@ -271,12 +273,12 @@ class GradStorage(ABC):
 
     @property
     def can_be_released(self) -> bool:
-        """Whether the sum is complete and only hooks and optimizers in backward still need it."""
+        """Whether the sum is complete, so that hooks and an optimizer in backward can receive it."""
         return False
 
     @property
     def is_closed(self) -> bool:
-        """Whether gradients that become ready now could no longer be added."""
+        """Whether the sum accepts no further gradients in this iteration."""
         return False
 
     @property
@@ -285,7 +287,7 @@ class GradStorage(ABC):
         return False
 
     def hold(self) -> None:
-        """Keeps a sum that could be released, so that late gradients add to it; until the next iteration."""
+        """Keeps the sum until the next iteration instead of releasing it, so that late gradients can be added."""
         raise AssertionError(f"{self._bucket.name} is reduced once an iteration")
 
     def settle(self) -> None:
@@ -298,10 +300,11 @@ class GradStorage(ABC):
 
 
 class PersistentGrads(GradStorage):
-    """Gradients that accumulate in grad_data of the bucket from step to step, and are reduced there.
+    """Gradients that accumulate in the bucket's grad_data, which persists between steps, and are reduced in place.
 
-    `main_grad` of each parameter is a view of grad_data, or wider (fp32_patterns) and rounded to it before the
-    reduction. Gradients that become ready while the bucket is in flight are late: they are kept for a second round.
+    `main_grad` of each parameter is a view of grad_data, or has a wider dtype (fp32_patterns) and is rounded to it
+    before the reduction. Gradients that become ready while the bucket is in flight are late: they are kept for a second
+    round.
     """
 
     def __init__(self, bucket: _ParamAndGradBucket, *, checks: GradChecks | None = None) -> None:
@@ -309,7 +312,7 @@ class PersistentGrads(GradStorage):
         self._scale = bucket.settings.scale
         self._slot_of = {slot.param: slot for slot in bucket.slots}
         self._wider = [slot for slot in bucket.slots if slot.main_grad is not slot.comm_view]
-        # Parameters whose gradients kernels added to main_grad, without our scale.
+        # Parameters whose gradients kernels added to main_grad without the gradient scale.
         self._unscaled: set[nn.Parameter] = set()
         # In the order in which they became ready.
         self._late: list[tuple[ParamSlot, torch.Tensor]] = []
@@ -319,13 +322,13 @@ class PersistentGrads(GradStorage):
             set_main_grad(slot.param, slot.main_grad)
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Moves `param.grad` into main_grad, scaled, and frees autograd's own tensor.
+        """Adds `param.grad`, scaled, to main_grad and frees it.
 
-        The first gradient of an iteration overwrites, later ones are added. If a kernel has added the gradient to
-        main_grad already, only what other uses of the parameter left in `param.grad` is added.
+        The first gradient of an iteration overwrites main_grad, later ones are added. If a kernel has already added a
+        gradient to main_grad, `param.grad` holds only the gradients of the parameter's other uses.
         """
         slot, grad = self._slot_of[param], plain_grad(param)
-        # While it is still in the cache, for the next one to take its place.
+        # Freed immediately, so that the next gradient reuses memory that is still in the cache.
         param.grad = None
         if self.state is not GradState.COLLECTING:
             self._accumulate_late(slot, grad)
@@ -343,7 +346,7 @@ class PersistentGrads(GradStorage):
             self._checks.measure_sum(slot.name, slot.main_grad)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        """Lets a gradient be added to main_grad, scaled, where it is computed; a late one is kept."""
+        """Computes a deferred weight gradient, scaled, into main_grad; keeps a late one."""
         slot = self._slot_of[param]
         if self.state is not GradState.COLLECTING:
             self._keep_late(slot, new.compute())
@@ -358,7 +361,7 @@ class PersistentGrads(GradStorage):
         slot = self._slot_of[param]
         if self.state is not GradState.COLLECTING:
             raise RuntimeError(
-                f"register_grad_ready: the gradient of {slot.name} was added while that was being reduced"
+                f"register_grad_ready: a gradient was added to main_grad of {slot.name} while that was being reduced"
             )
         self._writers.note()
         self._mark_unscaled(slot)
@@ -387,7 +390,7 @@ class PersistentGrads(GradStorage):
             keep_for_current_stream(grad)
         if self._bucket.settings.policy.can_repeat:
             self._discard()
-            # One by one, as they would have been added had nothing been in flight: the sum has the same bits.
+            # One by one, in the order of a run without a reduction in flight, so that the sum has the same bits.
             for slot, grad in self._late:
                 slot.main_grad.add_(grad, alpha=self._scale)
             self._reduce_grad_data()
@@ -419,7 +422,7 @@ class PersistentGrads(GradStorage):
         self.copy_from_comm()
 
     def owned_grad(self) -> torch.Tensor:
-        """This rank's part of grad_data: [owned elements], the gradients' dtype, a view."""
+        """A view of this rank's part of grad_data: [owned elements], the gradients' dtype."""
         own = self._bucket.owned_part
         return self._bucket.grad_data[own.start : own.end]
 
@@ -427,7 +430,7 @@ class PersistentGrads(GradStorage):
         return [work for one in self._rounds[:1] for work in one.handle.works()]
 
     def late_works(self) -> list[dist.Work]:
-        # The first round itself, where it was repeated.
+        # Only the first round exists where it was repeated as a whole.
         return [work for one in self._rounds[1:] or self._rounds for work in one.handle.works()]
 
     def abandon(self) -> None:
@@ -494,11 +497,11 @@ class PersistentGrads(GradStorage):
             self._checks.measure([(slot.name, grad)])
 
     def _mark_unscaled(self, slot: ParamSlot) -> None:
-        # What autograd gave has the scale in it already, and the two cannot be told apart in the sum.
+        # Gradients of autograd are scaled already, and a sum of both kinds can no longer be scaled correctly.
         if slot.param in self._with_grad and slot.param not in self._unscaled and self._scale != 1.0:
             raise RuntimeError(
                 f"parameter {slot.name} has gradients of autograd and others that were added to main_grad in one "
-                "iteration: must be of one kind"
+                "iteration: all of them must be of the same kind"
             )
         self._unscaled.add(slot.param)
 
@@ -513,13 +516,13 @@ class PersistentGrads(GradStorage):
 
 
 class BucketLifetimeGrads(GradStorage):
-    """Gradients that have memory only from the first of a bucket to the end of its reduction. In a backward pass:
+    """Gradients whose memory lives from the bucket's first gradient to the end of its reduction. In a backward pass:
 
-    1. the first gradient opens the memory, in which all that become ready accumulate;
-    2. `launch` sends it, and further gradients open memory of their own;
-    3. `settle` adds this rank's part of the result to the sum of all backward passes and closes the memory.
+    1. the first gradient opens a message, in which the bucket's gradients accumulate;
+    2. `launch` sends it, and further gradients open another message;
+    3. `settle` adds this rank's part of the result to the sum of all backward passes and closes the message.
 
-    memory: where gradients accumulate. total: where sums go.
+    memory: allocates the messages. total: the sum of all backward passes.
     """
 
     def __init__(
@@ -534,12 +537,12 @@ class BucketLifetimeGrads(GradStorage):
         self._memory, self._total = memory, total
         self._added_scale, self._sent_scale = memory.split_scale(bucket.settings.scale)
         self._range_of = {part.param: part for part in bucket.ranges}
-        # Of parameters that lie in the bucket as a whole: the order of their memory, whatever order gradients have.
+        # Memory order of each parameter that is in the bucket as a whole; gradients may have another order.
         self._strides_of = {
             part.param: dense_strides(part.param) for part in bucket.ranges if part.span.numel == part.param.numel()
         }
         self._gaps = _gaps(bucket.layout.span.numel, [part.span for part in bucket.ranges])
-        # Open memory, and the parameters that it has gradients of.
+        # The open message, and the parameters whose gradients it holds.
         self._flat: torch.Tensor | None = None
         self._filled: set[nn.Parameter] = set()
         self._in_flight: deque[_Reduction] = deque()
@@ -551,7 +554,7 @@ class BucketLifetimeGrads(GradStorage):
         return sum(one.untyped_storage().nbytes() for one in held if one is not None)
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Adds `param.grad` to the bucket. The attribute stays set, since other buckets may hold parts of it."""
+        """Adds `param.grad` to the bucket. The attribute stays set, since other buckets may need parts of it."""
         new = plain_grad(param)
         if new is None:
             return
@@ -607,7 +610,7 @@ class BucketLifetimeGrads(GradStorage):
             return
         done = self._in_flight.popleft()
         done.handle.wait()
-        # Another stream may have allocated it, and would hand its memory out while this one reads.
+        # Allocated on another stream, perhaps, which could reuse the memory while this one still reads.
         keep_for_current_stream(done.flat)
         settings = self._bucket.settings
         self._total.add(shard_of(done.flat, settings.group) if settings.is_sharded else done.flat, into=done.into)
@@ -679,7 +682,7 @@ class BucketLifetimeGrads(GradStorage):
 
     @property
     def persistent(self) -> list[torch.Tensor]:
-        """Memory of the sum, and that of gradients: [n] each, the gradients' dtype."""
+        """Persistent memory of the sum and of the gradients: [n] each, the gradients' dtype."""
         return [*self._total.persistent, *self._memory.persistent]
 
     # Inside.
@@ -688,7 +691,7 @@ class BucketLifetimeGrads(GradStorage):
         while self._flat is None:
             self._flat = self._memory.open(self._bucket.layout.span.numel)
             if self._flat is None:
-                # It is in flight: a parameter has another gradient in the same backward pass.
+                # The memory is in flight: a parameter has a second gradient in the same backward pass.
                 self.settle()
         return self._flat
 
@@ -714,10 +717,10 @@ class BucketLifetimeGrads(GradStorage):
 class MessagePool:
     """A pool of message buffers of one dtype and device, for gradients whose memory is freed after their reduction.
 
-    On a CPU, memory of this size returns to the system when it is freed, and allocating it again zeroes its pages one
-    by one, which costs a tenth of a step. An accelerator's allocator caches it, stream by stream.
+    On a CPU, freed memory of this size returns to the system, and zeroing its pages when it is allocated again costs a
+    tenth of a step. An accelerator's allocator caches freed memory for each stream.
 
-    is_kept: all of it is returned by `close`; a few buffers are then kept, also between steps.
+    is_kept: keeps a few closed buffers, also between steps; every buffer must then be closed.
     """
 
     is_reused = False
@@ -726,20 +729,20 @@ class MessagePool:
     def __init__(self, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
         self._dtype, self._device = dtype, device
         self._is_kept = is_kept and device.type == "cpu"
-        # From the smallest on.
+        # In ascending order of size.
         self._spare: list[torch.Tensor] = []
-        # By the address of what was handed out, a part of it.
+        # Whole buffers by address; `open` returns a view of each.
         self._in_use: dict[int, torch.Tensor] = {}
 
     def split_scale(self, scale: float) -> tuple[float, float]:
-        """Returns the factors of gradients when they are added and when they are sent."""
+        """Splits the gradient scale into factors applied when gradients are added and when they are sent."""
         return scale, 1.0
 
     def open(self, numel: int) -> torch.Tensor:
-        """Returns uninitialised memory: [numel], its dtype."""
+        """Returns an uninitialised message: [numel], the pool's dtype."""
         place = next((place for place, spare in enumerate(self._spare) if spare.numel() >= numel), None)
         if place is None:
-            # What is too small for one message is so for its bucket's next.
+            # A buffer too small for this message is too small for the same bucket's next message, too.
             del self._spare[:1]
             whole = torch.empty(numel, dtype=self._dtype, device=self._device)
         else:
@@ -749,7 +752,7 @@ class MessagePool:
         return whole[:numel]
 
     def close(self, message: torch.Tensor) -> None:
-        """Returns a buffer of `open`, [n], its dtype, to the pool. Ignores tensors it did not allocate."""
+        """Returns a message of `open`, [n], the pool's dtype, to the pool. Ignores tensors it did not allocate."""
         whole = self._in_use.pop(message.data_ptr(), None)
         if whole is not None:
             self._spare = sorted([*self._spare, whole], key=torch.Tensor.numel)[-_MOST_SPARE:]
@@ -759,9 +762,9 @@ class MessagePool:
 
 
 class KernelMemory:
-    """A bucket's persistent gradients, to which kernels add without the scale; zeros before each backward pass.
+    """Persistent memory of a bucket's gradients, to which kernels add without the gradient scale.
 
-    flat: [bucket elements].
+    Zero before each backward pass. flat: [bucket elements], the gradients' dtype.
     """
 
     is_reused = True
@@ -771,7 +774,7 @@ class KernelMemory:
         self.persistent = [flat]
 
     def split_scale(self, scale: float) -> tuple[float, float]:
-        """Returns the factors of gradients when they are added and when they are sent, all together."""
+        """Splits the gradient scale into factors applied when gradients are added and when the whole is sent."""
         return 1.0, scale
 
     def open(self, numel: int) -> torch.Tensor | None:
@@ -787,7 +790,7 @@ class KernelMemory:
         message.zero_()
 
     def reset(self) -> None:
-        """Zeroes what kernels may have added."""
+        """Zeroes gradients that kernels may have added."""
         self._is_open = False
         self._flat.zero_()
 
@@ -805,11 +808,11 @@ class ShardSum:
         self._has_sum = False
 
     def place_for(self, *, is_first: bool, is_last: bool) -> torch.Tensor | None:
-        """Returns the destination of a reduction, [owned elements], the gradients' dtype; None: its message."""
+        """Returns the destination of a reduction, [owned elements], the gradients' dtype; None means in place."""
         return self.sum if self._is_sharded and is_first and not self._has_sum else None
 
     def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
-        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or to its message."""
+        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or in place if None."""
         if self._has_sum:
             self.sum.add_(total)
         elif into is None:
@@ -820,7 +823,7 @@ class ShardSum:
         """Does nothing: the sum is kept in any case."""
 
     def complete(self) -> None:
-        """Ends an iteration: zeros are the sum of no backward passes."""
+        """Ends an iteration; without any backward pass the sum becomes zero."""
         if not self._has_sum:
             self.sum.zero_()
         self._has_sum = True
@@ -839,10 +842,10 @@ class ShardSum:
 
 
 class ReleasedSum:
-    """A sum that hooks and an optimizer in backward receive, after which it has no memory.
+    """A sum that is released to hooks and an optimizer in backward, and freed after they have used it.
 
-    The last backward pass of an iteration leaves it in the message, and a gradient that becomes ready then has nothing
-    to add to, unless the sum is held to the end of the iteration.
+    The last backward pass of an iteration leaves the sum in its message. Gradients that become ready later cannot be
+    added to it, unless the sum is held to the end of the iteration.
     """
 
     persistent: Sequence[torch.Tensor] = ()
@@ -858,23 +861,23 @@ class ReleasedSum:
         return self._is_last_sent and not self._is_held
 
     def place_for(self, *, is_first: bool, is_last: bool) -> torch.Tensor | None:
-        """Returns the destination of a reduction, [owned elements], the gradients' dtype; None: its message."""
+        """Returns the destination of a reduction, [owned elements], the gradients' dtype; None means in place."""
         self._is_last_sent = is_last
-        # The last one's message has room for the sum.
+        # The last backward pass leaves the sum in its message.
         if not self._bucket.settings.is_sharded or self._has_sum or not is_first or (is_last and not self._is_held):
             return None
         bucket = self._bucket
         return torch.empty(bucket.owned.numel, dtype=bucket.grad_data.dtype, device=bucket.device)
 
     def add(self, total: torch.Tensor, *, into: torch.Tensor | None) -> None:
-        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or to its message."""
+        """Adds a result, [owned elements], the gradients' dtype, that was reduced to `into`, or in place if None."""
         if self._has_sum:
-            assert self.sum is not None, "a sum that was released gets no more"
+            assert self.sum is not None, "a reduction was added to a sum that was released"
             self.sum.add_(total)
         elif into is not None:
             self.sum = into
         else:
-            # With several to come the message would be in the way.
+            # Cloned, so that the sum does not keep the whole message alive while further messages are opened.
             self.sum = total.clone() if self._is_held and self._bucket.settings.is_sharded else total
         self._has_sum = True
 
@@ -895,8 +898,8 @@ class ReleasedSum:
     def scale_(self, factor: float | torch.Tensor) -> None:
         """Raises RuntimeError for any factor, a number or a tensor [], any float dtype: hooks have seen the sum."""
         raise RuntimeError(
-            "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and optimizer have had "
-            f"the gradient of {self._bucket.buffer.slots[0].name} by then; scale the loss"
+            "scale_gradients with DistributedDataParallelConfig.release_gradients: hooks and the optimizer have "
+            f"already received the gradient of {self._bucket.buffer.slots[0].name}; scale the loss instead"
         )
 
     def reset(self) -> None:
@@ -910,7 +913,8 @@ def plain_grad(param: nn.Parameter) -> torch.Tensor | None:
     grad = param.grad
     if grad is None or not (grad.requires_grad or grad.is_sparse):
         return grad
-    # Of backward(create_graph=True), which would go on through main_grad; of embeddings with sparse gradients.
+    # backward(create_graph=True) leaves a graph, which would extend through main_grad; embeddings may leave sparse
+    # gradients.
     grad = grad.detach()
     return grad.to_dense() if grad.is_sparse else grad
 
@@ -922,7 +926,7 @@ def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_
     elif new.dtype == place.dtype:
         torch.mul(new, scale, out=place)
     else:
-        # mul would round the product to the narrower type first.
+        # Not torch.mul, which would round the product to the narrower dtype first.
         place.copy_(new).mul_(scale)
 
 
@@ -940,7 +944,7 @@ def _gaps(numel: int, spans: Iterable[Span]) -> list[slice]:
 
 
 class StagedParams:
-    """Parameters that are gathered in a message, perhaps in a narrower dtype, and copied from it to their places."""
+    """Parameters that are gathered in a message, perhaps in a narrower dtype, and then copied into the buffer."""
 
     def __init__(self, bucket: _ParamAndGradBucket) -> None:
         self._bucket = bucket
@@ -948,23 +952,20 @@ class StagedParams:
         self._stage: torch.Tensor | None = None
 
     def own_shard(self) -> torch.Tensor:
-        """The place to which an optimizer writes this rank's new parameters for the next gather.
-
-        [shard elements], `dtype`.
-        """
+        """This rank's part of the message, [shard elements], `dtype`, to which an optimizer writes its update."""
         if self._stage is None:
             self._stage = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
         return shard_of(self._stage, self._bucket.settings.group)
 
     def message(self) -> torch.Tensor:
-        """The gather buffer: [bucket elements], `dtype`, with this rank's shard in its place."""
+        """The gather buffer: [bucket elements], `dtype`, which already holds this rank's shard."""
         if self._stage is None:
             self.fill()
         assert self._stage is not None, "fill allocates it"
         return self._stage
 
     def fill(self) -> None:
-        """Makes this rank's part of the message what the parameters are now."""
+        """Copies this rank's current parameters into its part of the message."""
         self.own_shard()
         assert self._stage is not None, "own_shard allocates it"
         for part in self._bucket.ranges:
@@ -976,7 +977,7 @@ class StagedParams:
 
     @torch.no_grad()
     def unpack(self) -> None:
-        """Copies the message to the parameters' places and frees it."""
+        """Copies the gathered parameters into the buffer and frees the message."""
         if self._stage is not None:
             for part in self._bucket.ranges:
                 elements_of(part).copy_(part.view_of(self._stage))
@@ -985,6 +986,6 @@ class StagedParams:
 
 def elements_of(part: ParamRange) -> torch.Tensor:
     """Returns the elements of a range in the memory of its parameter: [part.span.numel], its dtype, a view."""
-    # Also of a parameter that others may not read: what was gathered is put there.
+    # Bypasses the subclass of a parameter that may not be read yet, because gathered values are written to it.
     with torch._C.DisableTorchFunctionSubclass():
         return flat_view(part.param)[part.start : part.start + part.span.numel]

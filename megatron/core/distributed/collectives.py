@@ -2,10 +2,10 @@
 
 Buffers own the tensors, and scheduler.py orders the launches. Nothing is sent if the group is None or has one rank.
 
-[Note: rank order] A back end may add the ranks' numbers in any order, and gloo's order depends on the size of the
-tensor. If bits must not depend on that, each rank receives the contributions of all ranks to its shard (all-to-all) and
-adds them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that adds
-it, so that an all-reduce has the bits of a reduce-scatter.
+[Note: rank order] A back end may add the ranks' values in any order, and gloo's order depends on the size of the
+tensor. Where results must not depend on it, each rank receives the contributions of all ranks to its shard (all-to-all)
+and adds them in rank order, in fp32 or wider. An element's sum then depends neither on its bucket nor on the rank that
+computes it, so that an all-reduce is bit-identical to a reduce-scatter.
 """
 
 from collections import deque
@@ -31,10 +31,10 @@ class Handle(Protocol):
     """A collective in flight. All ranks of its group call the same methods in the same order."""
 
     def advance(self) -> None:
-        """Waits for the first messages and starts the second stage (a gather of totals, a second level), if any.
+        """Waits for the first stage and starts the second (a gather of sums, or the second level), if there is one.
 
-        Called for several handles before `wait`, it lets their second stages overlap. Changes the tensor. `wait`
-        includes it. Blocks the host on the CPU.
+        Calling it for several handles before `wait` lets their second stages overlap. Changes the tensor. `wait`
+        calls it if necessary. Blocks the host for tensors on the CPU.
         """
         ...
 
@@ -55,7 +55,7 @@ class Handle(Protocol):
         ...
 
     def works(self) -> list[dist.Work]:
-        """Returns the messages launched so far that may still be in flight, for measurements."""
+        """Returns the works launched so far that may still be in flight, for measurements."""
         ...
 
     def discard(self) -> None:
@@ -68,12 +68,13 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class ReductionPolicy:
-    """The way of summing gradients over ranks; chosen once for all buckets.
+    """Settings of gradient sums over ranks; chosen once for all buckets.
 
     deterministic: see [Note: rank order]. average: the mean instead of the sum. fp32_accumulation: sends 16-bit tensors
     unconverted and adds them in fp32; wider tensors are added in their own dtype. instances_group: the ranks with the
-    same shard in other optimizer instances, which add up their shards after the sum within each instance. side: the
-    stream on which a GPU's second level waits for the first. Without it the second level starts in `advance` or `wait`.
+    same shard in other optimizer instances; a second level sums shards over them after the sum within each instance.
+    side: the stream on which a GPU's second level waits for the first. Without it the second level starts in `advance`
+    or `wait`.
     """
 
     deterministic: bool = False
@@ -127,12 +128,12 @@ def reduce_bucket_(
 
 @record_function("gather_shards_")
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
-    """Starts to fill `flat`, [N], any dtype, contiguous, in place: the r-th of equal parts is sent by rank r."""
+    """Starts to gather `flat`, [N], any dtype, contiguous, in place: rank r sends the r-th of equal parts."""
     if group_size(group) == 1:
         return _Done()
     if not _is_on_host(flat):
         return _Launched(all_gather_single(flat, shard_of(flat, group), group=group, async_op=True))
-    # gloo's own all-gather makes a copy of the whole: 5 times the CPU time, and the memory of `flat` once more.
+    # gloo's own all-gather copies the whole tensor, which takes 5 times the CPU time and doubles the memory.
     shards = flat.view(group_size(group), -1)
     return _Launched(
         *[dist.broadcast(shard, group=group, group_src=rank, async_op=True) for rank, shard in enumerate(shards)]
@@ -166,19 +167,19 @@ def _reduce(
     policy: ReductionPolicy,
     into: torch.Tensor | None = None,
 ) -> Handle:
-    """One level of reduce_bucket_."""
+    """Starts one level of reduce_bucket_."""
     ranks = group_size(group)
     if ranks == 1:
         return _alone(flat, into)
     assert group is not None
     in_fp32 = policy.fp32_accumulation and flat.dtype.itemsize == 2
-    # gloo's own reduce-scatter is an all-reduce of a copy: 1.7 times the CPU time.
+    # gloo's own reduce-scatter all-reduces a copy, which takes 1.7 times the CPU time.
     if policy.deterministic or in_fp32 or (sharded and _is_on_host(flat)):
         if not sharded and flat.numel() % ranks:
             return _ordered_of_any_size(flat, group, policy=policy)
         scatter = _OrderedReduceScatter(flat, group, average=policy.average, into=into)
         return scatter if sharded else _Chain(scatter, lambda: gather_shards_(flat, group))
-    # Only NCCL averages while it sums; for other back ends a pass over the result divides.
+    # Only NCCL can average; for other back ends the sum is divided afterwards.
     op = dist.ReduceOp.AVG if policy.average and _is_over_nccl(flat, group) else dist.ReduceOp.SUM
     if sharded:
         return _Launched(
@@ -202,7 +203,7 @@ def _alone(flat: torch.Tensor, into: torch.Tensor | None) -> Handle:
 
 
 def _is_on_host(flat: torch.Tensor) -> bool:
-    # Not `not flat.is_cuda`: tensors of a dry run, on the meta device, are sent like a GPU's.
+    # Meta tensors of a dry run must take the same path as a GPU's, so `not flat.is_cuda` would be wrong.
     return flat.device.type == "cpu"
 
 
@@ -265,11 +266,11 @@ class _Launched(_Handle):
         return list(self._works)
 
     def discard(self) -> None:
-        raise AssertionError("a collective that writes while it runs cannot be discarded: see can_repeat")
+        raise AssertionError("a collective that writes to its input cannot be discarded: see can_repeat")
 
 
 class _Chain(_Handle):
-    """Handle of a collective followed by a second one, or by a pass over its result."""
+    """Handle of a collective followed by a second one, or by local work on its result."""
 
     def __init__(self, first: Handle, then: Callable[[], Handle]) -> None:
         self._first, self._then = first, then
@@ -307,10 +308,10 @@ class _Following(_Chain):
 
 @dataclass(frozen=True)
 class _Slice:
-    """Contributions of all ranks to some columns of this rank's shard, of the tensor viewed as one row per rank.
+    """Contributions of all ranks to some columns of this rank's shard; the tensor is viewed as one row per rank.
 
-    by_rank: [columns] each; this rank's own is a view of its shard. kept: the memory of the message that is sent, which
-    must live until `works` are complete.
+    by_rank: [columns] each; this rank's own is a view of its shard. kept: the sent message, whose memory must live
+    until `works` are complete.
     """
 
     columns: slice
@@ -322,8 +323,7 @@ class _Slice:
 class _OrderedReduceScatter(_Handle):
     """Sums this rank's shard of `flat` in rank order, in place or into another tensor; see [Note: rank order].
 
-    Sends slices, so that the memory for received numbers is bounded: two are in flight from the start, and `wait` sends
-    the others.
+    Sends slices to bound the memory for received values. Two are in flight from the start, and `wait` sends the others.
     """
 
     @record_function("_OrderedReduceScatter")
@@ -340,7 +340,7 @@ class _OrderedReduceScatter(_Handle):
             self._send()
 
     def is_sent(self) -> bool:
-        # Remaining slices are sent in `wait` alone, at the same place among the launches of all ranks.
+        # Remaining slices are sent only in `wait`, so that all ranks launch them in the same order.
         is_all = self._sent == self._rows.shape[1]
         return is_all and all(work.is_completed() for work in self.works())
 
@@ -368,13 +368,13 @@ class _OrderedReduceScatter(_Handle):
         start, end = self._sent, min(self._sent + self._width, self._rows.shape[1])
         if start < end:
             self._sent = end
-            exchange = _exchange_pairwise if _is_on_host(self._rows) else _exchange_at_once
+            exchange = _exchange_pairwise if _is_on_host(self._rows) else _exchange_all
             self._in_flight.append(exchange(self._rows, slice(start, end), group=self._group))
 
 
-def _exchange_at_once(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
-    """Starts to send each rank its row's columns, in one message."""
-    # A copy, unless these are all columns.
+def _exchange_all(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
+    """Starts to send each rank the columns of its row, in one all-to-all."""
+    # Copies unless the slice has all columns.
     sent = rows[:, columns].contiguous()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
@@ -382,7 +382,7 @@ def _exchange_at_once(rows: torch.Tensor, columns: slice, *, group: dist.Process
 
 
 def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.ProcessGroup) -> _Slice:
-    """Starts to exchange columns straight from `rows`; gloo's all-to-all would copy what a rank sends to itself."""
+    """Starts to exchange columns without a copy of `rows`; gloo's own all-to-all would copy this rank's columns."""
     ranks, own = group_size(group), group_rank(group)
     parts = [row[columns] for row in rows]
     works, by_rank = [], list(parts)
@@ -400,12 +400,12 @@ def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.Proces
 
 def _sum_in_order(terms: Sequence[torch.Tensor], *, into: torch.Tensor, divisor: int) -> None:
     """Sums terms, [N] each, in fp32 or their wider dtype, divides and then rounds; may overwrite the terms."""
-    # One addition at a time, because a reduction kernel over rows may pair them in any order.
+    # One addition at a time, because a reduction kernel over rows may add them in any order.
     first, *middle, last = terms
     total = first.float() if first.dtype.itemsize == 2 else first
     for term in middle:
         total.add_(term)
-    # Written directly into place, unless it must be rounded first.
+    # The last addition writes to its destination, unless the total must be rounded first.
     total = torch.add(total, last, out=into if total.dtype == into.dtype else total)
     if divisor > 1:
         total.div_(divisor)

@@ -1,10 +1,11 @@
-"""Comparisons between ranks outside the agreement at the end of a step, and the local checks that feed them.
+"""Comparisons between ranks, and the local checks that feed them.
 
 Sections, in order: settings and parameters before a module is wrapped; changes of the module after that; a weight tied
 between two stages; weights of replicas at the start, and during training; gradients before they are reduced. Each
 comparison raises the same error on every participating rank. A group of None means this rank alone.
 
-Only tied weights are repaired, with the values of their owner. Launches are compared in iteration.py.
+Differences are reported, not repaired, except that a tied weight's copy receives its owner's values. Launches are
+compared in iteration.py, in the agreement at the end of a step.
 """
 
 import logging
@@ -33,8 +34,7 @@ logger = logging.getLogger(__name__)
 # The most parameter names that a message lists.
 _NAMES_SHOWN = 3
 
-# Before a module is wrapped. Compared before anything else is sent: where ranks differ, later collectives would pair up
-# wrongly or hang.
+# Before a module is wrapped. This is the first collective, because any other would hang or mismatch if ranks differ.
 
 _COMPARED_SIZES = ("dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
 _ABSENT = "no such parameter"
@@ -67,8 +67,8 @@ def check_wraps_agree(
 ) -> None:
     """Raises the same ValueError on all ranks of the stage if settings, or parameters of replicas, differ. Collective.
 
-    settings: everything that determines buffers, scales and collectives, by name. check_alone: the checks that a rank
-    can make by itself. Where it raises ValueError, the other ranks raise RemoteRankError.
+    settings: everything that determines buffers, scales and collectives, by name. check_alone: checks that need no
+    other rank. If it raises ValueError on a rank, the other ranks raise RemoteRankError.
     """
     group = groups.dp_cp if group_size(stage_group) == 1 else stage_group
     own = _wrapping(module, groups, settings=settings)
@@ -96,8 +96,8 @@ def check_wraps_agree(
 class _Wrapping:
     """Description of the module that a rank is about to wrap.
 
-    replicas: the ranks that share its dense parameters, and those that share its expert parameters. params: for both
-    kinds, the names with a description of everything that determines buffers and sums.
+    replicas: the ranks that share its dense parameters, and the ranks that share its expert parameters. params: for
+    dense and for expert parameters, a description of everything that determines buffers and sums, by name.
     """
 
     rank: int
@@ -106,7 +106,7 @@ class _Wrapping:
     params: tuple[dict[str, str], dict[str, str]]
 
     def brief(self) -> tuple[int, list[tuple[tuple[int, ...], int]]]:
-        """Returns a small summary, equal on ranks without a difference."""
+        """Returns a checksum of the settings, and one for each set of replicas; equal unless ranks differ."""
         return _crc(self.settings), [(ranks, _crc(params)) for ranks, params in zip(self.replicas, self.params)]
 
     def describe(self, name: str) -> str:
@@ -132,9 +132,9 @@ def _describe_param(param: nn.Parameter) -> str:
     facts = param_facts(param)
     words = [f"{list(param.shape)} {param.dtype}"]
     if not param.is_contiguous():
-        # Buffers hold the elements in the order of memory.
+        # Buffers hold the elements in memory order.
         words.append(f"strides {dense_strides(param)}")
-    # The owner of a tied weight decides later whether its copy trains.
+    # follow_owner copies requires_grad to a tied weight's copy later.
     if not facts.shared:
         words.append("requires grad" if param.requires_grad else "needs no grad")
     marks = {
@@ -158,7 +158,7 @@ def _difference_of_wraps(per_rank: list[_Wrapping]) -> str:
             if len({_crc(own.params[kind]) for own in replicas}) > 1:
                 found = _difference_of_params(replicas, kind)
                 return f"{found}: all replicas must wrap the same parameters in the same order"
-    raise AssertionError("the summaries of ranks differ, but no setting and no parameter does")
+    raise AssertionError("the summaries of ranks differ, but their settings and parameters do not")
 
 
 def _difference_of_params(replicas: list[_Wrapping], kind: int) -> str:
@@ -194,14 +194,14 @@ def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
     return (rank,) if group_size(group) == 1 else tuple(dist.get_process_group_ranks(group))
 
 
-# After a module was wrapped.
+# After a module is wrapped.
 
 
 def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
     """Returns a function that describes the first change of `module` that makes gradients or updates miss a parameter.
 
-    The function returns None if there is none. wrapped: the parameters in buffers. WrappedShards.find_problem does the
-    same for modules that fully_shard has cut.
+    The function returns None if there is none. wrapped: the parameters in buffers. WrappedShards.find_problem
+    (torch_fsdp2_state.py) does the same for modules that fully_shard has sharded.
     """
     in_buffers = frozenset(wrapped)
     at_start = dict(module.named_parameters())
@@ -241,16 +241,15 @@ def _changed(name: str, what: str) -> str:
     )
 
 
-# A weight that the first and the last stage both have. The model marks such weights; finalize_model_grads.py sums their
+# A weight that both the first and the last stage hold. The model marks it, and finalize_model_grads.py sums its
 # gradients.
 
 
 def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Copies values and requires_grad of a tied weight from the first stage, its owner, to the last.
 
-    Collective over `group`, the first and last stage, for modules with such a weight; others send nothing. Freezing the
-    word embeddings therefore freezes the copy too, as in a model on one rank, which has the weight once. Raises
-    ValueError on both stages if shapes or dtypes differ.
+    Freezing the word embeddings therefore also freezes the copy. Collective over `group`, the first and last stage;
+    sends nothing for a module without such a weight. Raises ValueError on both stages if shapes or dtypes differ.
     """
     for name, param in module.named_parameters():
         if not param_facts(param).shared_embedding:
@@ -264,11 +263,11 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
                 f"shape {list(copy[1])} on the last: must be the same"
             )
         param.requires_grad_(owner[0])
-        # Needed even with a common seed: a script may seed stages differently, or load weights into one of them only.
+        # A script may seed the stages differently, or load weights into one of them only.
         dist.broadcast(param.data, group=group, group_src=0)
 
 
-# Replicas at the start of a run, compared by name, including requires_grad.
+# Replicas at the start of a run, compared by parameter name.
 
 
 def check_weights_agree(
@@ -277,8 +276,8 @@ def check_weights_agree(
     """Raises ValueError on all ranks, naming parameter and ranks, unless replicas are bit-identical. Collective.
 
     Compares values and requires_grad. group, expert_group: the ranks that hold the same dense and the same expert
-    parameters. Ranks of groups without a difference raise RemoteRankError. Costs a checksum and the exchange of one
-    number for each parameter, so call it at the start of a run only.
+    parameters. Ranks of groups without a difference raise RemoteRankError. Computes a checksum of each parameter on the
+    host and gathers all of them, so call it only at the start of a run.
     """
     dense: dict[str, tuple[int, bool]] = {}
     experts: dict[str, tuple[int, bool]] = {}
@@ -306,11 +305,11 @@ def _difference_of_weights(fingerprints: dict[str, tuple[int, bool]], group: dis
 
 
 def bits_sync(param: torch.Tensor) -> int:
-    """Returns a checksum of a tensor's bytes, any shape and dtype; equal bits of NaN are equal.
+    """Returns a checksum of a tensor's bytes, any shape and dtype; NaNs with the same bits count as equal.
 
     NOTE: waits for the device; for the start of a run only.
     """
-    # As bytes: numpy has no bfloat16.
+    # Viewed as bytes, because numpy has no bfloat16.
     return zlib.crc32(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
@@ -328,16 +327,16 @@ class WeightMismatchError(RuntimeError):
 def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, iteration: int) -> None:
     """Raises WeightMismatchError on every rank, naming tensors and ranks, unless all replicas are bit-identical.
 
-    Compares data-parallel replicas (experts over their own ranks), unsplit parameters of tensor-parallel ranks, and
-    tied weights of first and last stage; and the buffers that checkpoints hold, such as biases of routers. chunks: all
-    of this stage, with gathered parameters. Collective over all ranks. NOTE: reads the device once if there is no
-    difference.
+    Compares data-parallel replicas (experts over their own ranks), parameters that tensor-parallel ranks do not split,
+    tied weights of the first and last stage, and the buffers that checkpoints hold, such as routers' biases.
+    chunks: all chunks of this stage, with gathered parameters. Collective over all ranks. NOTE: reads the device once,
+    more often only to report a difference.
     """
     compared = [one for one in _replicas(chunks, groups) if one.tensors and group_size(one.group) > 1]
     hashes = [torch.stack([weight_hash(tensor) for tensor in one.tensors]) for one in compared]
     is_different = torch.zeros((), dtype=torch.int64, device=default_device())
     for one, own in zip(compared, hashes):
-        # MAX of the complement gives the lowest; highest and lowest are equal if all hashes are.
+        # The MAX of complements is the lowest hash's complement; all hashes are equal if the highest and lowest are.
         extremes = torch.cat([own, ~own])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=one.group)
         highest, negated_lowest = extremes.chunk(2)
@@ -351,8 +350,8 @@ def check_weight_hashes_sync(chunks: Sequence[nn.Module], groups: ProcessGroupCo
 def weight_hash(param: Tensor) -> Tensor:
     """Hashes the bits of a tensor of any shape and dtype: [], int64, on its device.
 
-    Tensors that differ in exactly one element always have different hashes. Equal bits of NaN are equal; 0.0 and -0.0
-    differ.
+    Tensors that differ in exactly one element always have different hashes. NaNs with the same bits count as equal; 0.0
+    and -0.0 differ.
     """
     words = param.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[param.element_size()])
     whole = words.numel() // _ROW * _ROW
@@ -376,7 +375,7 @@ class _Replicas:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, named: Sequence[tuple[str, Tensor]]) -> "_Replicas":
-        """named: tensors of any shape and dtype."""
+        """Builds the entry of `group`; named: names with tensors of any shape and dtype."""
         return cls(group, [name for name, _ in named], [tensor for _, tensor in named])
 
 
@@ -386,7 +385,7 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
         for chunk in unwrap_model(list(chunks))
         for name, param in chunk.named_parameters()
     ]
-    # The buffers that a checkpoint holds once for all ranks.
+    # Buffers that a checkpoint holds once for all ranks.
     buffers = [(held.key, held.data) for chunk in unwrap_model(list(chunks)) for held in buffer_sharded_tensors(chunk)]
     kinds = []
     for is_expert, data_group, tensor_group, also in (
@@ -402,13 +401,13 @@ def _replicas(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> li
 
 
 def _raise_unequal_sync(compared: list[_Replicas], hashes: list[Tensor], *, iteration: int) -> None:
-    """Raises on all ranks the differences that any of them found. NOTE: reads every hash, in case of an error only."""
+    """Raises the differences of all ranks on every rank. NOTE: reads every hash; called only after a mismatch."""
     lines: list[str] = []
     for one, own in zip(compared, hashes):
         assert one.group is not None
         ranks = dist.get_process_group_ranks(one.group)
         gathered = gather_objects((one.names, own.tolist()), one.group)
-        # Names of the group's first rank: a tied output layer has another name than the embedding that owns it.
+        # The first rank's names, because a tied output layer and the embedding have different names.
         lines += _unequal_hashes(gathered[0][0], dict(zip(ranks, (hashes_of_rank for _, hashes_of_rank in gathered))))
     found = dict.fromkeys(line for lines_of_rank in gather_objects(lines, dist.group.WORLD) for line in lines_of_rank)
     shown = list(found)[:_NAMES_SHOWN]
@@ -427,30 +426,31 @@ def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str
         for rank, hashes in by_rank.items():
             ranks_with.setdefault(hashes[index], []).append(rank)
         if len(ranks_with) > 1:
-            # In a tie, the lowest ranks count as right.
+            # In a tie, the lowest ranks count as correct.
             usual, *others = sorted(ranks_with.values(), key=len, reverse=True)
             odd = sorted(rank for ranks in others for rank in ranks)
             lines.append(f"{name} on rank {', '.join(map(str, odd))} differs from rank {', '.join(map(str, usual))}")
     return lines
 
 
-# Gradients, checked before they are reduced; a sum over ranks no longer shows the rank of a bad one. They are measured
-# on the device without waiting for it. GradChecks itself raises nothing: ranks must agree first, and raise together.
+# Gradients, checked before they are reduced, because a sum over ranks does not show which rank's gradient was bad. They
+# are measured on the device without waiting for it. GradChecks itself raises nothing: ranks must first agree, so that
+# all of them raise.
 
 # A norm is large if it exceeds the parameter's largest so far by this factor, after this number of steps.
 _LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
 
 
 class NonFiniteGradientError(RuntimeError):
-    """Error on every rank of a group: a gradient was NaN or infinite before it was reduced."""
+    """Error on every rank of a group: a rank's gradient was NaN or infinite before it was reduced."""
 
 
 @dataclass(frozen=True)
 class Measured:
     """Measurements of one iteration's gradients, on the device.
 
-    by_bucket: names, and for each the largest absolute element and, if it is checked, the norm: [1 or 2, names], fp64.
-    finite_so_far: by name, whether a parameter's sum is finite after each of its gradients: [], bool.
+    by_bucket: names, and for each name the largest absolute element and, if checked, the norm: [1 or 2, names], fp64.
+    finite_so_far: by name, whether a parameter's sum was finite after each of its gradients: [], bool, each.
     """
 
     by_bucket: list[tuple[list[str], torch.Tensor]] = field(default_factory=list)
@@ -458,11 +458,11 @@ class Measured:
 
 
 class GradChecks:
-    """Finds gradients that are not finite (`nan`), and warns of those that are far larger than before (`large`).
+    """Finds non-finite gradients (`nan`), and warns of norms far larger than in earlier steps (`large`).
 
-    each: also checks the sum after every gradient, to report the first microbatch that made it non-finite. Without it,
-    this is done for `probe` alone, one small parameter near the model's input. That costs next to nothing, and a
-    non-finite gradient of a later layer propagates to it.
+    each: also checks every parameter's sum after each of its gradients, to report the first microbatch that made it
+    non-finite. Without it, only the sum of `probe` is checked, one small parameter near the model's input: it costs
+    next to nothing, and a non-finite gradient of a later layer propagates to it.
     """
 
     def __init__(self, *, nan: bool, large: bool, each: bool = False, probe: nn.Parameter | None = None) -> None:
@@ -477,7 +477,7 @@ class GradChecks:
         if not (config.check_for_nan_in_grad or config.check_for_large_grads):
             return None
         params = () if module is None else module.parameters()
-        # A norm's weight or a bias.
+        # The first vector, such as the weight of a norm or a bias.
         probe = next((param for param in params if param.requires_grad and param.ndim == 1), None)
         return cls(
             nan=config.check_for_nan_in_grad, large=config.check_for_large_grads, each=config.ddp_debug, probe=probe
@@ -493,7 +493,7 @@ class GradChecks:
         named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
         if not named_grads:
             return
-        # Extremes, which are NaN if any element is. Sums would not do: those of finite elements may overflow.
+        # Extremes are NaN if any element is. Sums cannot be used, because a sum of finite elements may overflow.
         lows, highs = zip(*(torch.aminmax(grad) for _, grad in named_grads))
         numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
         if self._large:
@@ -505,7 +505,7 @@ class GradChecks:
         self._measured.finite_so_far.setdefault(name, []).append(total.isfinite().all())
 
     def take_measured(self) -> Measured:
-        """Returns and clears the measurements, for passes that a CUDA graph captures."""
+        """Returns and clears the measurements; for backward passes that a CUDA graph captures."""
         measured = self._measured
         self.forget()
         return measured
@@ -532,12 +532,12 @@ class GradChecks:
         if norms and not bad:
             for name, norm in zip(names, norms[0]):
                 self._compare(name, norm)
-        # Names with a known first microbatch come first, as a message lists few names.
+        # A message lists few names, so those with a known first microbatch are listed first.
         bad = sorted(dict.fromkeys(bad), key=lambda name: name not in self._measured.finite_so_far)
         return [self._since_when_sync(name) for name in bad] if self._nan else []
 
     def _since_when_sync(self, name: str) -> str:
-        # NOTE: reads the device, in case of an error only.
+        # NOTE: reads the device; called only for an error message.
         so_far = [bool(finite) for finite in self._measured.finite_so_far.get(name, [])]
         if all(so_far):
             return name
@@ -562,8 +562,8 @@ def raise_non_finite(
 ) -> NoReturn:
     """Raises NonFiniteGradientError with the findings of all ranks. Collective over the groups.
 
-    names: this rank's parameters with a non-finite gradient. groups: gathered over in turn, so that findings of the
-    first group reach the ranks of the next. in_backward: an optimizer may have updated by these gradients.
+    names: this rank's parameters with a non-finite gradient. groups: findings are gathered over each in turn, so that
+    those of the first group reach the ranks of the next. in_backward: an optimizer may already have used the gradients.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = {rank: names} if names else {}

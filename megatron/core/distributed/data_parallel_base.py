@@ -1,4 +1,7 @@
-"""_BaseDataParallel: what training loops, optimizers and users' hooks ask of a chunk wrapped for data parallelism."""
+"""_BaseDataParallel: the interface of a model chunk wrapped for data parallelism, and checks that all wrappers share.
+
+Training loops, optimizers and users' hooks use it; distributed_data_parallel.py and torch_fsdp2.py implement it.
+"""
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
@@ -30,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 from megatron.core.utils import ModelWrapper
 
-# What optimizers step and all back ends add up.
+# Dtypes that all optimizers can update and all back ends can sum.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -48,9 +51,9 @@ class _BaseDataParallel(ModelWrapper):
     In a step: `zero_grad_buffer`, forward and backward of each microbatch, `finish_grad_sync`, the optimizer's update,
     `note_update`.
 
-    Hooks on reduced gradients fire once in an iteration, on all ranks, after the backward that reduces (never in
-    `no_sync`); docs/hooks.md says when and in which order. Hooks that are on a parameter when it is wrapped are taken
-    over, for its reduced gradient.
+    Hooks on reduced gradients fire once per iteration, on all ranks, after the backward pass that reduces (never in
+    `no_sync`); docs/hooks.md documents their order. Hooks that a parameter has when it is wrapped are called with its
+    reduced gradient from then on.
     """
 
     config: ModelParallelConfig
@@ -60,7 +63,7 @@ class _BaseDataParallel(ModelWrapper):
     _hook_runner: GradHookRunner
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Calls the wrapped module's forward."""
         return self.module(*inputs, **kwargs)
 
     @property
@@ -70,15 +73,15 @@ class _BaseDataParallel(ModelWrapper):
 
     @abstractmethod
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
-        """Makes all gradients zero and begins an iteration."""
+        """Zeroes all gradients and begins an iteration."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients that come inside add up, and nothing is reduced."""
+        """Context in which gradients accumulate without being reduced."""
 
     @abstractmethod
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduces what is left and waits for all of it. Collective."""
+        """Reduces gradients that were not reduced during backward and waits for all reductions. Collective."""
 
     @abstractmethod
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -94,11 +97,11 @@ class _BaseDataParallel(ModelWrapper):
 
     @abstractmethod
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Starts to gather what other ranks have updated, where forward does not."""
+        """Starts to gather the parameters that other ranks have updated, unless forward gathers them."""
 
     @property
     def device(self) -> torch.device:
-        """Where the module's parameters are, frozen ones too: this rank takes part in sums in any case."""
+        """The device of the module's parameters, including frozen ones, since this rank joins collectives anyway."""
         return next((param.device for param in self.module.parameters()), default_device())
 
     # Hooks on reduced gradients.
@@ -106,42 +109,44 @@ class _BaseDataParallel(ModelWrapper):
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
         """Returns this rank's part of a parameter, any shape and dtype; always the same object.
 
-        Its `.grad` is set during post-accumulate hooks. It is the parameter itself without shards, a view, [n], under
-        ZeRO-1 and ZeRO-2, and the sharded parameter, a DTensor, under FSDP2.
+        Its `.grad` is set during post-accumulate hooks. Without sharding it is the parameter itself, under ZeRO-1 and
+        ZeRO-2 a view, [n], and under FSDP2 the sharded parameter, a DTensor. Raises ValueError for a parameter that is
+        not wrapped.
         """
         return self._hook_runner.owned_shard(param)
 
     def set_consumer(self, consumer: GradConsumer | None) -> None:
-        """Attaches an optimizer that takes each bucket after the hooks; None: takes it off."""
+        """Attaches an optimizer that receives each reduced bucket after the hooks; None detaches it."""
         self._hook_runner.consumer = consumer
 
     def set_state_provider(self, provider: StateProvider) -> None:
-        """Sets the bound method that `ReadyBucket.states` calls, the last one given, while its object is in use."""
+        """Sets the method that `ReadyBucket.states` calls, replacing the previous one; its object is held weakly."""
         self._hook_runner.set_state_provider(provider)
 
     def notify_grads_final(self) -> None:
-        """Releases gradients that were not final when they were reduced to hooks; complete_model_grads calls it."""
+        """Runs the hooks of gradients that became final after their reduction; complete_model_grads calls it."""
         self._hook_runner.release_queued()
 
     def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
-        """Calls `hook(owned_shard(param))` when the gradient of a parameter, any shape and dtype, is reduced."""
+        """Registers `hook(owned_shard(param))`, called when a parameter's gradient, any shape and dtype, is reduced."""
         return self._hook_runner.hooks.register_post_accumulate_grad_hook(param, hook)
 
     def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
-        """Calls `hook` with each bucket when it is reduced, as a ReadyBucket."""
+        """Registers a hook that is called with each bucket, as a ReadyBucket, when it is reduced."""
         return self._hook_runner.hooks.register_bucket_ready_hook(hook)
 
     def register_post_backward_hook(
         self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
     ) -> RemovableHandle:
-        """Calls `hook` when all of `params`, any shapes and dtypes, are reduced, with a list of ReadyBucket that hold
-        these alone.
+        """Registers a hook that is called when the gradients of all `params`, any shapes and dtypes, are reduced.
+
+        Its argument is a list of ReadyBucket that contain only these parameters.
         """
         return self._hook_runner.hooks.register_post_backward_hook(params, hook)
 
 
 def require_wrapped(chunk: nn.Module) -> _BaseDataParallel:
-    """`chunk` itself; raises ValueError if it is not wrapped for data parallelism."""
+    """Returns `chunk`; raises ValueError if it is not wrapped for data parallelism."""
     if not isinstance(chunk, _BaseDataParallel):
         raise ValueError(
             f"model chunk is a {type(chunk).__name__}: must be wrapped in DistributedDataParallel, or in "
@@ -151,7 +156,7 @@ def require_wrapped(chunk: nn.Module) -> _BaseDataParallel:
 
 
 def check_wrapper_types(wrapper: str, **given: tuple[object, type]) -> None:
-    """Raises TypeError where an argument of a wrapper is of another type; given: by name, the value and its type."""
+    """Raises TypeError for an argument of a wrapper with a wrong type; given: value and required type, by name."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             raise TypeError(
@@ -161,7 +166,7 @@ def check_wrapper_types(wrapper: str, **given: tuple[object, type]) -> None:
 
 
 def groups_or_existing(groups: ProcessGroupCollection | None) -> ProcessGroupCollection:
-    """The groups themselves; for None those of parallel_state, or else all ranks there are."""
+    """Returns `groups`; None means the groups of parallel_state or, without them, one group of all ranks."""
     groups = groups or existing_process_groups()
     if groups.dp_cp is None and dist.is_initialized():
         return ProcessGroupCollection(dp=dist.group.WORLD, dp_cp=dist.group.WORLD)
@@ -169,12 +174,16 @@ def groups_or_existing(groups: ProcessGroupCollection | None) -> ProcessGroupCol
 
 
 def check_params(module: nn.Module) -> None:
-    """Raises ValueError where parameters that require grad are in no dtype or place that can be wrapped."""
+    """Raises ValueError if a parameter cannot be wrapped.
+
+    Parameters must not be DTensors, and no two parameters or buffers may overlap in memory. Parameters that require
+    grad must have a dtype of _DTYPES, be on one device and be in no other wrapper.
+    """
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(
-                f"parameter {name} is a DTensor: the module was given to fully_shard, as by "
-                "TorchFullyShardedDataParallel, before; wrap another one that is not, once"
+                f"parameter {name} is a DTensor: fully_shard, as in TorchFullyShardedDataParallel, has already sharded "
+                "the module; wrap a module that is not sharded yet, and only once"
             )
     check_apart([*module.named_parameters(), *module.named_buffers()])
     trained = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
@@ -183,14 +192,14 @@ def check_params(module: nn.Module) -> None:
             raise ValueError(f"parameter {name} is {param.dtype} and requires grad: must be one of {list(_DTYPES)}")
         if param.device != trained[0][1].device:
             raise ValueError(
-                f"parameter {name} is on {param.device} where {trained[0][0]} is on {trained[0][1].device}: all that "
-                "require grad must be on one device"
+                f"parameter {name} is on {param.device} but {trained[0][0]} is on {trained[0][1].device}: all "
+                "parameters that require grad must be on one device"
             )
-        # Two wrappers would each reduce a part of its gradient, and the first one's buffer be nobody's parameter.
+        # Two wrappers would each reduce a part of its gradient, and the first one's buffer would no longer hold it.
         if is_wrapped(param):
             raise ValueError(
-                f"parameter {name} is in another DistributedDataParallel: call that one's release() before the module "
-                "is wrapped again; two chunks cannot share a parameter"
+                f"parameter {name} is in another DistributedDataParallel: call release() on that wrapper before "
+                "wrapping the module again; two chunks cannot share a parameter"
             )
 
 
@@ -201,20 +210,24 @@ def gradient_scale(
     config: ModelParallelConfig,
     ddp_config: DistributedDataParallelConfig,
 ) -> float:
-    """Factor of every gradient before its sum over `group`, all ranks that hold the parameter."""
+    """Returns the factor of every gradient before its sum over `group`, the ranks that hold the parameter.
+
+    The sum is then the mean over data-parallel ranks. With per-token loss the factor is 1: _divide_by_tokens
+    (finalize_model_grads.py) divides the sum later, and is_completed_later (grad_hooks.py) defers hooks until then.
+    """
     if config.calculate_per_token_loss:
         return 1.0
-    # An expert's gradient has its share of every rank's tokens already, so the number of replicas is that of the dense
-    # layers for both.
+    # An expert already receives tokens of every data-parallel rank, so its gradient is divided by the number of dense
+    # replicas, too.
     replicas = group_size(groups.dp_cp)
     return group_size(group) / replicas if ddp_config.average_in_collective else 1.0 / replicas
 
 
 def expert_ranks_differ(groups: ProcessGroupCollection) -> bool:
-    """Whether experts are reduced over other ranks than the rest."""
+    """Whether expert gradients are reduced over other ranks than dense gradients."""
     return _ranks(groups.expt_dp) != _ranks(groups.dp_cp)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int] | None:
-    # A group of this rank alone is None, or one of a grid.
+    # The group of a single rank may be None or a group of a grid.
     return None if group is None or group_size(group) == 1 else dist.get_process_group_ranks(group)

@@ -1,10 +1,10 @@
-"""DdpDebug: a BucketObserver that stops a step when something touches parameters or gradients at the wrong time.
+"""DdpDebug: a BucketObserver that stops a step when parameters or gradients are accessed at the wrong time.
 
 It is slow, and reads the device. It also checks that each element of a buffer has one owner.
 
-[Note: debug mode] What must not be read holds NaN: the parameters that other ranks own, from this rank's update to
-their gather, and the gradients whose sums other ranks have. What must not be written has a checksum. Sums are taken in
-rank order while debugging, since only then a bucket stays as it is from its launch until someone waits for it.
+[Note: debug mode] Memory that must not be read is filled with NaN: the parameter shards of other ranks, from this
+rank's update to their gather, and the gradient shards whose sums other ranks own. Memory that must not be written has a
+checksum. Debug mode sums in rank order, because only then a bucket keeps its values from the launch to the wait.
 """
 
 from collections import Counter
@@ -26,18 +26,18 @@ from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import added_to_main_grad
 
-# The integer types whose sum over a tensor's bits is its checksum.
+# A checksum is the sum of a tensor's bits, viewed as integers of the elements' size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DdpDebugError(RuntimeError):
-    """A parameter or gradient was read, written or sent at the wrong time; the message names the parameters."""
+    """Error of debug mode: a parameter or gradient was read, written or sent at the wrong time."""
 
 
 class DdpDebug:
     """A BucketObserver with the checks of --ddp-debug; see [Note: debug mode].
 
-    tell_others: makes the other ranks raise as well, which may have found no error and wait for this one.
+    tell_others: sends the message to the other ranks, which may be waiting for this one, so that they raise, too.
     """
 
     def __init__(self, tell_others: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class DdpDebug:
         self._reads = _StaleReads(self._stop)
 
     def attach(self, groups: Sequence[_ParamAndGradBucketGroup], module: nn.Module) -> None:
-        """Starts to check these groups. Collective: the ranks' shards must cover every element once."""
+        """Starts to check these groups. Collective: also checks that the ranks' shards cover every element once."""
         for group in groups:
             self._check_views(group)
         for buffer in dict.fromkeys(bucket.buffer for group in groups for bucket in group.buckets):
@@ -68,15 +68,15 @@ class DdpDebug:
         self._is_first_grad = True
 
     def before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Checks before the first gradient that all are zero, except those that kernels have already added."""
+        """Checks before the first gradient that all are zero, except gradients that kernels have already added."""
         if self._is_first_grad:
             self._is_first_grad = False
             for other in self._groups:
-                self._check_zero_sync(other, "when the first gradient of the iteration came")
+                self._check_zero_sync(other, "when the first gradient of the iteration was ready")
 
     def after_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Checks that a late gradient was kept apart from gradients already sent."""
-        self._check_grads_unchanged(group, "its gradient came")
+        """Checks that a late gradient was not added to gradients already sent."""
+        self._check_grads_unchanged(group, "a late gradient was ready")
 
     def before_launch(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is Traffic.GATHER:
@@ -97,7 +97,7 @@ class DdpDebug:
 
     def before_wait(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> None:
         if traffic is not Traffic.GATHER:
-            self._check_grads_unchanged(group, "someone waited for the sum")
+            self._check_grads_unchanged(group, "the sum was waited for")
             # The wait itself changes them.
             self._sent_grads.pop(group.name, None)
 
@@ -130,7 +130,7 @@ class DdpDebug:
     def gather_due(self, group: _ParamAndGradBucketGroup) -> None:
         """Poisons the parameter shards of other ranks and forbids reads of them until the gather."""
         if group.name in self._under_way:
-            self._stop(f"{_names(group)} were updated while their gather was under way: it was never waited for")
+            self._stop(f"{_names(group)} were updated while their gather was in flight: call wait_params first")
         self._check_views(group)
         for bucket in group.buckets:
             _poison(bucket.param_data, bucket)
@@ -148,22 +148,22 @@ class DdpDebug:
         before = self._sent_grads.get(group.name, [])
         for slot, checksum in zip(group.slots, before):
             if _checksum_sync(slot.comm_view) != checksum:
-                self._stop(f"gradient of {slot.name} was written after its reduction had started; seen when {when}")
+                self._stop(f"gradient of {slot.name} was written after its reduction had started; found when {when}")
 
     def _check_views(self, group: _ParamAndGradBucketGroup) -> None:
-        """Stops where a parameter or its gradient is not what lies in the buffers, in their types."""
+        """Stops unless every parameter and gradient is a view of its buffer, with its dtype."""
         for bucket in group.buckets:
             dtype = bucket.param_data.dtype
             for slot in bucket.slots:
                 if not _is_at(slot.param, _slice_of(bucket.param_data, slot, bucket=bucket)):
-                    self._stop(f"parameter {slot.name} is no view of its buffer any more: its data was replaced")
+                    self._stop(f"parameter {slot.name} is no longer a view of its buffer: its data was replaced")
                 if not _is_at(slot.comm_view, _slice_of(bucket.grad_data, slot, bucket=bucket)):
-                    self._stop(f"gradient of {slot.name} is no view of its buffer any more")
+                    self._stop(f"gradient of {slot.name} is no longer a view of its buffer")
                 if slot.param.dtype != dtype:
-                    self._stop(f"parameter {slot.name} is {slot.param.dtype}: {dtype} was wrapped")
+                    self._stop(f"parameter {slot.name} is {slot.param.dtype} but its buffer is {dtype}")
 
     def _check_poison_sync(self, group: _ParamAndGradBucketGroup) -> None:
-        """Others' shards are NaN until they arrive; this rank's own is being updated."""
+        """Stops unless other ranks' shards are still NaN; this rank's own shard is being updated."""
         with self._reads.paused():
             for bucket in group.buckets:
                 intact = torch.ones_like(bucket.param_data, dtype=torch.bool)
@@ -171,7 +171,7 @@ class DdpDebug:
                     part.copy_(value.isnan())
                 for slot in bucket.slots:
                     if not bool(_slice_of(intact, slot, bucket=bucket).all()):
-                        self._stop(f"parameter {slot.name} was written before its gather: wait_params first")
+                        self._stop(f"parameter {slot.name} was written before its gather: call wait_params first")
 
     def _stop(self, message: str) -> NoReturn:
         self._tell_others(message)
@@ -208,8 +208,8 @@ def _names(group: _ParamAndGradBucketGroup) -> str:
     return ", ".join(slot.name for slot in group.slots)
 
 
-# Uses of a parameter before its all-gather. Inside a module's forward any use is found, alike on all ranks. Outside the
-# optimizer is at work, so that only what other ranks own may not be touched.
+# Uses of a parameter before its all-gather. Inside a module's forward every use is an error, on all ranks. Outside, the
+# optimizer updates this rank's shards, so that only uses of other ranks' shards are errors.
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Range:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Range":
-        """From a tensor's first element to its last: any shape and dtype."""
+        """Builds the range from the first to the last element of a tensor, any shape and dtype."""
         begin = int(tensor.storage_offset())
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         return cls(begin, begin + 1 + reach if tensor.numel() else begin)
@@ -236,7 +236,7 @@ class _Range:
 
 @dataclass(frozen=True)
 class _Stale:
-    """A parameter that may not be used now: where it is, and which parts of that are others' to update."""
+    """A parameter that may not be used now. whole: all of its memory. of_others: the parts that other ranks update."""
 
     name: str
     whole: list[_Range]
@@ -244,7 +244,7 @@ class _Stale:
 
 
 class _StaleReads:
-    """The parameters that may not be touched now, and the modules whose forward is watched; stop: raises a message."""
+    """Finds uses of stale parameters in watched modules' forward and outside it; stop: raises an error."""
 
     def __init__(self, stop: Callable[[str], NoReturn]) -> None:
         self._stop = stop
@@ -253,7 +253,7 @@ class _StaleReads:
         self._outside = _Watch(self, is_outside=True)
 
     def watch(self, module: nn.Module) -> None:
-        """Looks at each operation of `module`'s forward from now on."""
+        """Checks each operation of `module`'s forward from now on."""
         modes: list[_Watch] = []
 
         def enter(*unused: Any) -> None:
@@ -264,12 +264,12 @@ class _StaleReads:
             modes.pop().__exit__(None, None, None)
             self._leave_outside()
 
-        # Outermost, so that also what other hooks do is seen; left when forward raises, too.
+        # Outermost, so that operations of other hooks are checked, too; left even if forward raises.
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
 
     def forbid(self, slots: Sequence[ParamSlot], *, own: torch.Tensor) -> None:
-        """The parameters are stale from now on; own: [n], any dtype, what this rank may still update."""
+        """Marks parameters as stale; own: [n], any dtype, the shard that this rank may still update."""
         for slot in slots:
             whole = _Range.of(slot.param)
             self._forbidden[slot.param] = _Stale(slot.name, [whole], whole.without(_Range.of(own)))
@@ -277,14 +277,14 @@ class _StaleReads:
             self._enter_outside()
 
     def allow(self, slots: Sequence[ParamSlot]) -> None:
-        """They are current."""
+        """Marks parameters as current."""
         for slot in slots:
             self._forbidden.pop(slot.param, None)
         self._leave_outside()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations inside are not looked at."""
+        """Context in which operations are not checked."""
         self._is_paused = True
         try:
             yield
@@ -292,31 +292,32 @@ class _StaleReads:
             self._is_paused = False
 
     def check(self, operation: Any, tensors: Iterable[Any], *, is_outside: bool) -> None:
-        """Stops if one of these, tensors or anything else, shares elements with a stale parameter.
+        """Stops if an argument of an operation shares elements with a stale parameter.
 
-        Any shapes and dtypes. operation: for the message. is_outside: of all modules' forward.
+        tensors: the arguments; tensors of any shapes and dtypes, and other objects, which are ignored. operation: for
+        the message. is_outside: whether the operation runs outside every watched module's forward.
         """
         if not self._forbidden or self._is_paused:
             return
-        taken = [(t.untyped_storage().data_ptr(), _Range.of(t)) for t in tensors if isinstance(t, torch.Tensor)]
+        used = [(t.untyped_storage().data_ptr(), _Range.of(t)) for t in tensors if isinstance(t, torch.Tensor)]
         names = [
             stale.name
             for param, stale in self._forbidden.items()
             for ranges in [stale.of_others if is_outside else stale.whole]
             if any(
                 address == param.untyped_storage().data_ptr() and any(one.meets(reach) for one in ranges)
-                for address, reach in taken
+                for address, reach in used
             )
         ]
         if names:
             self._stop(
-                f"{operation} takes {', '.join(names)} before the gather of these parameters is done: their module "
-                "must be called, or DistributedDataParallel.wait_params be called with them, first"
+                f"{operation} uses {', '.join(names)} before the gather of these parameters is complete: call their "
+                "module, or DistributedDataParallel.wait_params with them, first"
             )
 
     def _enter_outside(self) -> None:
-        # Below all modes of others, so that whoever enters one leaves that one. A model whose step ended in an error
-        # may have left its own.
+        # Entered only below modes of other code, because modes must be left in reverse order. A model whose step ended
+        # in an error may have left its own mode on the stack.
         modes = _get_current_dispatch_mode_stack()
         if self._outside not in modes and all(isinstance(mode, _Watch) and mode.is_outside for mode in modes):
             self._outside.__enter__()
@@ -337,13 +338,13 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         reads_nothing = func.is_view or name.endswith("_like") or name.startswith("new_")
-        # Collectives are what makes the parameters current.
+        # Collectives are excluded, because they make the parameters current.
         if not reads_nothing and func.namespace != "c10d":
             self._reads.check(func, tree_leaves((args, kwargs)), is_outside=self.is_outside)
         return func(*args, **kwargs)
 
 
-# Whether the ranks' shards of a buffer are a partition of it: every element owned, none twice.
+# Check that the ranks' shards partition a buffer: every element has exactly one owner.
 
 
 def _check_coverage(buffer: FlatBuffer) -> None:
@@ -360,12 +361,12 @@ def _check_coverage(buffer: FlatBuffer) -> None:
 
 
 def find_coverage_problem(spans_of_ranks: Sequence[Sequence[Span]], *, numel: int) -> tuple[int, str] | None:
-    """The first element that has no owner, or several, or begins a shard off the grid, and what is wrong with it."""
+    """Returns the first element without exactly one owner, or at the start of a misaligned shard, with the problem."""
     owned = sorted((span.start, span.end, rank) for rank, spans in enumerate(spans_of_ranks) for span in spans)
     end, last = 0, -1
     for start, its_end, rank in owned:
         if start % ALIGNMENT or its_end % ALIGNMENT:
-            return start, f"is in a shard of rank {rank}, {start} to {its_end}, that is off the grid of {ALIGNMENT}"
+            return start, f"is in a shard of rank {rank}, {start} to {its_end}, that is not aligned to {ALIGNMENT}"
         if start > end:
             return end, "is owned by no rank"
         if start < end:

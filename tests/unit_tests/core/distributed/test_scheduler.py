@@ -134,7 +134,7 @@ def test_b37_one_rank_alone_and_models_without_trainable_parameters(settings):
             lambda: nn.Linear(2, 2, dtype=torch.complex64),
             r"1.weight is torch.complex64 and requires grad: must be one of",
         ),
-        (lambda: nn.Linear(2, 2, device="meta"), "1.weight is on meta where 0.weight is on cpu: .* on one device"),
+        (lambda: nn.Linear(2, 2, device="meta"), "1.weight is on meta but 0.weight is on cpu: .* on one device"),
         (lambda: wrapped(nn.Linear(2, 2)).module, r"1.weight is in another .* two chunks cannot share a parameter"),
     ],
 )
