@@ -1,29 +1,49 @@
-"""The ways of a token through expert layers, and of a saved activation into pages, stay as short as they are."""
+"""docs/tour.md lists each function on the ways of a token and of an activation, and they stay as short as they are."""
 
 import pytest
 
-from tests.distributed.token_walk import Buffers, report, trace_activation, trace_token
+from tests.distributed.token_walk import Buffers, report, trace_activation, trace_token, without_activation
+from tests.distributed.tour import differences
 from tests.distributed.walks import lines, paths
 
-# Files of megatron.core that are entered today. Lower them with the code; a new file on a way needs a reason.
+# Files of megatron.core that are entered. Lower them with the code; a new file on a way needs a reason.
 FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 17, Buffers.STASH: 24}
 FILES_OF_ACTIVATION = 8
 
 
+@pytest.fixture(scope="module")
+def tokens():
+    """What the first rank enters, by kind of buffers."""
+    return {buffers: trace_token(buffers)[0] for buffers in Buffers}
+
+
+@pytest.fixture(scope="module")
+def activation():
+    return trace_activation()
+
+
 @pytest.mark.parametrize("buffers", Buffers)
-def test_a_token_enters_no_more_files_than_before(buffers):
-    walk = trace_token(buffers)[0]
-    assert len(paths(walk)) <= FILES[buffers], report(buffers.value, walk)
+def test_a_token_enters_no_more_files_than_before(tokens, buffers):
+    assert len(paths(tokens[buffers])) <= FILES[buffers], report(buffers.value, tokens[buffers])
 
 
-def test_a_saved_activation_enters_no_more_files_than_before():
-    walk = trace_activation()
-    assert len(paths(walk)) <= FILES_OF_ACTIVATION, report("saved activation", walk)
+def test_a_saved_activation_enters_no_more_files_than_before(activation):
+    assert len(paths(activation)) <= FILES_OF_ACTIVATION, report("saved activation", activation)
 
 
-def test_the_way_of_an_activation_leads_into_pages_and_back():
-    walk = lines(trace_activation())
-    landmarks = ["PagedStash.context", "StashGroup.pack", "PagePool.plan", "PagePool.stash", "PagePool.restore"]
-    landmarks += ["PagePool.release", "PagedStash.reset"]
-    first = [next(index for index, line in enumerate(walk) if line.endswith(name)) for name in landmarks]
-    assert first == sorted(first)
+def test_the_tour_lists_each_function_that_a_token_enters(tokens):
+    """`PYTHONPATH=. python tests/distributed/tour.py token` prints the lines of the page."""
+    missing = differences("A token through an expert layer and back", lines(tokens[Buffers.DYNAMIC]))
+    assert not missing, missing
+
+
+def test_the_tour_lists_each_function_that_a_token_enters_with_a_stash(tokens):
+    """`PYTHONPATH=. python tests/distributed/tour.py stash` prints the lines of the page."""
+    missing = differences("A token through static buffers and the stash", without_activation(tokens[Buffers.STASH]))
+    assert not missing, missing
+
+
+def test_the_tour_lists_each_function_that_a_saved_activation_enters(activation):
+    """`PYTHONPATH=. python tests/distributed/tour.py activation` prints the lines of the page."""
+    missing = differences("A saved activation into pages and back", lines(activation))
+    assert not missing, missing

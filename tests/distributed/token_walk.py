@@ -64,6 +64,12 @@ def trace_activation() -> list[Entered]:
     return _traced_after_warm_up(step)
 
 
+def without_activation(token: Sequence[Entered]) -> list[str]:
+    """Returns `file: qualname` of each function of a token's way that a saved activation does not enter."""
+    of_activation = set(lines(trace_activation()))
+    return [line for line in lines(token) if line not in of_activation]
+
+
 def _token_on_rank(buffers: Buffers) -> list[Entered]:
     torch.manual_seed(0)
     fields: dict[str, Any] = {} if buffers is Buffers.DYNAMIC else {"moe_expert_rank_capacity_factor": 2.0}

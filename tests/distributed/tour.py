@@ -78,15 +78,21 @@ def _expand(line: str) -> Iterator[str]:
 
 def _trace(name: str) -> list[str]:
     # Imported here, since the tests of the walks import this file.
-    from tests.distributed import batch_walk, gradient_walk
+    from tests.distributed import batch_walk, gradient_walk, token_walk
 
     match name:
         case "batch":
             return lines(batch_walk.trace_batch())
         case "gradient":
             return gradient_walk.trace_walk()[0].lines()
+        case "token":
+            return lines(token_walk.trace_token(token_walk.Buffers.DYNAMIC)[0])
+        case "stash":
+            return token_walk.without_activation(token_walk.trace_token(token_walk.Buffers.STASH)[0])
+        case "activation":
+            return lines(token_walk.trace_activation())
         case _:
-            raise ValueError(f"the walk is {name!r}: must be batch or gradient")
+            raise ValueError(f"the walk is {name!r}: must be batch, token, stash, activation or gradient")
 
 
 if __name__ == "__main__":
