@@ -36,7 +36,7 @@ from megatron.core.parallel_state import get_process_groups  # noqa: E402
 from megatron.core.process_groups_config import group_rank, group_size  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes  # noqa: E402
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
 from megatron.training.expert_memory import build_expert_memory  # noqa: E402
 from megatron.training.failure_board import FailureBoard  # noqa: E402

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
+from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
 from tools.report_figures import layer_table_figure, run_names
 from tools.run_log import RUNGS, RunLog
 

@@ -6,7 +6,7 @@ What is planned is tools/plan_stash.py's; the same in words is stash_plan_words.
 from collections.abc import Sequence
 from html import escape
 
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
+from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
 from megatron.training.dry_run.html_parts import html_list, html_page, section, table
 from megatron.training.dry_run.pictures import Bar, Panel, stacked_bars, stacked_columns
 from megatron.training.stash_plan.costs import StageCosts

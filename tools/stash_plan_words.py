@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.moe.paged_stash import Counter
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
+from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.registry import flag_table
 from megatron.training.stash_plan.costs import StageCosts

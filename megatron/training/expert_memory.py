@@ -19,19 +19,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
-from megatron.core.transformer.moe.paged_stash.peak_factors import rounded_up
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
+    LearnedSizes,
+    StepNeeds,
     capacity_factor,
     check_effect,
     expected_share,
+    gain_line,
     grown_sizes,
     learned_lines,
     pool_layout,
+    rounded_up,
+    stash_footprint,
+    step_needs,
 )
-from megatron.core.transformer.moe.paged_stash.stash_gain import gain_line, stash_footprint
-from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step_needs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors

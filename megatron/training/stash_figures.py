@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, StashEvent, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow
-from megatron.core.transformer.moe.paged_stash.stash_order import Group, layer_name
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, layer_name
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepFigures:
     prefetch_groups: int
 
 
-def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[Group, int]:
+def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[GroupKey, int]:
     """Live rows of each expert forward of a step. passes: layers of the forwards, in order; rows: as many, or more."""
     forwards: Multiset[int] = Multiset()
     found = {}

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.transformer.moe.paged_stash import EventKind
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, page_moves
-from megatron.core.transformer.moe.paged_stash.stash_order import Group, layer_of
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, layer_of
 from megatron.training.stash_figures import StepFigures, rows_by_group
 
 
@@ -30,6 +30,6 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
     return {"passes": [signs[event.kind] * layer_of(event.name) for event in step.events], "changes": changes}
 
 
-def _pages_of(group: Group, pool: PoolModel, *, sign: int) -> tuple[int, int, int]:
+def _pages_of(group: GroupKey, pool: PoolModel, *, sign: int) -> tuple[int, int, int]:
     tensors = pool.held[group]
     return layer_of(group[0]), sign * sum(one.device for one in tensors), sign * sum(one.host for one in tensors)

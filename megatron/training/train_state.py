@@ -6,7 +6,7 @@ Weights, optimizer and random-number state are elsewhere; this is what a log lin
 import dataclasses
 from typing import Any
 
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import PoolLayout
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.distributed.stash_runs import stash

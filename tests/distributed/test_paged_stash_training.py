@@ -51,7 +51,7 @@ POOLS: dict[str, Flags] = {
     "without x": stash(0.05),
     "host alone": stash(0, 8),
     "spill": stash(0.4, 8),
-    "spill and rungs": stash(0.3, 0.3),
+    "spill and recompute": stash(0.3, 0.3),
     "rerun": stash(0.6, overflow_policy="rerun"),
     "measured": stash(-0.9),
     "over budget": {**stash(1.1), "moe-expert-rank-capacity-factor": 1},
@@ -59,8 +59,8 @@ POOLS: dict[str, Flags] = {
 # What happens in the pools of which name.
 EFFECTS = {
     "voids": {"without x", "over budget"},
-    "dropped": {"without act", "without gate_up", "spill and rungs"},
-    "spilled": {"host alone", "spill", "spill and rungs"},
+    "dropped": {"without act", "without gate_up", "spill and recompute"},
+    "spilled": {"host alone", "spill", "spill and recompute"},
 }
 AROUND: dict[str, Flags] = {
     "nothing": {},

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
 from megatron.training.global_vars import publish_run
 from megatron.training.initialize import initialize_megatron

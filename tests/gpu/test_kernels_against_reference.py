@@ -1,5 +1,6 @@
 """Every kernel of experts on a GPU against its operator on the CPU: the same bytes where it moves, one rounding where
-it computes. Random orders of operations are in test_stash_kernels.py, captured rungs in test_stash_rungs.py.
+it computes. Random orders of operations are in test_stash_kernels.py, captured recomputations in
+test_stash_recompute.py.
 """
 
 import math
@@ -100,7 +101,7 @@ def test_pages_rings_and_rows_have_the_cpus_bytes(dtype: torch.dtype, width: int
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize(("dtype", "width"), CASES, ids=str)
-def test_products_agree_and_rungs_have_their_bits(
+def test_products_agree_and_recomputations_have_their_bits(
     dtype: torch.dtype, width: int, is_wide: bool, counts: list[int]
 ) -> None:
     inner, outer = (72, width) if is_wide else (width, 72)
@@ -130,7 +131,9 @@ def test_products_agree_and_rungs_have_their_bits(
     [("swiglu", *case) for case in CASES] + [(name, torch.float32, 1000) for name in PLAIN],
     ids=str,
 )
-def test_activations_agree_and_rungs_have_their_bits(activation: str, dtype: torch.dtype, ffn: int, rows: int) -> None:
+def test_activations_agree_and_recomputations_have_their_bits(
+    activation: str, dtype: torch.dtype, ffn: int, rows: int
+) -> None:
     capacity, num_rows = 33, torch.tensor([rows])
     gate_up = made(capacity, ffn * (1 + ("glu" in activation)), rows=rows).to(dtype)
     scale, grad = made(capacity, 1, rows=rows, seed=1).view(-1), made(capacity, ffn, rows=rows, seed=2).to(dtype)

@@ -18,9 +18,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
-from megatron.core.transformer.moe.paged_stash.sizing import pool_layout
-from megatron.core.transformer.moe.paged_stash.step_needs import step_needs
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
 from megatron.training.dry_run.activations import EXPERTS
 from megatron.training.dry_run.layer_facts import LayerKind, ModelFacts, PartFacts, Place
 from megatron.training.expert_schedule import stash_events

@@ -13,8 +13,7 @@ from megatron.core.transformer.moe.paged_stash import Counter, Priority
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.cost_model import ExpertShape, GroupCosts, Machine
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
-from megatron.core.transformer.moe.paged_stash.stash_gain import gain_line, stash_footprint
-from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds
+from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, gain_line, stash_footprint
 from megatron.training.device_table import Device
 from megatron.training.stash_plan.outlook import Outlook
 from megatron.training.stash_plan.routing import RoutingSpan

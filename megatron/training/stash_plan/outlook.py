@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash import Counter
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
+from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
 from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags
 from megatron.training.stash_plan.walk import Rung, Walk, factors_needed, walk

@@ -12,10 +12,10 @@ import numpy as np
 from megatron.core.transformer.moe.paged_stash import Counter, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove
 from megatron.core.transformer.moe.paged_stash.page_layout import COUNTER_OF_DROPPED
-from megatron.core.transformer.moe.paged_stash.stash_order import Group
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
 
 # Of a group: live rows [S, N], int64.
-RowsOf = Callable[[Group], np.ndarray]
+RowsOf = Callable[[GroupKey], np.ndarray]
 _COUNTED = (
     Counter.VOID,
     Counter.HIGH_WATER_DEVICE,
@@ -76,7 +76,7 @@ def simulate_pools(
     Counts as arithmetic.py's PoolModel, where no group has more rows than its buffers.
     """
     pools = _Pools(sizes, num_steps)
-    held: dict[Group, tuple[np.ndarray, np.ndarray]] = {}
+    held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
     by_priority = sorted(specs, key=lambda spec: spec.priority)
     for move in moves:
         if move.is_taken:

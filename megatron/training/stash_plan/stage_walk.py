@@ -10,11 +10,16 @@ import numpy as np
 
 from megatron.core.transformer.moe.paged_stash import PoolLayout, Priority
 from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow, reserve_table, resident_groups
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority, pages_for
-from megatron.core.transformer.moe.paged_stash.sizing import HEADROOM, expected_share, grown_sizes, pool_layout
-from megatron.core.transformer.moe.paged_stash.stash_order import Group, layer_of
-from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    HEADROOM,
+    LearnedSizes,
+    StepNeeds,
+    expected_share,
+    grown_sizes,
+    pool_layout,
+)
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, layer_of
 from megatron.training.stash_plan.pools import PoolOutcomes, PoolSizes, Reserves, simulate_pools
 from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags
@@ -74,7 +79,7 @@ class StageWalk:
         most = self._max_rows
         rows = {layer: np.minimum(part.rows[layer], most).astype(np.int64) for layer in self.layers}
 
-        def rows_of(group: Group) -> np.ndarray:
+        def rows_of(group: GroupKey) -> np.ndarray:
             of_pass: np.ndarray = rows[layer_of(group[0])][group[1]]
             return of_pass
 
@@ -96,7 +101,7 @@ class StageWalk:
         if self.layouts is None:
             return np.zeros((part.num_steps, self._num_ranks), dtype=np.int64)
         held = peak = np.zeros((part.num_steps, self._num_ranks), dtype=np.int64)
-        pages: dict[Group, np.ndarray] = {}
+        pages: dict[GroupKey, np.ndarray] = {}
         for move in self._run.stages[self._stage].moves(self._num_microbatches, 0):
             if move.is_taken:
                 live = part.rows[layer_of(move.group[0])][move.group[1]].astype(np.int64)
@@ -180,7 +185,7 @@ def _reserve(needs: StepNeeds, num_rows: int) -> list[ReserveRow]:
         resident_groups(needs.events),
     )
 
-    def pages(group: Group) -> PagesByPriority:
+    def pages(group: GroupKey) -> PagesByPriority:
         return PagesByPriority() if group in resident else own
 
     return reserve_table(needs.events, pages, at_least=pages)

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.dispatch_static import (
 )
 from megatron.core.transformer.moe.paged_stash import StashEvent
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, page_moves
-from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, step_needs
+from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, step_needs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.training.command_line.validation import batch_sizes

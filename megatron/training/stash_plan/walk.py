@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, Priority
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
-from megatron.core.transformer.moe.paged_stash.sizing import HEADROOM, capacity_factor
+from megatron.core.transformer.moe.paged_stash.sizing import HEADROOM, LearnedSizes, capacity_factor
 from megatron.training.stash_plan.pools import PoolOutcomes
 from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stage_walk import StageWalk

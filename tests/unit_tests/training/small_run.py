@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig
 from megatron.training.train_state import TrainState

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.expert_lack import Lack, lacking_words
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory

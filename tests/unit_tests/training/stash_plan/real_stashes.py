@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import EventKind
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of
 from megatron.training import expert_memory
 from megatron.training.command_line.validation import batch_sizes

@@ -9,7 +9,7 @@ import numpy as np
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, PoolModel, page_moves, reserve_table
 from megatron.core.transformer.moe.paged_stash.page_layout import pages_for
-from megatron.core.transformer.moe.paged_stash.stash_order import Group
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
 from megatron.training.stash_plan.pools import PoolOutcomes, PoolSizes, Reserves, simulate_pools
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import random_events
@@ -61,7 +61,7 @@ def _at(found: PoolOutcomes, step: int, rank: int) -> tuple[dict[Counter, int], 
 
 
 def _alone(
-    moves: Sequence[PageMove], rows: dict[Group, int], *, layout: PoolLayout, table: np.ndarray
+    moves: Sequence[PageMove], rows: dict[GroupKey, int], *, layout: PoolLayout, table: np.ndarray
 ) -> tuple[dict[Counter, int], dict[Priority, int]]:
     pool, dropped = PoolModel(layout), {Priority.GATE_UP: 0, Priority.ACT: 0}
     for move in moves:

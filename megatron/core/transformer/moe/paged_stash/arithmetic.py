@@ -18,9 +18,9 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     live_rows,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey, StashEvent, StashOrder
 
-PagesOf = Callable[[Group], PagesByPriority]
+PagesOf = Callable[[GroupKey], PagesByPriority]
 ReserveRow = tuple[int, int, int]
 
 
@@ -31,7 +31,7 @@ class _Pass(NamedTuple):
     rank: int
 
 
-def resident_groups(events: Sequence[StashEvent]) -> set[Group]:
+def resident_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
     """Returns the groups whose backward directly follows their forward. They are not stashed and need no pages."""
     pairs = zip(events, events[1:])
     return {first.group for first, second in pairs if first.kind is not second.kind and first.group == second.group}
@@ -55,7 +55,7 @@ class PageMove(NamedTuple):
     """
 
     place: int
-    group: Group
+    group: GroupKey
     forward_index: int
     is_taken: bool
 
@@ -66,8 +66,8 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
     A backward releases the pages of its own group and of the groups that it prefetches.
     """
     order, resident = StashOrder(events), resident_groups(events)
-    indices: dict[Group, int] = {}
-    held: set[Group] = set()
+    indices: dict[GroupKey, int] = {}
+    held: set[GroupKey] = set()
     moves = []
     for place, event in enumerate(events):
         order.observe(event)
@@ -103,7 +103,7 @@ class Footprint:
 
 
 def footprint(
-    events: Sequence[StashEvent], max_bytes: Callable[[Group], int], *, layout: PoolLayout, prefetch_groups: int
+    events: Sequence[StashEvent], max_bytes: Callable[[GroupKey], int], *, layout: PoolLayout, prefetch_groups: int
 ) -> Footprint:
     """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups."""
     resident, groups = resident_groups(events), {event.group for event in events}
@@ -165,7 +165,7 @@ class PoolModel:
     """A pool without its memory. It makes the same decisions as the planning kernel and counts like it."""
 
     layout: PoolLayout
-    held: dict[Group, list[TensorPages]] = field(default_factory=dict)
+    held: dict[GroupKey, list[TensorPages]] = field(default_factory=dict)
     counters: dict[Counter, int] = field(default_factory=lambda: dict.fromkeys(Counter, 0))
 
     @property
@@ -176,7 +176,7 @@ class PoolModel:
         return device, self.layout.host_pages - sum(one.host for one in taken)
 
     def plan(
-        self, group: Group, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
+        self, group: GroupKey, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
     ) -> list[TensorPages]:
         """Allocates pages for a group's tensors, the most important ones first. Returns them in the order of specs."""
         most = min((spec.max_tokens for spec in specs), default=num_rows)
@@ -199,7 +199,7 @@ class PoolModel:
         self._raise_high_water()
         return self.held[group]
 
-    def release(self, group: Group) -> None:
+    def release(self, group: GroupKey) -> None:
         """Frees the group's pages. Does nothing for groups that hold none."""
         self.held.pop(group, None)
 
@@ -232,13 +232,13 @@ class GroupRows:
 class Simulation:
     """Pages of every group of a step, and the pool's counters at its end."""
 
-    placements: dict[Group, list[TensorPages]]
+    placements: dict[GroupKey, list[TensorPages]]
     counters: dict[Counter, int]
 
 
 def simulate(
     events: Sequence[StashEvent],
-    rows: Callable[[Group], GroupRows],
+    rows: Callable[[GroupKey], GroupRows],
     *,
     layout: PoolLayout,
     reserve: Sequence[ReserveRow] | None = None,
@@ -257,13 +257,13 @@ def simulate(
     return Simulation(placements, pool.counters)
 
 
-def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[Group]]:
+def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
     """Returns the events that allocate or release pages, and the groups in the order of their forwards.
 
     The second part of a split backward, and a backward without a forward, are left out.
     """
-    rank_of: dict[Group, int] = {}
-    closed: set[Group] = set()
+    rank_of: dict[GroupKey, int] = {}
+    closed: set[GroupKey] = set()
     passes = []
     for event in events:
         group, forward = event.group, event.kind is EventKind.FORWARD

@@ -1,9 +1,8 @@
-"""What stashing saves and costs, in bytes and seconds, from sizes alone. Pages are counted in arithmetic.py.
+"""Estimated savings and costs of stashing, in bytes and seconds, from sizes alone. arithmetic.py counts pages.
 
-Letters: H hidden, F ffn of one expert, N rows of a group, S pairs of (layer, micro-batch) that wait for backward at
-once, b bytes that a row leaves for backward, c capacity factor. Without a stash a layer keeps c x N rows whatever the
-router decided: static buffers are made for the worst case. These are estimates for choosing sizes; what a run really
-holds, its pool counts.
+Letters: H hidden, F ffn of one expert, N rows of a group, S pairs of (layer, micro-batch) kept for backward at the same
+time, b bytes that a row saves for backward, c capacity factor. Without a stash a layer keeps c x N rows, because static
+buffers are made for the worst case. These estimates help to choose sizes. The pool of a run counts its real use.
 """
 
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step, at whose peak S = live_groups groups of N = num_rows rows each wait for their backward."""
+    """Step at whose peak S = live_groups groups of N = num_rows rows each are kept for backward."""
 
     expert: ExpertShape
     num_rows: int
@@ -78,43 +77,43 @@ class StepShape:
 
     @property
     def group_bytes(self) -> int:
-        """N b: what one group leaves for backward in its live rows."""
+        """N b: bytes that one group saves for backward in its live rows."""
         return self.num_rows * self.expert.row_bytes
 
     @property
     def dropless_bytes(self) -> int:
-        """S N b: buffers as large as the live rows, which the host must know: no static shapes, no graph."""
+        """S N b: buffers as large as the live rows. The host must know these, so shapes are not static."""
         return self.live_groups * self.group_bytes
 
     @property
     def static_bytes(self) -> float:
-        """c S N b: every group keeps its worst case."""
+        """c S N b: bytes if every group keeps its worst case."""
         return self.capacity_factor * self.dropless_bytes
 
     def stashed_bytes(self, *, arena_factor: float = 1.1, prefetch_groups: int = 1, tail_bytes: float = 0.0) -> float:
-        """arena_factor S N b + (1 + prefetch_groups) c N b + tail_bytes: the arena and the static working sets.
+        """Returns the bytes of arena and working sets: arena_factor S N b + (1 + prefetch_groups) c N b + tail_bytes.
 
-        Working sets are the group that computes and those whose restore runs ahead of it.
+        Working sets are the group that computes and the prefetched groups.
         """
         working_set = self.capacity_factor * self.group_bytes
         return arena_factor * self.dropless_bytes + (1 + prefetch_groups) * working_set + tail_bytes
 
     def saving(self, *, arena_factor: float = 1.1, prefetch_groups: int = 1) -> float:
-        """Share of the static bytes that stashing saves, tails left out: 1 - (arena_factor + w c / S) / c.
+        """Returns the share of static bytes that stashing saves without tails: 1 - (arena_factor + w c / S) / c.
 
-        w is 1 + prefetch_groups. Negative where stashing costs memory: c near 1, or few live groups.
+        w is 1 + prefetch_groups. It is negative if stashing costs memory, with c near 1 or few live groups.
         """
         stashed = self.stashed_bytes(arena_factor=arena_factor, prefetch_groups=prefetch_groups)
         return 1 - stashed / self.static_bytes
 
     def tail_bytes(self, num_tensors: int, *, page_bytes: int) -> float:
-        """Expected unused bytes in last pages at the peak, for num_tensors tensors a group: half a page each."""
+        """Returns the expected unused bytes in last pages at the peak: half a page for each tensor of a group."""
         return self.live_groups * num_tensors * page_bytes / 2
 
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """Seconds that work on one group of num_rows rows takes. Beside other work it may cost less time than that."""
+    """Seconds of work on one group of num_rows rows. It costs less time if it overlaps with other work."""
 
     expert: ExpertShape
     num_rows: int
@@ -122,20 +121,20 @@ class GroupCosts:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward of the experts; a third of it is the forward."""
+        """Seconds of the experts' forward and backward. A third of it is the forward."""
         return self.num_rows * self.expert.flops / self.machine.flops
 
     def copy_seconds(self, row_bytes: int) -> float:
-        """Stash and restore of row_bytes bytes a row."""
+        """Returns the seconds to stash and restore row_bytes bytes per row."""
         return _PASSES * self.num_rows * row_bytes / self.machine.copied_bytes
 
     @property
     def rho(self) -> float:
-        """Stash and restore of everything over the compute they may hide behind."""
+        """Ratio of the time to stash and restore everything to the compute that may hide it."""
         return self.copy_seconds(self.expert.row_bytes) / self.compute_seconds
 
     def spill_seconds(self, share: float) -> float:
-        """One way between device and host, for that share of the group's bytes."""
+        """Returns the seconds of one way between device and host, for that share of the group's bytes."""
         return share * self.num_rows * self.expert.row_bytes / self.machine.host_bytes
 
     @property
@@ -145,10 +144,10 @@ class GroupCosts:
 
     @property
     def act_rung_seconds(self) -> float:
-        """Act computed again. It costs just memory traffic: gate_up is read and act written."""
+        """Seconds to recompute act. It only costs memory traffic: gate_up is read and act written."""
         return self.num_rows * (self.expert.gate_up_bytes + self.expert.act_bytes) / self.machine.copied_bytes
 
     @property
     def gate_up_rung_seconds(self) -> float:
-        """Gate_up computed again from x: a product with 2 F columns, 4 of the 18 H F flops of a row."""
+        """Seconds to recompute gate_up from x: a product with 2 F columns, 4 of the 18 H F flops of a row."""
         return self.num_rows * self.expert.gate_up_flops / self.machine.flops

@@ -1,5 +1,6 @@
-"""Reserve: how many pages gate_up and act have to leave free in each forward of a step, as a table on the device. The
-numbers are computed in arithmetic.py; the order in which groups run comes from stash_order.py.
+"""Reserve: the number of pages that gate_up and act leave free in each forward of a step, as a table on the device.
+
+arithmetic.py computes the numbers. stash_order.py gives the order in which groups run.
 """
 
 from collections.abc import Sequence
@@ -15,41 +16,41 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     pages_for,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey, StashEvent
 
 _NEVER_FREE = 2**62  # pages: more than any pool has
 
 
 class Reserve:
-    """Pages kept back, so that in a pool with room for every x no x lacks pages that gate_up or act took.
+    """Pages reserved for x, so that in a pool with room for every x no x lacks pages that gate_up or act took.
 
-    1. If the order of a step and the sizes of its groups are known, what reserve_table promises holds.
-    2. If some sizes are still unknown, as in the first step of a given order, groups that have not run count as much as
-       the largest that has. x is safe if none turns out larger; act may be given up later than gate_up.
+    1. If the order of a step and the sizes of its groups are known, the guarantees of reserve_table hold.
+    2. If some sizes are still unknown, as in the first step of a given order, groups that have not run count like the
+       largest one that has. x is safe if none turns out larger. gate_up may be dropped before act.
     3. If the order is unknown, gate_up and act get no pages.
     A step that departs from its order is in case 3 from then on, but gate_up and act keep the pages that they have.
-    All this is for share 1. With a smaller share every group is assumed to have exactly that share of max_rows, also
-    open groups, which will give their pages back: an expectation, and where it fails x may lack pages. With share 0
-    nothing is kept back.
+    All this is for share 1. With a smaller share, every group is assumed to have exactly that share of max_rows,
+    including open groups, which will release their pages. This is an expectation, and if it fails x may lack pages.
+    With share 0 nothing is reserved.
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device, *, share: float) -> None:
         self._layout, self._share = layout, share
-        self._stashed: dict[Group, tuple[Sequence[TensorSpec], int]] = {}  # what a group stashes, and of how many rows
-        self._pages: dict[Group, PagesByPriority] = {}  # the most that a group takes
+        self._stashed: dict[GroupKey, tuple[Sequence[TensorSpec], int]] = {}  # specs and max_rows of each group
+        self._pages: dict[GroupKey, PagesByPriority] = {}  # upper bound for each group
         self._droppable: set[str] = set()  # names of groups with gate_up or act
         self._events: tuple[StashEvent, ...] = ()
         self._starts: list[int] = []  # positions of forwards in events
-        self._resident: set[Group] = set()
+        self._resident: set[GroupKey] = set()
         self._table: list[ReserveRow] = []
-        self._pages_of_table: dict[Group, PagesByPriority] = {}
-        self._is_written = False  # whether _rows holds all of the table
-        # Memory that stays in place, as a CUDA graph may read it.
+        self._pages_of_table: dict[GroupKey, PagesByPriority] = {}
+        self._is_written = False  # whether _rows holds the whole table
+        # Persistent memory, because a CUDA graph may read it.
         self._rows = torch.zeros(0, len(Priority), dtype=torch.int64, device=device)
         self._inputs_alone = torch.tensor([0, _NEVER_FREE, _NEVER_FREE], dtype=torch.int64, device=device)
 
     def begin_step(self, events: tuple[StashEvent, ...]) -> None:
-        """Call before a step of these events, () if unknown. Allocates only if the number of forwards changed."""
+        """Prepares a step of these events, () if unknown. Allocates only if the number of forwards changed."""
         if events is not self._events:
             self._events, self._resident = events, resident_groups(events)
             self._starts = [place for place, event in enumerate(events) if event.kind is EventKind.FORWARD]
@@ -62,16 +63,16 @@ class Reserve:
         if self._is_written and self._starts:
             self._rows.copy_(torch.tensor(self._up_to_date_table(), dtype=torch.int64, device="cpu"))
 
-    def learn(self, group: Group, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
-        """Records what a group stashes. Empty specs change nothing for a group that stashed something before."""
+    def learn(self, group: GroupKey, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+        """Records the sizes that a group stashes. Empty specs do not change a group that stashed something before."""
         if specs or group not in self._pages:
             self._stashed[group] = specs, max_rows
             self._pages[group] = self._pages_of_share(group)
         if any(spec.priority is not Priority.INPUT for spec in specs):
             self._droppable.add(group[0])
 
-    def forget_others(self, groups: set[Group]) -> None:
-        """Forgets what was learned of all but these groups. Call before begin_step."""
+    def forget_others(self, groups: set[GroupKey]) -> None:
+        """Drops the records of all other groups. Call it before begin_step."""
         if self._pages.keys() <= groups:
             return
         self._stashed = {group: stashed for group, stashed in self._stashed.items() if group in groups}
@@ -87,13 +88,13 @@ class Reserve:
         """Raises the reserved share from the next begin_step on. The rows stay where they are in memory."""
         self._share = share
         self._pages = {group: self._pages_of_share(group) for group in self._stashed}
-        # Not written here: copies of the step that ends may still read the rows.
+        # Not written here, because copies of the ending step may still read the rows.
         self._pages_of_table, self._is_written = {}, False
 
-    def row(self, group: Group, forward_index: int | None) -> Tensor | None:
-        """The reserve that a group's plan takes: [3], int64, on the device; None if nothing is kept back.
+    def row(self, group: GroupKey, forward_index: int | None) -> Tensor | None:
+        """Returns the reserve for a group's plan: [3], int64, on the device; None if nothing is reserved.
 
-        forward_index: which forward of the step's events this is, from 0; None if that is unknown.
+        forward_index: index among the forwards of the step's events, from 0; None if it is unknown.
         """
         if not self._share:
             return None
@@ -106,16 +107,16 @@ class Reserve:
         if not self._is_written:
             row = self._up_to_date_table()[forward_index] if self._all_known() else self._guess(forward_index)
             for priority, num_pages in enumerate(row):
-                # A copy from the host would wait for the device, or take host memory.
+                # A copy from the host would wait for the device or need host memory.
                 self._rows[forward_index, priority].fill_(num_pages)
         return self._rows[forward_index]
 
     @property
     def table(self) -> tuple[ReserveRow, ...]:
-        """The pages to leave free in each forward of the step; () if nothing is reserved, or not known yet."""
+        """Pages to leave free in each forward of the step; () if nothing is reserved, or not known yet."""
         return tuple(self._table) if self._is_written and self._share else ()
 
-    def _pages_of_share(self, group: Group) -> PagesByPriority:
+    def _pages_of_share(self, group: GroupKey) -> PagesByPriority:
         specs, max_rows = self._stashed[group]
         return pages_for(specs, int(max_rows * self._share), layout=self._layout)
 
@@ -125,25 +126,25 @@ class Reserve:
 
     def _up_to_date_table(self) -> list[ReserveRow]:
         if self._pages_of_table != self._pages:
-            # With share 1 nothing is assumed of what open groups will give back: that is not known for certain.
+            # Share 1 does not count on the pages that open groups will release, because their number is uncertain.
             at_least = self._most if self._share < 1 else None
             self._table = reserve_table(self._events, self._most, at_least=at_least)
             self._pages_of_table = dict(self._pages)
         return self._table
 
     def _guess(self, forward_index: int) -> ReserveRow:
-        """The peaks of what is to come, if unknown groups are as large as the largest known one.
+        """Returns the peaks of the rest of the step if unknown groups are as large as the largest known one.
 
-        Costs as many steps as there are later events.
+        Its cost is linear in the number of later events.
         """
         largest = PagesByPriority(*map(max, zip(*self._pages.values())))
         later = self._events[self._starts[forward_index] + 1 :]
 
-        def most(group: Group) -> PagesByPriority:
+        def most(group: GroupKey) -> PagesByPriority:
             return self._most(group) if group in self._pages or group in self._resident else largest
 
         for_gate_up, for_act = (peak_pages(later, most, up_to=kept) for kept in (Priority.INPUT, Priority.GATE_UP))
         return 0, for_gate_up, for_act
 
-    def _most(self, group: Group) -> PagesByPriority:
+    def _most(self, group: GroupKey) -> PagesByPriority:
         return PagesByPriority() if group in self._resident else self._pages[group]

@@ -1,31 +1,235 @@
-"""How large a pool a stage of a training run is: from settings, what a step needs and what earlier steps taught.
+"""Sizes of a stage's page pool: the pages that a step needs, the sizes that a run learned, and the pool's layout.
 
-Pools are built and grown elsewhere; what they save is stash_gain.py's.
+All page counts are exact, whatever rows the passes of a step have. arithmetic.py counts pages. training/stash_pool.py
+makes the pools, and training/expert_memory.py grows them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
+from typing import Any, Protocol
 
-from megatron.core.transformer.moe.paged_stash.arithmetic import resident_groups
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
-from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout
-from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
-from megatron.core.transformer.moe.paged_stash.step_needs import StashSettings, StepNeeds, multiple
+import torch
 
-# A pool that was too small grows by this share of itself at least: a few reruns reach any size.
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, peak_pages, resident_groups
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    PagesByPriority,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    page_bytes,
+    pages_for,
+)
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, StashEvent, layer_name
+
+# Smallest growth of a pool that was too small, as a share of its size, so that a few reruns reach any size.
 _LEAST_GROWTH = Fraction(1, 2)
-# Room for somewhat more than the step that failed needed.
+# Room for somewhat more than the failed step needed.
 HEADROOM = Fraction(11, 10)
-# A reserve for all rows of a buffer is a guarantee, and counts on no page that comes back before the step ends.
+# Largest expected share. A reserve for all rows of a buffer would be a guarantee, and would count on no page that is
+# released before the step ends.
 _ALMOST_ALL = 0.999
+
+RowsOf = Callable[[GroupKey], int]
+
+
+class StashSettings(Protocol):
+    """Settings that determine sizes. TransformerConfig has them."""
+
+    hidden_size: int
+    moe_ffn_hidden_size: int | None
+    gated_linear_unit: bool
+    expert_tensor_parallel_size: int | None
+    recompute_modules: list[str] | None
+    lora_rank: int | None
+    lora_target_modules: list[str]
+    params_dtype: torch.dtype
+    moe_expert_rank_capacity_factor: float | None
+    moe_paged_stash_page_size: int
+    moe_paged_stash_buffer_size_factor_cuda: float
+    moe_paged_stash_buffer_size_factor_cpu: float
+    moe_paged_stash_buffer_bytes: int | None
+    moe_paged_stash_prefetch_layers: int
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """Needs of one step: events in their order, tensors of each group, and live rows of a balanced pass.
+
+    A pass is balanced if every rank gets the same number of rows.
+    """
+
+    events: Sequence[StashEvent]
+    specs: Sequence[TensorSpec]
+    balanced_rows: int
+    page_bytes: int
+
+    def pages(self, rows: RowsOf, *, up_to: Priority = Priority.ACT) -> int:
+        """Returns the peak of held pages if every tensor at least as important as `up_to` gets its pages."""
+        unit = PoolLayout(self.page_bytes, device_pages=1)
+
+        def of(group: GroupKey) -> PagesByPriority:
+            return PagesByPriority() if group in self._resident else pages_for(self.specs, rows(group), layout=unit)
+
+        return peak_pages(self.events, of, up_to=up_to)
+
+    # Cached, because every step reads them, and a step may have thousands of events.
+    @cached_property
+    def balanced_pages(self) -> int:
+        """Pages needed if every pass has the balanced number of rows."""
+        return self.pages(lambda group: self.balanced_rows)
+
+    @cached_property
+    def most_pages(self) -> int:
+        """Pages needed if every buffer is full. No pool needs more."""
+        return self.pages(lambda group: self._max_rows)
+
+    def pages_of_shares(self, rows_share: Mapping[int, float]) -> int:
+        """Returns the pages needed if every pass has its layer's share of the balanced rows.
+
+        rows_share: by layer, from 1; the share of a layer without an entry is 1.
+        """
+        shares = {layer_name(layer): share for layer, share in rows_share.items()}
+
+        def rows(group: GroupKey) -> int:
+            return min(multiple(shares.get(group[0], 1.0), self.balanced_rows), self._max_rows)
+
+        return self.pages(rows)
+
+    @cached_property
+    def _resident(self) -> set[GroupKey]:
+        return resident_groups(self.events)
+
+    @property
+    def _max_rows(self) -> int:
+        return min((spec.max_tokens for spec in self.specs), default=0)
+
+
+def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows: int, balanced_rows: int) -> StepNeeds:
+    """Returns the needs of a stage whose step has these events, with experts in buffers of max_rows rows."""
+    one_page = page_bytes(
+        config.moe_paged_stash_page_size, hidden_size=config.hidden_size, itemsize=config.params_dtype.itemsize
+    )
+    return StepNeeds(events, expert_specs(config, rows=max_rows), balanced_rows, one_page)
+
+
+def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
+    """Returns the tensors that experts of one layer save in buffers of `rows` rows: x, weights, gate_up and act.
+
+    Routing weights are fp32. There is no act if moe_act is recomputed, or if fc2 is frozen and has no adapter. Adapters
+    save the rows times their narrow half.
+    """
+    assert config.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    itemsize = config.params_dtype.itemsize
+    ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+    widths = [
+        (config.hidden_size * itemsize, Priority.INPUT),
+        (torch.float32.itemsize, Priority.INPUT),
+        (ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP),
+    ]
+    adapted = [] if config.lora_rank is None else config.lora_target_modules
+    reads_act = config.lora_rank is None or "linear_fc2" in adapted
+    if reads_act and "moe_act" not in (config.recompute_modules or []):
+        widths.append((ffn * itemsize, Priority.ACT))
+    if config.lora_rank is not None:
+        low = (config.lora_rank * itemsize, Priority.INPUT)
+        widths += [low for name in ("linear_fc1", "linear_fc2") if name in adapted]
+    return tuple(TensorSpec(width, width, rows, priority) for width, priority in widths)
+
+
+def multiple(factor: float, count: int) -> int:
+    """Returns factor x count, rounded up.
+
+    The factor is a decimal number from the user or a ratio of page counts: 1.1 x 10 pages are 11, not 12.
+    """
+    return math.ceil(Fraction(factor).limit_denominator(10**9) * count)
+
+
+@dataclass(frozen=True)
+class LearnedSizes:
+    """Sizes learned from earlier steps, identical on all ranks and saved in checkpoints.
+
+    capacity_factor: grown moe_expert_rank_capacity_factor. device_factor, host_factor: grown pool sizes over the
+    balanced need. None means not grown. rows_share: by layer, from 1, the most rows of a pass on any rank over the
+    balanced case. expert_ranks: number of ranks that shared the experts; 0 if unknown.
+    """
+
+    capacity_factor: float | None = None
+    device_factor: float | None = None
+    host_factor: float | None = None
+    rows_share: Mapping[int, float] = field(default_factory=dict)
+    expert_ranks: int = 0
+
+    def merged(self, other: "LearnedSizes") -> "LearnedSizes":
+        """Returns the larger of each size, e.g. of two ranks or of two moments of one run."""
+        layers = sorted({*self.rows_share, *other.rows_share})
+        shares = {layer: max(self.rows_share.get(layer, 0.0), other.rows_share.get(layer, 0.0)) for layer in layers}
+        return LearnedSizes(
+            _larger(self.capacity_factor, other.capacity_factor),
+            _larger(self.device_factor, other.device_factor),
+            _larger(self.host_factor, other.host_factor),
+            shares,
+            max(self.expert_ranks, other.expert_ranks),
+        )
+
+    def for_expert_ranks(self, expert_ranks: int) -> "LearnedSizes":
+        """Returns the sizes that still apply if that many ranks share the experts.
+
+        With fewer ranks, a rank's share is a mean of known shares, and so at most the largest. With more ranks, the
+        share of a single rank is unknown, and rows are measured again.
+        """
+        is_known = 0 < expert_ranks <= self.expert_ranks
+        shares = self.rows_share if is_known else {}
+        return LearnedSizes(self.capacity_factor, self.device_factor, self.host_factor, shares, expert_ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the sizes as JSON values."""
+        return {**vars(self), "rows_share": {str(layer): share for layer, share in self.rows_share.items()}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> "LearnedSizes":
+        """Returns the sizes from to_json's values; None, as in a checkpoint without sizes, gives empty ones.
+
+        Raises ValueError for anything else.
+        """
+        if values is None:
+            return cls()
+        if not isinstance(values, Mapping) or not isinstance(values.get("rows_share", {}), Mapping):
+            raise ValueError(f"learned_sizes is {values!r:.80}: must hold sizes by name")
+        known = {name: values[name] for name in vars(cls()) if name in values}
+        shares = {_layer(layer): share for layer, share in values.get("rows_share", {}).items()}
+        factors = [known.get(name) for name in ("capacity_factor", "device_factor", "host_factor")]
+        for number in (*shares.values(), *factors):
+            _check_size(number)
+        ranks = known.get("expert_ranks", 0)
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
+            raise ValueError(f"learned_sizes.expert_ranks is {ranks!r:.80}: must be an integer, 0 or more")
+        return cls(**{**known, "rows_share": shares})
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return max((number for number in (one, other) if number is not None), default=None)
+
+
+def _check_size(number: Any) -> None:
+    """Raises ValueError unless the number is a valid size; None is a factor that did not grow."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if number is not None and not (is_number and 0 <= number < math.inf):
+        raise ValueError(f"learned_sizes holds {number!r:.80}: must be a number, 0 or more")
+
+
+def _layer(text: Any) -> int:
+    if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ValueError(f"learned_sizes.rows_share has the layer {text!r:.80}: must be a number from 1 on")
+    return int(text)
 
 
 def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSizes) -> PoolLayout | None:
-    """The pool of a stage whose longest step has these needs; None if it stashes nothing.
+    """Returns the pool of a stage whose longest step has these needs; None if it stashes nothing.
 
-    Pages that a run once grew to stay, unless their tier is not wanted any more. Raises ValueError for more pages than
-    a pool can count.
+    A grown size is kept unless its tier is no longer wanted. Raises ValueError for more pages than a pool can count.
     """
     if needs.most_pages == 0:
         return None
@@ -46,16 +250,19 @@ def pool_layout(config: StashSettings, needs: StepNeeds, *, learned: LearnedSize
                 f"moe_paged_stash_buffer_{name} asks for {pages} pages of {needs.page_bytes} bytes: must "
                 f"be fewer than 2**31; full buffers fill {needs.most_pages}"
             )
-    # A pool has a page, however small the factors.
+    # A pool has at least one page, however small the factors.
     return PoolLayout(needs.page_bytes, max(device, 1 - min(host, 1)), host)
 
 
-def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> LearnedSizes | None:
-    """The factor that gives a pool which was too small room for wanted_pages; None if it has room for full buffers.
+def _pages_of_factor(factor: float, needs: StepNeeds, *, learned: LearnedSizes) -> int:
+    return multiple(abs(factor), needs.pages_of_shares(learned.rows_share) if factor < 0 else needs.balanced_pages)
 
-    wanted_pages: the most held at once by what found no pages in this pool, and by all that is more important. The
-    device tier grows; a pool without one grows on the host. The factors of all ranks merged, pool_layout gives the
-    pools.
+
+def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> LearnedSizes | None:
+    """Returns the factor that gives a too small pool room for wanted_pages; None if it has room for full buffers.
+
+    wanted_pages: peak of pages held by the tensors that got none in this pool, and by all that are more important. The
+    device tier grows; a pool without one grows on the host. Merge the factors of all ranks before pool_layout.
     """
     if layout.num_pages >= needs.most_pages:
         return None
@@ -67,21 +274,21 @@ def grown_sizes(layout: PoolLayout, needs: StepNeeds, *, wanted_pages: int) -> L
 
 
 def capacity_factor(factor: float, learned: LearnedSizes) -> float:
-    """The factor of the static buffers: what it was until now, or what an earlier step of the run needed."""
+    """Returns the factor of static buffers: the present one, or a larger one that an earlier step needed."""
     return max(factor, learned.capacity_factor or factor)
 
 
 def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> float:
     """Returns the share of max_rows that a pass is expected to have, for a stash's reserve.
 
-    It is that of the fullest pass so far. most_share: that pass's rows over balanced_rows; 0 if none is known.
+    It is the share of the fullest pass so far. most_share: that pass's rows over balanced_rows; 0 if none is known.
     """
     return min(_ALMOST_ALL, max(1.0, most_share) * balanced_rows / max_rows)
 
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
     """Returns log lines on settings that a resumed run exceeds, because it had to grow before its checkpoint."""
-    # Any growth is beyond a number of bytes; a tier that is not wanted any more does not grow.
+    # Any growth exceeds a size that was given in bytes. A tier that is no longer wanted does not grow.
     device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
     host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf
     sizes = (
@@ -102,9 +309,9 @@ def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
 
 
 def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
-    """Raises ValueError if no stage would ever stash anything. stages: the events of each one's longest step.
+    """Raises ValueError if no stage would ever stash anything. stages: events of each stage's longest step.
 
-    A stage without experts, or whose backward always follows, is fine as long as another one stashes.
+    A stage may stash nothing if another one does, e.g. a stage without experts.
     """
     if not any({event.group for event in events} - resident_groups(events) for events in stages):
         raise ValueError(
@@ -114,5 +321,56 @@ def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
         )
 
 
-def _pages_of_factor(factor: float, needs: StepNeeds, *, learned: LearnedSizes) -> int:
-    return multiple(abs(factor), needs.pages_of_shares(learned.rows_share) if factor < 0 else needs.balanced_pages)
+def factor_at(quantile: float, peaks: Sequence[float]) -> float:
+    """Returns the smallest observed peak that at least this share of the peaks do not exceed.
+
+    quantile: above 0, at most 1. peaks: each step's need over the balanced case. n peaks tell nothing about quantiles
+    beyond 1 - 1/n, for which it returns the largest. Raises ValueError for no peaks and for other quantiles.
+    """
+    if not 0 < quantile <= 1:
+        raise ValueError(f"quantile is {quantile}: must be above 0 and at most 1")
+    if not peaks:
+        raise ValueError("peaks is empty: a quantile needs a step at least")
+    return sorted(peaks)[max(multiple(quantile, len(peaks)), 1) - 1]
+
+
+def rounded_up(factor: float, *, decimals: int = 2) -> float:
+    """Rounds a factor up, for a user to copy. Ignores rounding errors up to 1e-6 of the last decimal."""
+    units = 10**decimals
+    return math.ceil(factor * units - 1e-6) / units
+
+
+def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
+    """Returns the bytes kept for backward on the device at a step's peak, without and with a pool of this layout."""
+    one_group = sum(spec.max_bytes for spec in needs.specs)
+    return footprint(
+        needs.events,
+        lambda group: one_group,
+        layout=layout,
+        prefetch_groups=config.moe_paged_stash_prefetch_layers,
+    )
+
+
+def gain_line(own: Footprint, layout: PoolLayout) -> str:
+    """Returns a log line with the memory that a stage's stash saves or costs."""
+    with_stash = own.arena_bytes + own.working_set_bytes
+    where = f"{layout.device_pages} pages on the device"
+    if layout.host_pages:
+        where += f", {layout.host_pages} on the host ({_mib(layout.host_pages * layout.page_bytes)})"
+    if not layout.device_pages:
+        where = f"{layout.host_pages} pages ({_mib(layout.host_pages * layout.page_bytes)}), all on the host"
+    outcome = f"saves {own.saving:.0%}"
+    if own.saving < 0:
+        outcome = (
+            f"COSTS {-own.saving:.0%}: less memory is needed here with a smaller "
+            "moe_paged_stash_buffer_size_factor_cuda, moe_paged_stash_page_size or moe_paged_stash_prefetch_layers, or "
+            "without moe_paged_stash"
+        )
+    return (
+        f"paged stash: {where}; {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers "
+        f"= {_mib(with_stash)} instead of {_mib(own.static_bytes)} of full buffers on the device: {outcome}"
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -52,7 +52,13 @@ from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     StashGroup,
     outer_hooks,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import MAX_EVENTS, EventKind, Group, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import (
+    MAX_EVENTS,
+    EventKind,
+    GroupKey,
+    StashEvent,
+    StashOrder,
+)
 
 # After this many forwards without a reset, names, sizes and order of further ones are not recorded.
 _MAX_FORWARDS = MAX_EVENTS // 2
@@ -144,8 +150,8 @@ class PagedStash:
         self._keeper = PageKeeper(pool, num_programs=num_programs)
         self._instances: Multiset[str] = Multiset()  # number of forwards in this step so far, by name
         self._num_forwards = 0  # in this step so far
-        self._groups: weakref.WeakValueDictionary[Group, GroupMemory] = weakref.WeakValueDictionary()
-        self._max_bytes: dict[Group, int] = {}  # size of the buffers that hold a group's rows
+        self._groups: weakref.WeakValueDictionary[GroupKey, GroupMemory] = weakref.WeakValueDictionary()
+        self._max_bytes: dict[GroupKey, int] = {}  # size of the buffers that hold a group's rows
         self._part: CapturedPart | None = None  # part whose forward or backward is being captured
         self._is_enabled = True
         self._is_spoiled = False  # an exception ended a context of this step

@@ -9,24 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-Group = tuple[str, int]
+# Name and instance: the key of one expert group in a step.
+GroupKey = tuple[str, int]
 
-# Events of one step that are recorded. A step has far fewer; a stash that is never reset would grow without bound.
+# Limit of recorded events in one step. A step has far fewer, but a stash that is never reset would grow without bound.
 MAX_EVENTS = 2**17
 
 
 def layer_name(layer: int) -> str:
-    """What the expert group of a layer is called; layer: from 1, over the whole model."""
+    """Returns the name of a layer's expert group. layer: from 1, over the whole model."""
     return f"layer {layer}"
 
 
 def layer_of(name: str) -> int:
-    """The layer that layer_name named."""
+    """Returns the layer of a name from layer_name."""
     return int(name.removeprefix("layer "))
 
 
 class EventKind(enum.Enum):
-    """Which pass of a group ran."""
+    """Pass of a group."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -34,15 +35,15 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True)
 class StashEvent:
-    """A pass of one expert group. instance: how many forwards of the same name came before this group's in the step."""
+    """Pass of one expert group. instance: number of earlier forwards with the same name in the step."""
 
     kind: EventKind
     name: str
     instance: int
 
     @property
-    def group(self) -> Group:
-        """The key that a group's forward and backward share."""
+    def group(self) -> GroupKey:
+        """Key that a group's forward and backward share."""
         return (self.name, self.instance)
 
     def __str__(self) -> str:
@@ -52,27 +53,27 @@ class StashEvent:
 class StashOrder:
     """Follows a step event by event and predicts the next ones.
 
-    1. A list of events says what comes: the given one, or else the one seen in the last finished step.
-    2. Once an event is not the next of the list, the list is not used until the step ends. The guess is then that the
-       backward of a group is followed by that of the group that ran forward just before it, which holds within a
-       micro-batch of any schedule.
-    3. finish_step() begins the next step, with the given list again, or else with what was just seen.
+    1. A list of events predicts the step. It is the given list, or else that of the last finished step.
+    2. Once an event is not the next one of the list, the list is not used until the step ends. The prediction is then
+       that the backward of a group is followed by that of the group that ran forward just before it. This holds within
+       a micro-batch of any schedule.
+    3. finish_step() begins the next step, with the given list, or else with the events just seen.
 
-    A step may end before its list does, have no list, or have groups that never run backward: nothing raises. A
-    step without any backward teaches nothing, so that an evaluation between steps changes nothing.
+    A step may end before its list does, have no list, or have groups that never run backward, without an error. A step
+    without any backward is not learned, so that an evaluation between steps changes nothing.
     """
 
     def __init__(self, events: Sequence[StashEvent] | None = None) -> None:
         self._learns = events is None
         self._seen: list[StashEvent] = []
         self._departed = False
-        self._forwards: dict[Group, int] = {}  # how many forwards of this step came before each group's own
-        self._waiting: dict[Group, None] = {}  # ran forward, not yet backward; in the order of their forwards
+        self._forwards: dict[GroupKey, int] = {}  # number of forwards before each group's own in this step
+        self._waiting: dict[GroupKey, None] = {}  # ran forward, not yet backward; in the order of their forwards
         self._set_events(tuple(events or ()))
 
     @property
     def events(self) -> tuple[StashEvent, ...]:
-        """The list that this step began with; the same object as long as the list does not change."""
+        """List that this step began with. It is the same object as long as the list does not change."""
         return self._events
 
     @property
@@ -81,9 +82,9 @@ class StashOrder:
         return self._departed
 
     def observe(self, event: StashEvent) -> None:
-        """Must be called once for each event of the step, when it happens."""
+        """Records an event of the step. Call it once for each event, when it happens."""
         if len(self._seen) >= MAX_EVENTS:
-            # No step: nothing is known of what comes, or learned from it.
+            # Too long for a step, so that nothing is predicted or learned.
             self._departed, self._forwards, self._waiting = True, {}, {}
             return
         position = len(self._seen)
@@ -96,7 +97,7 @@ class StashOrder:
             self._waiting.pop(event.group, None)
 
     def is_backward_next(self, event: StashEvent) -> bool:
-        """Whether, after this forward, the same group's backward is the very next event. False where unknown."""
+        """Tells whether the same group's backward is the next event after this forward. False if unknown."""
         position = self._position(event)
         if position is None or position + 1 >= len(self._events):
             return False
@@ -104,17 +105,17 @@ class StashOrder:
         return following.kind is EventKind.BACKWARD and following.group == event.group
 
     def upcoming_backwards(self, event: StashEvent, count: int) -> list[StashEvent]:
-        """At most `count` backwards after this event, soonest first, up to one whose forward is yet to come."""
+        """Returns up to `count` backwards after this event, in order, before the first whose forward has not run."""
         position = self._position(event)
         return self._guess(event, count) if position is None else self._listed_after(position, count)
 
     def forward_index(self, event: StashEvent) -> int | None:
-        """This group's position among the forwards of `events`; None unless this is the latest or the next event."""
+        """Returns the index among the forwards of `events`; None unless this is the latest or the next event."""
         is_here = self._position(event) in (len(self._seen) - 1, len(self._seen))
         return self._forward_index.get(event.group) if is_here else None
 
     def finish_step(self) -> None:
-        """The step is complete: the next one begins."""
+        """Ends a complete step and begins the next one."""
         if self._learns and any(event.kind is EventKind.BACKWARD for event in self._seen):
             is_other = self._departed or len(self._seen) != len(self._events)
             if is_other and len(self._seen) < MAX_EVENTS:
@@ -122,7 +123,7 @@ class StashOrder:
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Forgets a step that did not come to its end: nothing is learned from it."""
+        """Drops an incomplete step, from which nothing is learned."""
         self._seen = []
         self._departed = False
         self._forwards = {}
@@ -130,7 +131,7 @@ class StashOrder:
 
     def _set_events(self, events: tuple[StashEvent, ...]) -> None:
         self._events = events
-        # Of a backward in two parts, the first counts.
+        # The first part of a split backward counts.
         self._positions = {event: position for position, event in reversed(list(enumerate(events)))}
         forwards = (event.group for event in events if event.kind is EventKind.FORWARD)
         self._forward_index = {group: index for index, group in enumerate(forwards)}

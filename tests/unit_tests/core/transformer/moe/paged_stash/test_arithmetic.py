@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     pages_bound,
     pages_for,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group, StashEvent
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey, StashEvent
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import (
     interleaved,
@@ -74,7 +74,7 @@ def test_reserve_table_keeps_inputs_safe_and_gives_up_act_first(exact: bool) -> 
         assert not any((Priority.GATE_UP, True) in one for one in got[first_act + 1 :])
         dropped = {counter: count + dropped[counter] for counter, count in result.counters.items()}
         dropped[Counter.VOID] += simulate(events, rows.__getitem__, layout=layout).counters[Counter.VOID]
-    # The cases are hard: both rungs are taken often, and without the table inputs miss pages.
+    # The cases are hard: both recompute levels are reached often, and without the table inputs miss pages.
     assert min(dropped[one] for one in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP, Counter.VOID)) > 200
 
 
@@ -97,14 +97,14 @@ def test_where_all_rows_are_expected_the_reserve_is_what_is_held_later() -> None
         assert table == [(0, first, max(first, second)) for first, second in zip(for_gate_up, for_act)]
 
 
-def open_groups(events: list[StashEvent]) -> set[Group]:
+def open_groups(events: list[StashEvent]) -> set[GroupKey]:
     ran = {kind: {event.group for event in events if event.kind is kind} for kind in EventKind}
     return ran[EventKind.FORWARD] - ran[EventKind.BACKWARD]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_peaks_of_pipeline_schedules(microbatches: int) -> None:
-    def pages(group: Group) -> PagesByPriority:
+    def pages(group: GroupKey) -> PagesByPriority:
         return PagesByPriority(3, 2, 1)
 
     for stage in range(4):

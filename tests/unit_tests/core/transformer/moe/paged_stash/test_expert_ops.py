@@ -317,7 +317,7 @@ def test_operators_keep_torchs_rules() -> None:
         torch.library.opcheck(operator.default, sources, named)
 
 
-def test_second_derivatives_of_the_functions_with_rungs_are_refused() -> None:
+def test_second_derivatives_of_recomputable_functions_are_refused() -> None:
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(1, 8, 16, requires_grad=True)
     offsets = torch.tensor([4], dtype=torch.int32)
     gate_up = grouped_gemm(x, weight, offsets=offsets)

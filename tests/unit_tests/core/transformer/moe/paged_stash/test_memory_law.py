@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.paged_stash import arithmetic, page_layout
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import SCHEDULES, stash_events
 
@@ -30,7 +30,7 @@ def test_pool_obeys_the_memory_law_and_counts_as_simulated(seed: int) -> None:
     layout = PoolLayout(PAGE, device_pages=choose.choice([60, 300, 10_000]), host_pages=choose.choice([0, 40]))
     reserve = arithmetic.reserve_table(events, lambda group: page_layout.pages_for(SPECS, TOKENS // 2, layout=layout))
     pool, bound, forwards = PagePool("cpu", layout), 0, iter(reserve)
-    held: dict[Group, tuple[PageGroup, int, int]] = {}
+    held: dict[GroupKey, tuple[PageGroup, int, int]] = {}
     for event in events:
         if event.kind is EventKind.FORWARD:
             group = pool.open_group(SPECS)

@@ -21,16 +21,16 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
 )
 from megatron.core.transformer.moe.paged_stash.reserve import Reserve
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Group
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import SCHEDULES, stash_events
 
 PAGE, ROWS = 16, 4
 CPU = torch.device("cpu")
-Sizes = dict[Group, list[TensorSpec]]
+Sizes = dict[GroupKey, list[TensorSpec]]
 
 
-def random_sizes(choose: random.Random, groups: list[Group]) -> Sizes:
+def random_sizes(choose: random.Random, groups: list[GroupKey]) -> Sizes:
     """One tensor a priority for each group; x as large as the first's or smaller, of up to ROWS rows of whole pages."""
     inputs = choose.randrange(1, 4)
     widths = [
@@ -73,7 +73,7 @@ class Steps:
             pool.plan(event.group, specs, num_rows=num_rows, reserve=(0, for_gate_up, for_act))
         return pool.counters
 
-    def inputs(self, group: Group) -> PagesByPriority:
+    def inputs(self, group: GroupKey) -> PagesByPriority:
         return PagesByPriority(self.sizes[group][0].max_bytes // PAGE)
 
 

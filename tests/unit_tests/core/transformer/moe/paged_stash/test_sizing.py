@@ -9,17 +9,21 @@ import pytest
 from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash import EventKind, PoolLayout, Priority, StashEvent
-from megatron.core.transformer.moe.paged_stash.learned_sizes import LearnedSizes
-from megatron.core.transformer.moe.paged_stash.peak_factors import factor_at, rounded_up
 from megatron.core.transformer.moe.paged_stash.sizing import (
+    LearnedSizes,
+    StepNeeds,
     capacity_factor,
     check_effect,
+    expert_specs,
+    factor_at,
+    gain_line,
     grown_sizes,
     learned_lines,
     pool_layout,
+    rounded_up,
+    stash_footprint,
+    step_needs,
 )
-from megatron.core.transformer.moe.paged_stash.stash_gain import gain_line, stash_footprint
-from megatron.core.transformer.moe.paged_stash.step_needs import StepNeeds, expert_specs, step_needs
 from megatron.core.transformer.moe.paged_stash_config import parse_bytes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.expert_schedule import stash_events

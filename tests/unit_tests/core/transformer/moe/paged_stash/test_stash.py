@@ -1,4 +1,4 @@
-"""Gradients with a stash are those without, bit for bit, whatever the tiers, rungs and orders of groups."""
+"""Gradients with and without a stash are the same bits, for all tiers, recompute levels and orders of groups."""
 
 import gc
 import threading
@@ -42,7 +42,7 @@ def pages_of(width: int, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tiers", ["device", "host", "both"])
 @pytest.mark.parametrize("dropped", [(), ("act",), ("gate_up",), ("gate_up", "act")])
-def test_gradients_are_the_same_for_every_mixture_of_tiers_and_rungs(
+def test_gradients_are_the_same_for_every_mixture_of_tiers_and_recompute_levels(
     dtype: torch.dtype, tiers: str, dropped: tuple[str, ...]
 ) -> None:
     expected = gradients(Model(None, kind=MarkedExperts, num_layers=1, dtype=dtype), dtype)

@@ -1,4 +1,4 @@
-"""On a GPU: rungs give forward's bits in a captured graph, gradients agree with the CPU, idle rungs are quick."""
+"""On a GPU: recomputations in a graph give forward's bits, idle ones are quick, gradients agree with the CPU."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_gradients_agree_with_the_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_captured_rungs_give_forwards_bits_when_needed(dtype: torch.dtype) -> None:
+def test_captured_recomputations_give_forwards_bits_when_needed(dtype: torch.dtype) -> None:
     parts = layer(dtype)
     gate_up, act, _ = (value.detach() for value in run(parts))
     offsets = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32).cuda()
@@ -83,7 +83,7 @@ def test_captured_rungs_give_forwards_bits_when_needed(dtype: torch.dtype) -> No
             assert (out[ROWS:] == 7).all()
 
 
-def test_a_rung_that_is_not_needed_takes_microseconds() -> None:
+def test_a_recomputation_that_is_not_needed_takes_microseconds() -> None:
     parts, needed = layer(torch.bfloat16), torch.zeros(1, dtype=torch.int64, device="cuda")
     offsets = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32).cuda()
     out, recompute = torch.empty(CAPACITY, 2 * FFN, device="cuda").bfloat16(), recompute_gate_up(parts["fc1"], offsets)
