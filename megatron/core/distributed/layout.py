@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid.
+# Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid. States in fp16
+# have one exponent for as many numbers (BLOCK of stored_floats.py), so another value changes their last digits.
 ALIGNMENT = 64
-# Buckets end on this grid too, so that one rank alone has the bucket ends of two.
-_BUCKET_GRAIN = 128
+# Two blocks, also with one rank, so that one rank and two cut buckets at the same places.
+_BUCKET_GRAIN = 2 * ALIGNMENT
 # Bus bandwidth of NCCL's rings drops for messages that do not divide into whole chunks of its channels.
 _HIGH_BUSBW_GRAIN = 1 << 16
 _DEFAULT_BUCKET_SIZE, _DEFAULT_BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000

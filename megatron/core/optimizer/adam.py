@@ -38,6 +38,8 @@ if HAS_TRITON:
     from megatron.core.optimizer import triton_adam
 
 _NARROW = (torch.float16, torch.bfloat16)
+# Names of the moments in checkpoints, which torch.optim's Adam uses too.
+EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 # Elements in one copy to or from the host, enough to hide the cost of its launch; a multiple of 64.
 HOST_CHUNK = 1 << 20
 
@@ -122,6 +124,11 @@ class FlatAdam:
     def stored(self) -> tuple[StoredFloats, StoredFloats, StoredFloats]:
         """The storage that a step changes, apart from the count of steps: masters and both moments."""
         return self.main, self.exp_avg, self.exp_avg_sq
+
+    @property
+    def moments(self) -> dict[str, StoredFloats]:
+        """Both moments by their names in checkpoints."""
+        return {EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}
 
     @property
     def wide(self) -> torch.dtype:
@@ -612,7 +619,7 @@ class _AdamStates:
             _count([self._of[run] for run in runs], skip=scale.skip)
 
     def moments(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        return {"exp_avg": self._of[run].exp_avg, "exp_avg_sq": self._of[run].exp_avg_sq}
+        return self._of[run].moments
 
     def step_counts(self) -> list[torch.Tensor]:
         return [state.step for state in self._of.values()]

@@ -210,7 +210,7 @@ class GradStats:
         # By logical piece, so that padding, between parameters and of the vocabulary, does not count.
         grads = ((member, member.view_of(run.grad)) for run in runs for member in run.params)
         owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
-        dense, experts = self._by_group(
+        dense, experts = self._dense_and_experts(
             (part, self._with_experts(member.param)) for member, parts in owned for part in parts
         )
         return PartialStat(_num_zeros(dense), _num_zeros(experts))
@@ -265,7 +265,7 @@ class GradStats:
         pieces_of_member = self._logical_pieces.get(member.name)
         return [flat] if pieces_of_member is None else range_views(pieces_of_member, flat, start=member.start)
 
-    def _by_group(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
+    def _dense_and_experts(self, owned: Iterable[tuple[Tensor, bool]]) -> tuple[list[Tensor], list[Tensor]]:
         pairs = list(owned)
         dense = [tensor for tensor, with_experts in pairs if not with_experts]
         experts = [tensor for tensor, with_experts in pairs if with_experts]
@@ -276,7 +276,7 @@ class GradStats:
 
         owned: the tensors that it counts, any shapes, contiguous, floating point, each with its with_experts.
         """
-        dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._by_group(owned))
+        dense, experts = (_piece_norms(some, 2, accumulate_in=accumulate_in) for some in self._dense_and_experts(owned))
         return PartialStat(dense, experts)
 
     def _norm_over(

@@ -24,12 +24,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
 from megatron.core.distributed.layout import ParamRange, round_up
 from megatron.core.group_collectives import gather_objects, message_device
-from megatron.core.optimizer.adam import FlatAdam
+from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 
 # The kind of state that holds the fp32 masters of 16-bit parameters.
 MASTERS = "fp32_param"
-STEP, EXP_AVG, EXP_AVG_SQ = "step", "exp_avg", "exp_avg_sq"
+STEP = "step"
 _BIAS_CORRECTION = "bias_correction"
 _DECOUPLED = "decoupled_weight_decay"
 _REQUIRED = ("lr", "betas", "eps", "weight_decay")
@@ -225,7 +225,7 @@ def range_values(part: StateRange, stored: StoredFloats) -> torch.Tensor:
 
 
 def _stored(adam: FlatAdam) -> dict[str, StoredFloats]:
-    return {MASTERS: adam.main, EXP_AVG: adam.exp_avg, EXP_AVG_SQ: adam.exp_avg_sq}
+    return {MASTERS: adam.main, **adam.moments}
 
 
 def _spread_state(param: nn.Parameter, parts: Sequence[StateRange]) -> dict[str, torch.Tensor]:
@@ -534,7 +534,7 @@ class _Transfer:
 
     def _values(self, claim: _Claim, kind: str) -> torch.Tensor:
         part = self._mine[claim.index, claim.start]
-        return range_values(part, part.adam.exp_avg if kind == EXP_AVG else part.adam.exp_avg_sq)
+        return range_values(part, part.adam.moments[kind])
 
     def _received(self, rank: int, claim: _Claim) -> torch.Tensor:
         values = torch.empty(claim.numel, dtype=claim.dtype, device=self._device)

@@ -9,10 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megatron.core.distributed.layout import ParamRange, Span, lay_out
-from megatron.core.optimizer.adam import FlatAdam, Masters, StateForm
+from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam, Masters, StateForm
 from megatron.core.optimizer.state_dict import (
-    EXP_AVG,
-    EXP_AVG_SQ,
     MASTERS,
     STEP,
     AdamShard,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.adam import FlatAdam, Masters, StateForm, write_parameters
-from megatron.core.optimizer.state_dict import EXP_AVG, EXP_AVG_SQ, MASTERS, STEP, gather_torch_state_sync
+from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam, Masters, StateForm, write_parameters
+from megatron.core.optimizer.state_dict import MASTERS, STEP, gather_torch_state_sync
 from tests.unit_tests.core.optimizer.spread_adam import SpreadAdam, any_state, make_params
 
 
