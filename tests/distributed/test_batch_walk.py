@@ -1,11 +1,11 @@
 """docs/tour.md lists each function on the way from a batch to its loss."""
 
 from tests.distributed.batch_walk import trace_batch
-from tests.distributed.tour import differences
 from tests.distributed.walks import lines
+from tests.structure.tour import differences
 
 
 def test_the_tour_lists_each_function_from_a_batch_to_its_loss():
-    """`PYTHONPATH=. python tests/distributed/tour.py batch` prints the lines of the page."""
+    """`PYTHONPATH=. python tests/distributed/print_walk.py batch` prints the lines of the page."""
     missing = differences("A batch to its loss", lines(trace_batch()))
     assert not missing, missing

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.distributed.gradient_walk import report, trace_walk
-from tests.distributed.tour import differences, listed_nouns
 from tests.distributed.walks import paths, public_classes
+from tests.structure.tour import differences, listed_nouns
 
 # Files that a step enters, and nouns that its reader meets. Lower them with the code; a new one needs a reason.
 FILES, FILES_WITH_WRAPPING_AND_SAVING, NOUNS = 21, 26, 18
@@ -22,7 +22,7 @@ def test_a_step_enters_no_more_files_than_before(walk):
 
 
 def test_the_tour_lists_each_function_that_a_step_enters(walk):
-    """`PYTHONPATH=. python tests/distributed/tour.py gradient` prints the lines of the page."""
+    """`PYTHONPATH=. python tests/distributed/print_walk.py gradient` prints the lines of the page."""
     missing = differences("A gradient to an updated parameter", walk.lines())
     assert not missing, missing
 

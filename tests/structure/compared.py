@@ -10,29 +10,14 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from tests.structure.measure import PRODUCT, Source, imported_modules, percentile, read_sources, words
+from tests.structure.tour import listed_files, listed_nouns
 
-# Each walk: its name, the module where it begins, the packages in which imports are followed, and the goal
-# (docs/testing.md#structure-rules).
+# Sections of docs/tour.md and their goals (docs/testing.md#structure-rules).
 WALKS = (
-    ("a batch", "pretrain_gpt", ("megatron",), "-"),
-    (
-        "a token",
-        "megatron.core.transformer.moe.moe_layer",
-        ("megatron.core.transformer.moe",),
-        "18 files, 6000 lines; torchtitan 16, 7600",
-    ),
-    (
-        "a gradient",
-        "megatron.core.distributed.distributed_data_parallel",
-        ("megatron.core.distributed", "megatron.core.optimizer"),
-        "14 files",
-    ),
-    (
-        "an activation",
-        "megatron.core.transformer.moe.paged_stash",
-        ("megatron.core.transformer.moe.paged_stash",),
-        "8 files",
-    ),
+    ("A batch to its loss", "-"),
+    ("A token through an expert layer and back", "18 files; torchtitan 16"),
+    ("A saved activation into pages and back", "8 files"),
+    ("A gradient to an updated parameter", "14 files; FSDP2 10, picotron 2"),
 )
 
 
@@ -58,7 +43,7 @@ def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
     config, num_fields = max(_config_fields(sources), key=lambda item: item[1], default=("none", 0))
     comments, docs = sum(len(source.comments) for source in sources), sum(s.num_explaining_lines for s in sources)
     code = max(1, sum(source.num_code_lines for source in sources))
-    nouns = _public_classes(sources, ("megatron.core.distributed", "megatron.core.optimizer"))
+    nouns = len(listed_nouns("Nouns on the way of a gradient"))
     return [
         ("files", f"{len(sources)}, {sum(lengths)} lines", "477 when files had limits"),
         ("files under 61 lines", str(sum(length < 61 for length in lengths)), "few: a file is a noun"),
@@ -66,7 +51,7 @@ def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
         ("files with one importer", str(len(one_importer)), "few: a second room needs it"),
         ("base classes with one subclass", str(classes), "0"),
         ("Protocols with one implementer", str(protocols), "0"),
-        *_walks(sources),
+        *_walks(),
         ("public classes between gradient and update", str(nouns), "FSDP2: 10 concepts"),
         ("function lines, median/p90/max", _spread([f.lines for f in functions]), "12/42/254"),
         ("complexity, p90/max", "/".join(_spread(complexity).split("/")[1:]), "6/17 when functions had limits"),
@@ -76,25 +61,10 @@ def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _walks(sources: list[Source]) -> Iterable[tuple[str, str, str]]:
-    """Yields the measures of each walk: the files that its first module imports, directly or not.
-
-    This is an upper bound of the files that a reader enters.
-    """
-    known = frozenset(source.module for source in sources)
-    by_module = {source.module: source for source in sources}
-    for name, start, packages, goal in WALKS:
-        seen: set[str] = set()
-        todo = [start]
-        while todo:
-            module = todo.pop()
-            if module in seen or module not in by_module:
-                continue
-            seen.add(module)
-            imported = (name for name, _ in imported_modules(by_module[module], known))
-            todo += [name for name in imported if name.startswith(packages)]
-        lines = sum(len(by_module[module].lines) for module in seen)
-        yield f"files behind {name}", f"{len(seen)}, {lines} lines", goal
+def _walks() -> Iterable[tuple[str, str, str]]:
+    """Yields the measures of each walk: the files that it enters, as docs/tour.md lists them."""
+    for heading, goal in WALKS:
+        yield f"files entered by {heading[0].lower()}{heading[1:]}", str(len(listed_files(heading))), goal
 
 
 def _importers(sources: list[Source]) -> dict[str, set[str]]:
@@ -156,11 +126,6 @@ def _config_fields(sources: list[Source]) -> Iterable[tuple[str, int]]:
                     if isinstance(item, ast.AnnAssign) and "ClassVar" not in words(item.annotation)
                 ]
                 yield node.name, len(fields)
-
-
-def _public_classes(sources: list[Source], packages: tuple[str, ...]) -> int:
-    inside = [source for source in sources if source.module.startswith(packages)]
-    return sum(not node.name.startswith("_") for source in inside for node in source.classes)
 
 
 def _spread(values: list[int]) -> str:

@@ -1,20 +1,15 @@
 """Reads the walks of docs/tour.md and compares them with what was traced. Holds no tests.
 
 A walk is a level-2 section. Its code blocks tagged `walk` list the functions that are entered, in order of first entry,
-one file a line: `file: Class.method, .another_method_of_Class, function`. As a program it prints a traced walk in this
-form, to be pasted between the sentences of the page:
-
-    PYTHONPATH=. .venv/bin/python tests/distributed/tour.py batch
+one file a line: `file: Class.method, .another_method_of_Class, function`. tests/distributed/print_walk.py prints a
+traced walk in this form, to be pasted between the sentences of the page.
 """
 
 import difflib
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-
-from tests.distributed.walks import lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "tour.md"
 
@@ -30,6 +25,11 @@ def listed_nouns(heading: str) -> list[list[str]]:
     """Returns the names in backticks in the first column of each table row below a level-2 heading of the page."""
     rows = re.findall(r"^\|([^|]*`[^|]*)\|", _section(heading), re.MULTILINE)
     return [re.findall(r"`(\w+)`", row) for row in rows]
+
+
+def listed_files(heading: str) -> list[str]:
+    """Returns the files that a walk of the page enters, each once."""
+    return list(dict.fromkeys(_split(function)[0] for function in listed_functions(heading)))
 
 
 def differences(heading: str, entered: Iterable[str]) -> str:
@@ -74,26 +74,3 @@ def _expand(line: str) -> Iterator[str]:
         full = f"{owner}{name}" if name.startswith(".") else name
         owner = full.rpartition(".")[0] or owner
         yield f"{file}: {full}"
-
-
-def _trace(name: str) -> list[str]:
-    # Imported here, since the tests of the walks import this file.
-    from tests.distributed import batch_walk, gradient_walk, token_walk
-
-    match name:
-        case "batch":
-            return lines(batch_walk.trace_batch())
-        case "gradient":
-            return gradient_walk.trace_walk()[0].lines()
-        case "token":
-            return lines(token_walk.trace_token(token_walk.Buffers.DYNAMIC)[0])
-        case "stash":
-            return token_walk.without_activation(token_walk.trace_token(token_walk.Buffers.STASH)[0])
-        case "activation":
-            return lines(token_walk.trace_activation())
-        case _:
-            raise ValueError(f"the walk is {name!r}: must be batch, token, stash, activation or gradient")
-
-
-if __name__ == "__main__":
-    print("\n".join(as_lines(_trace(sys.argv[1]))))
