@@ -177,7 +177,7 @@ def _train_unusual_models() -> None:
     run.model.module.calls = False  # type: ignore[assignment]
     run.model.wait_params(run.model.module.read.weight)  # type: ignore[union-attr,arg-type]
     run.step(1)
-    with pytest.raises(RuntimeError, match="read.weight has a gradient, and forward read it before the gather"):
+    with pytest.raises(RuntimeError, match="read.weight has a gradient, but forward read it before the gather"):
         run.step(2)
 
 
@@ -186,7 +186,7 @@ def _read_a_weight_during_its_gather() -> None:
     run.step(0)
     run.optimizer.zero_grad()
     run.model.launch_order.launch_due_gathers()
-    with pytest.raises(RuntimeError, match="read.weight has a gradient, and forward read it before the gather"):
+    with pytest.raises(RuntimeError, match="read.weight has a gradient, but forward read it before the gather"):
         run.model.module.read.weight.square().sum().backward()  # type: ignore[union-attr,operator]
 
 
@@ -229,7 +229,7 @@ def _freeze_in_mid_run() -> None:
             for name, param in model.named_parameters():
                 param.requires_grad_(not name.startswith(frozen))
             run = Run(model, zero1=zero1, bucket_size=1, overlap=overlap)
-            with pytest.raises(ValueError, match=r"\d.weight is in another .* call that one's release\(\) before"):
+            with pytest.raises(ValueError, match=r"\d.weight is in another .* call release\(\) on that wrapper before"):
                 Run(model, zero1=zero1)
             before = run.weights()
             reports += [run.step(step) for step in range(2)]

@@ -164,7 +164,7 @@ def _come_late() -> None:
         ):
             ours.grads.clear()
             if is_lost:
-                with pytest.raises(RuntimeError, match=r"gradient of layers\.4\.(weight|bias) came after its bucket"):
+                with pytest.raises(RuntimeError, match=r"gradient of layers\.4\.(weight|bias) became ready after"):
                     _backward_of(model, plan, step=step)
                 model.reset_iteration()
                 continue
@@ -228,7 +228,7 @@ def _second_backward() -> None:
         backward(model, 0)
         model.zero_grad_buffer()
         model(microbatches(1)[0]).sum().backward()
-        with pytest.raises(RuntimeError, match=r"gradient of 4\.\w+ came after .* in accumulate\(\)"):
+        with pytest.raises(RuntimeError, match=r"gradient of 4\.\w+ became ready after .* in accumulate\(\)"):
             model(microbatches(2)[0]).sum().backward()
         model.reset_iteration()
         counted.take()

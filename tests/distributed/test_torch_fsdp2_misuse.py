@@ -363,7 +363,7 @@ def _one_rank_fails(where: str) -> list[Loss]:
     if hook is not None:
         # Else it would step what only some hooks have seen.
         for go_on in (wrapped.finish_grad_sync, optimizer.step):
-            with pytest.raises(RuntimeError, match="broke the hooks on reduced gradients off"):
+            with pytest.raises(RuntimeError, match="interrupted the hooks on reduced gradients"):
                 go_on()
         hook.remove()
     wrapped.reset_iteration()

@@ -1,8 +1,8 @@
-"""DistributedDataParallel: replicas of any module whose gradients are reduced in buckets, during backward if wanted.
+"""DistributedDataParallel: replicas of a module whose gradients are reduced in buckets, optionally during backward.
 
-From a module, its settings and its groups it builds buffers, bucket groups and a scheduler. How buffers are laid
-out, and what is launched when, is in layout.py and scheduler.py. GraphedReductions makes wrapped chunks a part of a
-step that a CUDA graph holds.
+From a module, its settings and its groups it builds buffers, bucket groups and a scheduler. layout.py lays out buffers,
+and scheduler.py decides when collectives are launched. GraphedReductions captures wrapped chunks in the CUDA graph of a
+step.
 """
 
 import logging
@@ -73,34 +73,37 @@ from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, se
 
 logger = logging.getLogger(__name__)
 
-# Longer than any pause between two launches of a healthy run.
+# Longer than any interval between two launches of a healthy run.
 _DEBUG_TIMEOUT_S = 600.0
 
-# Buckets of gradients that are sent and not yet freed, beside those that fill: one to wait for, one to keep links busy.
+# Buckets in flight whose gradients are not freed yet: one is waited for while the other keeps the links busy.
 _MAX_IN_FLIGHT = 2
-# Two buckets of gradients at any time.
+# Together with the bucket that is being filled, two buckets of gradients at any time.
 _MAX_IN_FLIGHT_RELEASED = 1
 
 
 class DistributedDataParallel(_BaseDataParallel):
-    """Wraps a module: those of its parameters that require grad move into flat buffers, as do their gradients.
+    """Wraps a module and moves its parameters that require grad, and their gradients, into flat buffers.
 
-    In a step: `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `no_sync`),
-    `finish_grad_sync`; then `param.main_grad` is the mean over the ranks (the sum with calculate_per_token_loss, for
-    finalize_model_grads to divide by the tokens; only this rank's shard of each bucket with use_distributed_optimizer).
-    `param.grad` is None. A parameter that backward did not reach, on some ranks or all, counts as zeros there.
-    After an error in a step that is caught: `reset_iteration`. The module's own buffers stay each rank's.
+    A step is `zero_grad_buffer`, forward and backward of each microbatch (all but the last in `no_sync`) and
+    `finish_grad_sync`. Then `param.grad` is None and `param.main_grad` is the mean over the ranks. With
+    calculate_per_token_loss it is the sum, which finalize_model_grads divides by the tokens. With
+    use_distributed_optimizer only this rank's shard of each bucket holds the result. A rank whose backward did not
+    reach a parameter contributes zeros. After catching an error in a step, call `reset_iteration`. The module's own
+    (nn.Module) buffers are not synchronized.
 
-    With shard_gradients every backward outside `no_sync` reduces what it has, at its end or before, all ranks alike in
-    number; there is no `param.main_grad`, and this rank's shards add up. After an error that some ranks catch, others
-    must not be in a later backward of the iteration.
+    With shard_gradients there is no `param.main_grad`. Every backward outside `no_sync` is reduced, at the latest at
+    its end, and adds to this rank's shards, so all ranks must run the same number of them. If only some ranks catch an
+    error, the others must not run a later backward of the iteration.
 
-    config: calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion count here.
-    disable_bucketing: one bucket for all. pg_collection: None for parallel_state's groups, or else all ranks there are.
-    launch_order: that of the other chunks of this pipeline stage. Wrapping a chunk with a tied weight waits for the
-    other stage's (consistency.py), so build all chunks before the first is wrapped. Collective over the stage: raises
-    the same ValueError on all ranks where parameters or settings differ; where one rank alone cannot wrap, ValueError
-    there and RemoteRankError on the others.
+    config: only calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion are used.
+    disable_bucketing: one bucket per buffer. pg_collection: None means parallel_state's groups or, without them, one
+    group of all ranks. launch_order: the scheduler of this pipeline stage's other chunks. Wrapping a chunk with a tied
+    weight waits for the other stage (consistency.py), so build all chunks before wrapping the first.
+
+    The constructor is collective over the stage. It raises the same ValueError on all ranks if parameters or settings
+    differ. If a single rank cannot wrap, it raises ValueError there and RemoteRankError on the others. TypeError: an
+    argument has the wrong type.
     """
 
     launch_order: CollectiveScheduler
@@ -145,17 +148,17 @@ class DistributedDataParallel(_BaseDataParallel):
             config=config,
             ddp_config=ddp_config,
             checks=self.checks,
-            # Later stages end their last backward earlier: cuts hide nothing there, and only free memory.
+            # Later stages end their last backward earlier, so several buckets would hide no communication there.
             single_bucket=disable_bucketing
             or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.has_bucket_lifetime_grads),
         )
         _warn_of_settings(ddp_config, built, order=self.launch_order)
-        # The name that users know hides nn.Module's; named_buffers gives those.
+        # Megatron's public name hides nn.Module.buffers; named_buffers still lists the module's own buffers.
         dense = [buffer for buffer in built if not buffer.is_expert]
         self.buffers = dense  # type: ignore[assignment,method-assign]
         self.expert_parallel_buffers = [buffer for buffer in built if buffer.is_expert]
         self._every_buffer = built
-        # Buckets of gradients that are freed one by one are reduced one by one.
+        # Bucket-lifetime gradients are reduced bucket by bucket, so that each can be freed.
         force_single = disable_bucketing and not ddp_config.has_bucket_lifetime_grads
         build = partial(_build_groups, force_single=force_single)
         chunk = f"chunk {self.launch_order.num_chunks}"
@@ -182,11 +185,11 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @property
     def all_buffers(self) -> list[_ParamAndGradBuffer]:
-        """Dense and expert ones, in the order in which parameters first appear."""
+        """Dense and expert buffers, in the order in which their parameters first appear in the module."""
         return self._every_buffer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Calls the wrapped module's forward."""
         outputs = super().forward(*inputs, **kwargs)
         if isinstance(self._intake, _StreamingIntake):
             self._intake.watch_backward_of(outputs)
@@ -195,17 +198,17 @@ class DistributedDataParallel(_BaseDataParallel):
     # Gradients, in the order of a step.
 
     def zero_grad_buffer(self, *, caller: Hashable = None) -> None:
-        """Makes all gradients zero and begins an iteration; call before the first microbatch.
+        """Zeroes all gradients and begins an iteration; call before the first microbatch.
 
-        Collective, with overlap, if the same caller has begun an iteration that was not finished: it is dropped on all
-        ranks. caller: an optimizer, beside the training loop, which is None.
+        If the same caller began an iteration that was not finished, all ranks discard it, which is collective with
+        overlap. caller: an optimizer that calls this in addition to the training loop; None means the training loop.
         """
         self.launch_order.begin_iteration((self, caller))
         self._zero_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients that come inside belong to a microbatch before the last: they add up, and nothing is reduced."""
+        """Context of all microbatches but the last: gradients accumulate and nothing is reduced."""
         before = [group.is_last_microbatch for group in self._groups]
         for group in self._groups:
             group.is_last_microbatch = False
@@ -217,8 +220,10 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around all microbatches but the last, in place of `no_sync`: what must be reduced in each backward is, but no
-        gradient is taken for the last of its iteration. Only release_gradients with shard_gradients needs it.
+        """Context of all microbatches but the last, in place of `no_sync`.
+
+        With shard_gradients each backward is still reduced, but none counts as the iteration's last. Needed only for
+        release_gradients together with shard_gradients; otherwise the same as `no_sync`.
         """
         if not self.ddp_config.shard_gradients:
             with self.no_sync():
@@ -234,9 +239,11 @@ class DistributedDataParallel(_BaseDataParallel):
                 group.is_last_backward = was_last
 
     def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
-        """Says that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad` itself.
+        """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
 
-        For gradients that autograd does not produce; scaling is done here.
+        For gradients that autograd does not produce. Do not scale them; they are scaled before the reduction. Raises
+        ValueError for a parameter that is not wrapped, and with shard_gradients or release_gradients. Further errors:
+        see _ParamAndGradBucketGroup.register_grad_ready.
         """
         group = self.param_to_bucket_group.get(param)
         if group is None:
@@ -247,27 +254,29 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
-                f"register_grad_ready with DistributedDataParallelConfig.{self._transient}: there is no main_grad to "
-                f"add to; return the gradient to autograd, or leave {self._transient} out"
+                f"register_grad_ready with DistributedDataParallelConfig.{self._lifetime_setting}: parameters have no "
+                f"main_grad; return the gradient to autograd, or leave {self._lifetime_setting} out"
             )
         group.register_grad_ready(param)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Starts to reduce all gradients that this chunk has so far, and those of chunks before it. Collective."""
+        """Starts to reduce all gradients of this chunk and of chunks before it. Collective."""
         self.launch_order.start_grad_sync(self._groups)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduces what is left and waits for all of it; call after the last microbatch. Collective.
+        """Reduces all remaining gradients and waits for all reductions; call after the last microbatch. Collective.
 
-        The first of the chunks that share a scheduler does it for all. Raises NonFiniteGradientError on all ranks if
-        the check is on and any rank's gradient is NaN or infinite; where a rank has broken the iteration off, that
-        rank's error, or RemoteRankError; RuntimeError where an earlier call came to an error of a hook.
-        force_all_reduce: that every rank gets all sums, which without use_distributed_optimizer it does.
+        The first call on any chunk finishes all chunks that share a scheduler.
+        force_all_reduce: accepted only without use_distributed_optimizer, where every rank receives all sums anyway;
+        ValueError otherwise.
+        Raises NonFiniteGradientError on all ranks if the check is enabled and a rank's gradient is NaN or infinite. If
+        a rank has aborted the iteration, that rank raises its own error and the others RemoteRankError. RuntimeError:
+        an error in a hook interrupted this iteration.
         """
         if force_all_reduce and self.ddp_config.use_distributed_optimizer:
             raise ValueError(
-                "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, where each rank gets the "
-                "sums of its shards alone: leave one of them out"
+                "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, where each rank receives "
+                "only the sums of its shards: leave one of them out"
             )
         self.launch_order.finish()
         self._hook_runner.check_whole()
@@ -275,8 +284,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies all gradients; scaling_factor: a number or a tensor [], any float dtype.
 
-        Raises RuntimeError while gradients are on their way: before finish_grad_sync those of some ranks might count
-        twice.
+        Raises RuntimeError while gradients are under reduction, and with release_gradients.
         """
         moving = next((group for group in self._groups if group.is_moving), None)
         if moving is not None:
@@ -288,15 +296,15 @@ class DistributedDataParallel(_BaseDataParallel):
             buffer.scale_gradients(scaling_factor)
 
     def reset_iteration(self) -> None:
-        """Makes the next step one that never saw this one's error; for all chunks with the same scheduler.
+        """Discards the iteration, so that the next one is unaffected by its error; for all chunks of the scheduler.
 
-        On the ranks that caught an error, however many: the others get a RemoteRankError from finish_grad_sync, and
-        call this too.
+        Call it on every rank that caught an error. The other ranks receive RemoteRankError from finish_grad_sync and
+        must then call it, too.
         """
         self.launch_order.reset()
 
     def freeze_order(self) -> None:
-        """Keeps the order of collectives from now on, for graphs that are captured with it."""
+        """Fixes the order of collectives, for graphs that are captured with it."""
         self.launch_order.freeze()
 
     def named_main_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,32 +314,33 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         if self.ddp_config.has_bucket_lifetime_grads:
             raise ValueError(
-                f"named_main_grads with DistributedDataParallelConfig.{self._transient}: no rank has whole gradients; "
-                "owned_grads of all_buffers gives this rank's parts, register_bucket_ready_hook what is released"
+                f"named_main_grads with DistributedDataParallelConfig.{self._lifetime_setting}: no rank has whole "
+                "gradients; use owned_grads of all_buffers for this rank's parts, register_bucket_ready_hook for "
+                "released gradients"
             )
         return ((slot.name, slot.main_grad) for buffer in self.all_buffers for slot in buffer.slots)
 
     # Parameters.
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *strict: bool, assign: bool = False, **kwargs: Any) -> Any:
-        """Loads what the model's own state_dict gave, tensors of any shape and dtype.
+        """Loads a state_dict of the wrapped model, tensors of any shape and dtype.
 
-        assign: values are copied all the same, as parameters must stay in their buffers, with whoever holds them.
+        assign: has no effect. Values are always copied, because parameters must stay views of their buffers.
         """
         return super().load_state_dict(state_dict, *strict[:1], **kwargs)
 
     def note_update(self) -> None:
-        """Records that an optimizer has updated the parameters; the end of a step finds ranks that did not."""
+        """Records that an optimizer has updated the parameters; a later agreement detects ranks that did not."""
         self.launch_order.note_update()
 
     def mark_params_stale(self) -> None:
-        """Records that an optimizer has updated this rank's shards: others are gathered before modules read them."""
+        """Records that an optimizer has updated this rank's shards; a gather is due before modules read parameters."""
         self.launch_order.mark_stale(self._groups)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gathers the parameters from the ranks that own their shards; without overlap, waits for them. Collective.
 
-        What is on its way already is not sent again, unless force_dispatch. force_sync: waits in any case.
+        Gathers in flight are not launched again, unless force_dispatch. force_sync: also waits with overlap.
         """
         groups = [group for group in self._groups if group.is_sharded]
         self.launch_order.start_param_sync(groups, again=force_dispatch)
@@ -339,50 +348,54 @@ class DistributedDataParallel(_BaseDataParallel):
             self.launch_order.finish_param_sync(groups)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Waits for all parameters of this chunk; starts the gather that follows unless told to skip. Collective."""
+        """Waits for all parameters of this chunk, and prefetches the next unless told to skip. Collective."""
         self.launch_order.finish_param_sync(self._groups)
         if not skip_next_bucket_dispatch:
             self.launch_order.prefetch()
 
     def start_stale_param_sync(self, *unused: Any) -> None:
-        """Starts the gathers that are due, if there are any, without waiting: a schedule's param_sync_func."""
+        """Starts gathers that are due, without waiting; for a schedule's param_sync_func. Collective."""
         if not all_current(self._groups):
             self.launch_order.start_param_sync(self._groups)
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter], *, prefetch: bool = False) -> None:
-        """Waits until these may be read, any shapes and dtypes: for code that reads parameters outside their module.
+        """Waits until parameters, any shapes and dtypes, may be read; for code that reads them outside their module.
 
-        prefetch: starts the next gather as well, where modules do before their forward.
+        prefetch: also starts the next gather, if modules do so before their forward.
         """
-        # A tensor would be iterated by its rows, none of which is a parameter.
+        # Iterating over a single parameter would yield its rows, none of which is a parameter.
         params = [params] if isinstance(params, nn.Parameter) else params
         for group in dict.fromkeys(self.param_to_bucket_group[p] for p in params if p in self.param_to_bucket_group):
             self.launch_order.need(group, prefetch=prefetch and self._prefetches)
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets modules wait for their parameters before forward, see [Note: forward waits], and start the next gather.
+        """Registers hooks in which modules wait for their parameters before forward and start the next gather.
 
-        The module's state_dict and load_state_dict wait too, and so are collective while a gather is due.
+        See [Note: forward waits]. The module's state_dict and load_state_dict also wait, and are therefore collective
+        while a gather is due. Raises ValueError without overlap_param_gather, and if the hooks are enabled already.
         """
         if not self.ddp_config.overlap_param_gather:
             raise ValueError(
-                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or leave out the call, as "
-                "the optimizer's step gathers all parameters"
+                "enable_forward_pre_hook was called with overlap_param_gather False: set it, or leave out the call, "
+                "because the optimizer's step gathers all parameters"
             )
         if self._pre_hooks:
-            raise ValueError("enable_forward_pre_hook was called before: disable the hooks first")
+            raise ValueError("enable_forward_pre_hook was called twice: call disable_forward_pre_hook first")
         for module in self.module.modules():
             if self._waits.below(module):
                 hook = self._pre_hook(partial(self._waits.before, module))
                 self._pre_hooks.append(module.register_forward_pre_hook(hook))
             if self._waits.own(module):
-                # Weights are read and written by their names as well, and what was loaded must not be gathered over.
+                # state_dict reads parameters; load_state_dict writes values that a later gather would overwrite.
                 hook = self._pre_hook(partial(self._waits.own, module))
                 self._pre_hooks.append(module.register_state_dict_pre_hook(hook))
                 self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Takes those hooks away; param_sync: after a gather of all parameters, which is Collective."""
+        """Removes these hooks; ValueError if they are not enabled.
+
+        param_sync: also gathers all parameters and waits for them. Collective.
+        """
         if not self._pre_hooks:
             raise ValueError("disable_forward_pre_hook was called without enable_forward_pre_hook")
         for handle in self._pre_hooks:
@@ -392,8 +405,8 @@ class DistributedDataParallel(_BaseDataParallel):
             self.start_param_sync(force_sync=True)
 
     def broadcast_params(self) -> None:
-        """Gives every rank the parameters of the first that holds the same ones. Collective."""
-        # The first rank holds the new values of its own shards alone until then.
+        """Copies parameters from the first rank of each set of replicas to the others. Collective."""
+        # Until the gather is complete, the first rank has new values only of its own shards.
         self.launch_order.finish_param_sync(self._groups)
         flats = {buffer: buffer.param_data for buffer in self.all_buffers}
         for buffer, flat in flats.items():
@@ -403,12 +416,11 @@ class DistributedDataParallel(_BaseDataParallel):
                 _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
 
     def release(self) -> nn.Module:
-        """Gives the module back, with all parameters gathered and without gradients; use it in place of this.
+        """Returns the module, unwrapped, with all parameters gathered and without gradients. Collective.
 
-        Post-accumulate hooks go to its parameters, from which the next wrapper takes them.
-
-        To freeze, unfreeze or replace parameters between two steps: then wrap it, and build the optimizer, anew.
-        Collective.
+        Use it to freeze, unfreeze or replace parameters between two steps; then wrap the module again and build a new
+        optimizer. Post-accumulate hooks are moved back to the parameters, from which the next wrapper takes them. This
+        wrapper must not be used afterwards.
         """
         if self._pre_hooks:
             self.disable_forward_pre_hook(param_sync=False)
@@ -420,7 +432,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a DistributedDataParallel cannot be copied, as its process groups cannot: copy its `module`, after "
+            "a DistributedDataParallel cannot be copied, because process groups cannot: copy its `module`, after "
             "wait_params(module.parameters()), and wrap the copy"
         )
 
@@ -434,8 +446,8 @@ class DistributedDataParallel(_BaseDataParallel):
         )
 
     @property
-    def _transient(self) -> str:
-        """The setting by which gradients have no persistent memory."""
+    def _lifetime_setting(self) -> str:
+        """The name of the setting with which gradients have no persistent memory."""
         return "shard_gradients" if self.ddp_config.shard_gradients else "release_gradients"
 
     def _build_intake(self) -> "_GradIntake | _StreamingIntake":
@@ -443,7 +455,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if self.ddp_config.has_bucket_lifetime_grads:
             releases = self.ddp_config.release_gradients
             return _StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
-        # Gradients added in place that are in time have other last digits than those that are late.
+        # A gradient added in place has other last bits than a late one, so timing would change results.
         is_fused = self.config.gradient_accumulation_fusion and not self.config.deterministic_mode
         return _GradIntake(group_of, order, is_fused=is_fused)
 
@@ -464,7 +476,7 @@ class DistributedDataParallel(_BaseDataParallel):
             self.launch_order.need(group, prefetch=prefetch)
 
     def _in_order_of_backward(self) -> list[_ParamAndGradBucketGroup]:
-        # A bucket is complete when backward has come to the first of its modules.
+        # A bucket is complete when backward has reached the first of its modules.
         places = {param: place for place, param in enumerate(self.module.parameters())}
         return sorted(self._groups, key=lambda group: -min(places[slot.param] for slot in group.slots))
 
@@ -478,10 +490,10 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 class _GradIntake:
-    """Takes every gradient that autograd has accumulated, or is about to compute, to the scheduler, until `release`.
+    """Passes every gradient that autograd has accumulated, or is about to compute, to the scheduler until `release`.
 
-    group_of: the bucket groups of parameters; their gradients are persistent. is_fused: kernels may add weight
-    gradients to `param.main_grad` themselves.
+    group_of: each parameter's bucket group; its gradients are persistent. is_fused: kernels may add weight gradients to
+    `param.main_grad` themselves.
     """
 
     def __init__(
@@ -504,7 +516,7 @@ class _GradIntake:
 
     def _owner_of(self, param: nn.Parameter) -> GradOwner:
         main_grad = gradient_of(param)
-        assert main_grad is not None, "buffers give each of their parameters one"
+        assert main_grad is not None, "a parameter in a buffer has no main_grad"
         return GradOwner(main_grad, self._add)
 
     def _add(self, param: nn.Parameter, new: WeightGrad) -> None:
@@ -512,9 +524,9 @@ class _GradIntake:
 
 
 class _StreamingIntake:
-    """Takes every gradient to the scheduler, and each backward to its end; gradients are freed once they are reduced.
+    """Passes every gradient, and the end of each backward pass, to the scheduler; gradients have a bucket lifetime.
 
-    releases: hooks and optimizer get buckets in backward.
+    releases: whether hooks and an optimizer receive buckets during backward.
     """
 
     def __init__(
@@ -537,12 +549,12 @@ class _StreamingIntake:
         self._hooks.watch(group_of)
 
     def watch_backward_of(self, outputs: Any) -> None:
-        """Records the outputs of a forward, tensors of any shape and dtype in any structure, to know their backward."""
+        """Marks the outputs of a forward, tensors of any shape, dtype and structure, to find their backward."""
         if self._releases and not self._hook_runner.knows_counts:
             self._outermost.watch(outputs)
 
     def forget(self) -> None:
-        """Resets the state of the backward that is in progress."""
+        """Drops the state of the backward pass in progress."""
         self._end.forget()
 
     def release(self) -> None:
@@ -553,20 +565,21 @@ class _StreamingIntake:
     def _on_grad(self, param: nn.Parameter) -> None:
         group = self._group_of[param]
         if group.is_closed:
-            # The next iteration releases nothing in backward, and so counts the gradients of each parameter.
+            # The next iteration then counts each parameter's gradients again, and releases nothing in backward.
             self._hook_runner.knows_counts = False
             raise RuntimeError(
-                f"a gradient of {group.name_of(param)} came after its bucket was reduced and given to hooks and "
-                "optimizer (DistributedDataParallelConfig.release_gradients): put all backwards of a step but the last "
-                "in accumulate(). If both are of one backward, they are waited for after reset_iteration(); hooks and "
-                "optimizer may have updated parameters in this iteration, so load a checkpoint then"
+                f"a gradient of {group.name_of(param)} became ready after its bucket was reduced and released to hooks "
+                "and the optimizer (DistributedDataParallelConfig.release_gradients): put all backward passes of a "
+                "step but the last in accumulate(). If one backward pass has several gradients of it, call "
+                "reset_iteration(), after which all of them are waited for, and load a checkpoint, because hooks and "
+                "the optimizer may have updated parameters in this iteration"
             )
         if group.is_last_microbatch:
             self._end.note()
             if self._releases and group.is_last_backward:
                 self._hold_if_inside()
         self._order.accumulate(group, param)
-        # The bucket has a copy.
+        # The bucket holds a copy.
         param.grad = None
 
     def _hold_if_inside(self) -> None:
@@ -618,12 +631,12 @@ def build_launch_order(
 
 
 class GraphedReductions(GraphParticipant):
-    """The gathers and reductions of a stage's chunks as part of a step that a CUDA graph holds.
+    """The gathers and reductions of a stage's chunks, captured in the CUDA graph of a step.
 
-    chunks: they share a scheduler, whose order stays as it is, as do buckets.
+    chunks: all chunks of one scheduler, whose launch order and buckets stay fixed.
 
-    With overlap_param_gather the graph begins with stale shards: each replay gathers the parameters of the moment, also
-    where an evaluation in between has done so.
+    With overlap_param_gather the captured step begins with stale shards: each replay gathers the current parameters,
+    even if an evaluation has already gathered them.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
@@ -631,8 +644,8 @@ class GraphedReductions(GraphParticipant):
         if settings.has_bucket_lifetime_grads:
             name = "shard_gradients" if settings.shard_gradients else "release_gradients"
             raise ValueError(
-                f"DistributedDataParallelConfig.{name} is set: its gradients get their memory during backward, "
-                "which a graph has standing; must be False for chunks in a graph"
+                f"DistributedDataParallelConfig.{name} is set: it allocates gradients during backward, but a CUDA "
+                "graph needs them persistent; must be False for chunks in a graph"
             )
         self._chunks, self._order = list(chunks), chunks[0].launch_order
         self._gathered = [
@@ -644,9 +657,9 @@ class GraphedReductions(GraphParticipant):
         ]
 
     def prepare(self) -> None:
-        """Completes the parameter gathers that were started, which would otherwise pair with gathers of the graph.
+        """Completes gathers in flight, which would otherwise be matched with gathers of the graph.
 
-        Collective where anything has been gathered since the last update, which is the same on all ranks.
+        Collective if parameters were gathered since the last update, which is the same on all ranks.
         """
         if any(group.param_state is not ParamState.STALE for group in self._gathered):
             self._order.finish_param_sync(self._gathered)
@@ -681,53 +694,53 @@ def _check_settings(
     config: ModelParallelConfig,
     ddp_config: DistributedDataParallelConfig,
 ) -> None:
-    """Raises ValueError where a module cannot be wrapped with these settings and groups."""
+    """Raises ValueError if a module cannot be wrapped with these settings and groups."""
     check_params(module)
     _check_has_memory(module)
     if ddp_config.has_bucket_lifetime_grads:
         _check_contiguous(module, "shard_gradients" if ddp_config.shard_gradients else "release_gradients")
     if config.calculate_per_token_loss and ddp_config.average_in_collective:
         raise ValueError(
-            "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the sum "
-            "over ranks is divided by their tokens, not by their number"
+            "DistributedDataParallelConfig.average_in_collective and calculate_per_token_loss are both set: the "
+            "collective must sum, because per-token loss divides by the number of tokens, not of ranks"
         )
     instances = ddp_config.num_distributed_optimizer_instances
     if instances > 1 and group_size(groups.inter_dist_opt) != instances:
         raise ValueError(
             f"DistributedDataParallelConfig.num_distributed_optimizer_instances is {instances}, and "
-            f"pg_collection.inter_dist_opt has {group_size(groups.inter_dist_opt)} ranks: must be as many; give "
+            f"pg_collection.inter_dist_opt has {group_size(groups.inter_dist_opt)} ranks: must be equal; give "
             "initialize_model_parallel the same num_distributed_optimizer_instances"
         )
     has_experts = any(param_facts(param).is_expert for param in module.parameters())
-    # Without it experts would be summed with others, or with none, and nobody would notice.
+    # Without it experts would silently be summed over wrong ranks, or not at all.
     if has_experts and groups.dp_cp is not None and groups.expt_dp is None:
         raise ValueError(
-            "pg_collection.expt_dp is None: the module has expert parameters, so give the ranks that share them"
+            "pg_collection.expt_dp is None: must be the group of ranks that share the module's expert parameters"
         )
     tied = next((name for name, param in module.named_parameters() if param_facts(param).shared_embedding), None)
-    # Else one end would train, or wait for a gradient that never comes.
+    # Otherwise the two copies would diverge, or one stage would wait for the other forever.
     if tied is not None and groups.embd is None:
-        raise ValueError(f"pg_collection.embd is None: another stage has {tied} too, so give the ranks that share it")
+        raise ValueError(f"pg_collection.embd is None: must be the group of the two stages that share {tied}")
 
 
 def _check_has_memory(module: nn.Module) -> None:
     if default_device().type == "meta":
-        return  # a plan, in which nothing has
+        return  # in a dry run, all parameters are on the meta device
     name = next((name for name, param in module.named_parameters() if param.requires_grad and param.is_meta), None)
     if name is not None:
         raise ValueError(
-            f"parameter {name} is on the meta device: ranks have whole parameters with DistributedDataParallel; give "
-            "the module memory and values first, or wrap it in TorchFullyShardedDataParallel, which gives shards both"
+            f"parameter {name} is on the meta device: DistributedDataParallel needs whole parameters in memory; "
+            "materialize the module first, or wrap it in TorchFullyShardedDataParallel, which materializes shards"
         )
 
 
 def _check_contiguous(module: nn.Module, setting: str) -> None:
-    # Hooks are given a parameter's shard, whose order is that of memory, under its logical shape.
+    # Hooks receive a shard in memory order, but with the parameter's logical shape.
     for name, param in module.named_parameters():
         if param.requires_grad and not param.is_contiguous():
             raise ValueError(
                 f"parameter {name} has shape {tuple(param.shape)} and strides {param.stride()}: must be contiguous "
-                f"with DistributedDataParallelConfig.{setting}; make it so with .data = .data.contiguous()"
+                f"with DistributedDataParallelConfig.{setting}; set param.data = param.data.contiguous() first"
             )
 
 
@@ -740,8 +753,9 @@ def _build_buffers(
     checks: GradChecks | None,
     single_bucket: bool,
 ) -> list[_ParamAndGradBuffer]:
-    """Moves the parameters that require grad into buffers, one for each kind; of experts apart where they are reduced
-    over other ranks.
+    """Moves the parameters that require grad into one buffer for each BufferKind.
+
+    Experts have buffers of their own if they are reduced over other ranks than dense parameters.
     """
     several = ddp_config.num_distributed_optimizer_instances > 1
     device = next((param.device for param in module.parameters()), default_device())
@@ -766,7 +780,7 @@ def _build_buffers(
             is_sharded=ddp_config.use_distributed_optimizer,
             scale=gradient_scale(replicas, groups, config=config, ddp_config=ddp_config),
             policy=ReductionPolicy(
-                # While debugging, so that a bucket under reduction stays what was sent and writes to it are seen.
+                # In debug mode a bucket must keep its values during reduction, so that writes to it are detected.
                 deterministic=config.deterministic_mode or ddp_config.ddp_debug,
                 average=ddp_config.average_in_collective,
                 fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
@@ -789,7 +803,7 @@ def _by_kind(
 ) -> dict[BufferKind, list[tuple[str, nn.Parameter]]]:
     apart = expert_ranks_differ(groups)
     found: dict[BufferKind, list[tuple[str, nn.Parameter]]] = {}
-    # named_parameters gives a parameter that two modules share once.
+    # named_parameters lists a parameter that two modules share only once.
     for name, param in module.named_parameters():
         if param.requires_grad:
             later = ddp_config.release_gradients and is_completed_later(param, config=config, groups=groups)
@@ -811,7 +825,7 @@ def _new_buffer(
         persistent = partial(PersistentGrads, checks=checks)
         return _ParamAndGradBuffer(kind, named_params, settings=settings, storage=persistent)
     is_released = ddp_config.release_gradients and not kind.completed_later
-    # A released sum may be a part of a message, which then is not returned.
+    # A released sum may be part of a message, which is then never closed.
     pool = MessagePool(kind.grad_dtype, named_params[0][1].device, is_kept=not is_released)
 
     def storage(bucket: _ParamAndGradBucket) -> GradStorage:
@@ -824,7 +838,7 @@ def _new_buffer(
 def _build_groups(
     buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool
 ) -> list[_ParamAndGradBucketGroup]:
-    """The bucket groups of buffers; name: what theirs begin with. force_single: one group."""
+    """Builds the bucket groups of buffers; name: prefix of their names. force_single: one group of all buckets."""
     partition = partition_buckets(buffers, force_single_bucket_group=force_single)
     return [_ParamAndGradBucketGroup(buckets, name=f"{name} {index}") for index, buckets in enumerate(partition)]
 
@@ -832,7 +846,7 @@ def _build_groups(
 def _warn_of_settings(
     config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: CollectiveScheduler
 ) -> None:
-    # Once, for the first chunk.
+    # Warns only once, for the stage's first chunk.
     if order.num_chunks > 0 or group_rank(order.stage_group) > 0:
         return
     is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)

@@ -1,7 +1,7 @@
 """finalize_model_grads: completes gradients between the last backward and the optimizer's step.
 
-The data-parallel wrapper reduces them over its ranks; this file adds the sums over other groups and the division by
-tokens.
+The data-parallel wrapper reduces gradients over its ranks. This file adds the sums over other groups and the division
+by tokens.
 """
 
 from collections.abc import Sequence
@@ -69,8 +69,8 @@ def complete_model_grads(
     _divide_by_tokens(
         [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
     )
-    # In a loop of its own: the two stages have the tied weight in different chunks, and sums over other ranks between
-    # the two could deadlock.
+    # In a separate loop: the two stages have the tied weight in different chunks, so that collectives over other groups
+    # in between could deadlock.
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
     for chunk in chunks:
@@ -100,9 +100,9 @@ def _check_num_tokens(
 
 
 def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
-    """Sums partial gradients over the tensor-parallel `group`: those of parameters marked sequence_parallel.
+    """Sums the gradients of parameters marked sequence_parallel over the tensor-parallel `group`.
 
-    These are norms and biases that see a part of the tokens or heads on each rank.
+    These are norms and biases whose gradient on each rank covers only a part of the tokens or heads.
     """
     if group_size(group) == 1:
         return
@@ -111,7 +111,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
         # The ranks of the group have the same layout and own the same shards.
         parts = [part for slot in slots for part in buffer.owned_grads(slot)]
         if parts:
-            # In one message, because they are many and small.
+            # In one message, because there are many small gradients.
             flat = torch.cat(parts)
             (rank_ordered_all_reduce_ if chunk.config.deterministic_mode else all_reduce_)(flat, group)
             for part, total in zip(parts, flat.split([part.numel() for part in parts])):

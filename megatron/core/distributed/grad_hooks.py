@@ -1,14 +1,14 @@
-"""Users' hooks on reduced gradients: which are due for a bucket, and the release of the bucket to them.
+"""Users' hooks on reduced gradients, and the release of reduced buckets to them and to an optimizer in backward.
 
-An optimizer in backward receives each bucket after the hooks. When a bucket is reduced is scheduler.py's.
+The optimizer receives each bucket after the hooks. scheduler.py decides when a bucket is reduced.
 
-[Note: hooks by name] Hooks that users put on a parameter itself are lost when the parameter is replaced, and fire for
-gradients that are not reduced yet. So they are kept here, under the parameter's name. What is in `torch`'s own list of
-a parameter at wrapping is taken over as it is, list and all: the handles that users hold still remove their hooks.
+[Note: hooks by name] Torch's own hooks on a parameter are lost when the parameter is replaced, and fire for gradients
+that are not reduced yet. Hooks are therefore stored here, by the parameter's name. Hooks that a parameter has when it
+is wrapped are moved here together with torch's dict of them, so that the handles that users hold still remove them.
 
-[Note: stale values] A hook may update a parameter during backward, while an operation that took it detached still needs
-the old value. Autograd refuses that by the parameter's version, which a write to the flat tensor under it does not
-change. So every writer marks the parameters as written.
+[Note: stale values] A hook may update a parameter during backward, while a backward operation still needs the old value
+that it saved. Autograd detects this by the parameter's version counter, which a write to the underlying flat tensor
+does not increment. Every writer must therefore call ReadyBucket.note_written.
 """
 
 from collections import OrderedDict
@@ -32,11 +32,11 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """An optimizer's state of neighbouring elements of a bucket that share a parameter group.
+    """An optimizer's state of adjacent elements of a bucket that share a parameter group.
 
-    span: theirs in the bucket's flat tensors. settings: of their parameter group, `lr` and so on, by name. master:
-    [span.numel], fp32 or wider, the numbers that are stepped. moments: [span.numel] each, by name. Both are views of
-    what is kept in fp32 or wider, and copies of what is kept in fewer bits.
+    span: the elements' span in the bucket's flat tensors. settings: of their parameter group, such as `lr`, by name.
+    master: [span.numel], fp32 or wider, the values that the optimizer updates. moments: [span.numel] each, by name.
+    State stored in fp32 or wider is given as views, state stored in fewer bits as copies.
     """
 
     span: Span
@@ -45,7 +45,7 @@ class RunState:
     moments: Mapping[str, torch.Tensor]
 
     def within(self, part: Span) -> "RunState | None":
-        """Returns the state of a part of the bucket, counted from the start of that part; None where there is none."""
+        """Returns the state of a part of the bucket, with spans relative to the part; None if they do not overlap."""
         both = self.span.intersection(part)
         if both.numel == 0:
             return None
@@ -61,12 +61,12 @@ def _no_states() -> Sequence[RunState]:
 
 @dataclass(eq=False)
 class ReadyBucket:
-    """A bucket, or neighbours of one, whose gradients are reduced; what this rank owns of it.
+    """This rank's part of a bucket whose gradients are reduced, or of some adjacent parameters of it.
 
-    slices: every parameter of the bucket, in the order of their places, those that this rank has nothing of with a span
-    of 0 elements. shard: [n], the parameters' dtype, this rank's flat part of them; what is written there is what
-    modules read (where other ranks have other parts: once they are gathered). grad: [n], the gradients' dtype, the same
-    elements; it may be changed in place. Padding between parameters is zero in both. n may be 0.
+    slices: every parameter of the bucket, in buffer order; the span is empty if this rank owns no element of it.
+    shard: [n], the parameters' dtype, this rank's flat part of the parameters. Modules read values written to it, after
+    a gather if parameters are sharded. grad: [n], the gradients' dtype, the same elements; may be changed in place.
+    Padding between parameters is zero in both. n may be 0.
 
     With DistributedDataParallelConfig.release_gradients the wrapper reuses the memory of `grad` after all hooks have
     returned; call `keep` to retain it.
@@ -80,7 +80,7 @@ class ReadyBucket:
 
     @property
     def states(self) -> Sequence[RunState]:
-        """The optimizer state of the bucket, one for each run; empty before there is one, and when it is gone."""
+        """The bucket's optimizer state, one RunState per range; empty while no optimizer exists."""
         return self.find_states()
 
     @property
@@ -89,39 +89,39 @@ class ReadyBucket:
         return [one.param for one in self.slices]
 
     def note_written(self) -> None:
-        """Records that `shard` was written, where gradients are released: see [Note: stale values]."""
+        """Records a write to `shard`; required during backward, see [Note: stale values]."""
         torch.autograd.graph.increment_version(self.params)
 
     def keep(self) -> torch.Tensor:
-        """Gives `grad` memory of its own, if it is a part of a larger message, and returns it: [n], the same dtype.
+        """Retains `grad` beyond the hooks, copied if it is part of a larger message, and returns it: [n], same dtype.
 
-        It lives as long as somebody holds this bucket or what is returned.
+        The memory lives as long as this bucket or the returned tensor.
         """
         if self.grad.untyped_storage().nbytes() > self.grad.numel() * self.grad.element_size():
             self.grad = self.grad.clone()
         return self.grad
 
     def restricted(self, names: Iterable[str]) -> "list[ReadyBucket]":
-        """Only some parameters, given by name: one bucket for each stretch of neighbours among them, of views."""
+        """Returns views of the named parameters only, one bucket for each range of adjacent ones."""
         wanted = set(names)
-        stretches: list[list[int]] = []
+        ranges: list[list[int]] = []
         for place, one in enumerate(self.slices):
             if one.name not in wanted:
                 continue
-            if stretches and stretches[-1][-1] == place - 1:
-                stretches[-1].append(place)
+            if ranges and ranges[-1][-1] == place - 1:
+                ranges[-1].append(place)
             else:
-                stretches.append([place])
-        if len(stretches) == 1 and len(stretches[0]) == len(self.slices):
+                ranges.append([place])
+        if len(ranges) == 1 and len(ranges[0]) == len(self.slices):
             return [self]
-        return [self._stretch(places) for places in stretches]
+        return [self._restricted_to(places) for places in ranges]
 
-    def _stretch(self, places: Sequence[int]) -> "ReadyBucket":
+    def _restricted_to(self, places: Sequence[int]) -> "ReadyBucket":
         members = [self.slices[place] for place in places]
         following = places[-1] + 1
         bound = self.slices[following].span.start if following < len(self.slices) else self.grad.numel()
         start = members[0].span.start
-        # With the padding, which kernels may step as well; they give the same bits on its grid alone.
+        # Includes the padding, because update kernels give the same bits only on aligned ranges.
         held = [one.span.padded_end for one in members if one.span.numel]
         part = Span(start, min(held[-1], bound) - start if held else 0)
         moved = [replace(one, span=Span(one.span.start - start, one.span.numel)) for one in members]
@@ -140,7 +140,7 @@ PostBackwardHook = Callable[[list[ReadyBucket]], None]
 
 
 class _PostBackward:
-    """A hook that waits for several parameters. waiting: names of those that are not ready in this iteration."""
+    """A hook that waits for several parameters. waiting: names of parameters not ready yet in this iteration."""
 
     def __init__(self, names: Sequence[str], hook: PostBackwardHook) -> None:
         self.names, self.hook = frozenset(names), hook
@@ -167,12 +167,12 @@ class _PostBackward:
 
 
 class _HookRegistry:
-    """The hooks of one wrapper. names: of its parameters that require grad. In an iteration, after `begin`:
+    """The hooks of one wrapper. names: names of its parameters that require grad. In an iteration, after `begin`:
 
     1. for each parameter of a reduced bucket the wrapper calls `fire_param`, which runs its post-accumulate hooks;
-    2. it calls `fire_bucket`, which runs bucket hooks, then post-backward hooks that have all they wait for, both in
+    2. it calls `fire_bucket`, which runs bucket hooks, then post-backward hooks whose parameters are all ready, both in
        the order of registration;
-    3. that returns the buckets for which no hook is waiting any more, in the order in which they became ready.
+    3. `fire_bucket` returns the buckets that no waiting hook needs any longer, in the order in which they became ready.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -180,25 +180,26 @@ class _HookRegistry:
         self._of_param: dict[str, dict[int, Any]] = {}
         self._of_bucket: dict[int, Any] = OrderedDict()
         self._post_backward: dict[int, Any] = OrderedDict()
-        # Buckets that a post-backward hook waits with.
+        # Ready buckets that a waiting post-backward hook still needs.
         self._held: list[ReadyBucket] = []
 
     # Registration.
 
     def register_post_accumulate_grad_hook(self, param: nn.Parameter, hook: ParamHook) -> RemovableHandle:
-        """Calls `hook` with the owner's part of a parameter, any shape and dtype, whose `.grad` is reduced."""
+        """Registers a hook, called with the owned part of a parameter, any shape and dtype, when it is reduced."""
         return _register(self._of_param.setdefault(self._name_of(param), OrderedDict()), hook)
 
     def register_bucket_ready_hook(self, hook: BucketHook) -> RemovableHandle:
-        """Calls `hook` with each bucket that is reduced."""
+        """Registers a hook, called with each bucket when it is reduced."""
         return _register(self._of_bucket, hook)
 
     def register_post_backward_hook(
         self, params: nn.Parameter | Iterable[nn.Parameter], hook: PostBackwardHook
     ) -> RemovableHandle:
-        """Calls `hook` once when all `params`, of any shapes and dtypes, are reduced, with what they are of buckets.
+        """Registers a hook, called once an iteration when all `params`, any shapes and dtypes, are reduced.
 
-        Register it between two iterations: it waits for all of them from then on.
+        Its argument is a list of ReadyBucket restricted to these parameters. Register it between two iterations: a hook
+        registered later also waits for parameters that were already reduced.
         """
         names = [self._name_of(param) for param in ([params] if isinstance(params, nn.Parameter) else params)]
         if not names:
@@ -206,17 +207,17 @@ class _HookRegistry:
         return _register(self._post_backward, _PostBackward(names, hook))
 
     def adopt(self) -> None:
-        """Takes the hooks that are on the parameters: autograd no longer calls them. See [Note: hooks by name]."""
+        """Moves torch's hooks of the parameters here; autograd no longer calls them. See [Note: hooks by name]."""
         for param, name in self._names.items():
             found = param._post_accumulate_grad_hooks
             if not found:
                 continue
-            # Not None, with which torch goes on calling those it had.
+            # Not None, which would leave torch calling the previous hooks.
             param._post_accumulate_grad_hooks = OrderedDict()
             self._of_param[name] = _joined(found, self._of_param.get(name))
 
     def give_back(self) -> None:
-        """Puts the hooks of parameters on these, for autograd or another wrapper; bucket hooks are dropped."""
+        """Moves parameter hooks back to the parameters, for autograd or another wrapper; drops bucket hooks."""
         for param, name in self._names.items():
             ours = self._of_param.pop(name, None)
             if ours:
@@ -226,35 +227,36 @@ class _HookRegistry:
         self.begin()
 
     def follow(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Records that parameters were replaced: the new ones inherit the names, and so the hooks."""
+        """Records replaced parameters; the new ones inherit the names, and therefore the hooks."""
         self._names = dict(names)
 
     # In an iteration.
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nobody to call."""
+        """Whether no hook is registered."""
         return not (self._of_bucket or self._post_backward or any(self._of_param.values()))
 
     def has_param_hooks(self, name: str) -> bool:
-        """Whether `fire_param` would call anybody."""
+        """Whether `fire_param` would call a hook."""
         return bool(self._of_param.get(name))
 
     def begin(self) -> None:
-        """Begins an iteration; hooks that an error kept from firing start anew."""
+        """Begins an iteration; post-backward hooks wait for all their parameters again, also after an error."""
         self._held.clear()
         for waiting in self._post_backward.values():
             waiting.begin()
 
     def fire_param(self, name: str, owned: nn.Parameter) -> None:
-        """Calls a parameter's post-accumulate hooks; owned: the owner's part, any shape, its gradient in `.grad`."""
+        """Calls a parameter's post-accumulate hooks; owned: this rank's part, any shape, its gradient in `.grad`."""
         # A hook may remove itself.
         for hook in list(self._of_param.get(name, {}).values()):
             hook(owned)
 
     def fire_bucket(self, bucket: ReadyBucket) -> list[ReadyBucket]:
-        """Calls bucket hooks, and post-backward hooks that waited for nothing else; returns the buckets that are free,
-        perhaps not this one.
+        """Calls bucket hooks, and post-backward hooks whose parameters are now all ready.
+
+        Returns the buckets that no waiting hook needs any longer, which may exclude this one.
         """
         for hook in list(self._of_bucket.values()):
             hook(bucket)
@@ -272,8 +274,8 @@ class _HookRegistry:
         if name is None:
             given = f"one of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
             raise ValueError(
-                f"a hook was registered for a parameter that has no gradients here, {given}: must be a parameter of "
-                "the wrapped module that required grad when it was wrapped"
+                f"a hook was registered for a parameter that this wrapper does not reduce, {given}: must be a "
+                "parameter of the wrapped module that required grad when it was wrapped"
             )
         return name
 
@@ -285,7 +287,7 @@ def _register(hooks: dict[int, Any], hook: Any) -> RemovableHandle:
 
 
 def _joined(first: dict[int, Any], other: Mapping[int, Any] | None) -> dict[int, Any]:
-    """`first` itself, which handles know, with the hooks of another."""
+    """Adds the hooks of `other` to `first` and returns it; handles refer to `first`, so it must stay the same dict."""
     first.update(other or {})
     return first
 
@@ -303,7 +305,7 @@ class ReleasedBucket(Protocol):
     @property
     def slots(self) -> list[ParamSlot]: ...
     def reduced_grad(self) -> torch.Tensor:
-        """This rank's part of the gradients: [n], their dtype; without persistent memory, it becomes the caller's."""
+        """This rank's part of the gradients: [n], gradient dtype; without persistent memory, the caller owns it."""
         ...
 
 
@@ -317,19 +319,19 @@ class ReleasedGroup(Protocol):
     @property
     def buckets(self) -> Sequence[ReleasedBucket]: ...
     def copy_from_comm(self) -> None:
-        """Copies sums, which hooks may have changed, to all other places that hold them."""
+        """Copies sums, which hooks may have changed, to all other tensors that hold them."""
         ...
 
 
 class GradConsumer(Protocol):
-    """An optimizer that takes each bucket's gradient as soon as it is reduced."""
+    """An optimizer that receives each bucket's gradient as soon as it is reduced."""
 
     def begin(self) -> None:
         """Begins an iteration, perhaps after an aborted one, and drops gradients that are still held."""
         ...
 
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
-        """Receives a bucket after all hooks; place: where it lies in the wrapper's buffers. Memory: see ReadyBucket."""
+        """Receives a bucket after all hooks; place: the wrapper's bucket. The gradient's memory: see ReadyBucket."""
         ...
 
 
@@ -337,8 +339,11 @@ StateProvider = Callable[[ReleasedBucket], Sequence[RunState]]
 
 
 def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, groups: ProcessGroupCollection) -> bool:
-    """Whether complete_model_grads changes a parameter's gradient after it is reduced over data-parallel ranks; any
-    shape and dtype.
+    """Whether complete_model_grads changes a parameter's gradient after the data-parallel reduction.
+
+    param: any shape and dtype. Hooks on such gradients are deferred until notify_grads_final. The three cases are in
+    finalize_model_grads.py: _divide_by_tokens (see also gradient_scale in data_parallel_base.py),
+    _reduce_partial_grads and _reduce_shared_grads.
     """
     facts = param_facts(param)
     return (
@@ -351,14 +356,14 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
 def not_wrapped(param: nn.Parameter) -> ValueError:
     """Returns the error of owned_shard for a parameter, any shape and dtype, that no rank owns."""
     return ValueError(
-        f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be one that "
-        "required grad when its module was"
+        f"owned_shard was given a parameter of shape {tuple(param.shape)} that is not wrapped: must be a parameter "
+        "that required grad when its module was wrapped"
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A bucket and what this rank owns of it: span: in the buffer."""
+    """A bucket and this rank's part of it; span: the part's span in the buffer."""
 
     bucket: ReleasedBucket
     name: str
@@ -383,7 +388,7 @@ class _Place:
 def _slice(slot: ParamSlot, owned: Span) -> ParamRange:
     part = slot.span.intersection(owned)
     if part.numel == 0:
-        # In the order of places all the same.
+        # Empty, at the position that keeps slices in buffer order.
         return ParamRange(slot.name, slot.param, Span(min(part.start - owned.start, owned.numel), 0), 0)
     start = slot.start + part.start - slot.span.start
     return ParamRange(slot.name, slot.param, Span(part.start - owned.start, part.numel), start)
@@ -393,11 +398,12 @@ class GradHookRunner:
     """Releases the reduced bucket groups of one chunk to hooks and to the attached optimizer.
 
     In an iteration, after `begin`, `release` runs the hooks of each group once. Groups whose gradients are completed
-    later are queued until `release_queued`, in launch order. is_later: whether a parameter's gradient is.
+    later are queued until `release_queued`, in launch order. is_later: whether a parameter's gradient is completed
+    later, see is_completed_later.
 
-    [Note: several gradients] A parameter has one gradient in a backward, unless activation recomputation runs others
-    inside. The first backward counts how many there are. Until that is known, a release in backward would be too early,
-    and groups `hold` their gradients to the end.
+    [Note: several gradients] A parameter has one gradient in a backward pass, unless nested backward passes of
+    activation recomputation add more. The first backward pass counts them. Until the counts are known, a release during
+    backward could miss a gradient, so groups `hold` their gradients until the end.
     """
 
     def __init__(self, groups: Sequence[ReleasedGroup], *, is_later: Callable[[nn.Parameter], bool]) -> None:
@@ -411,13 +417,13 @@ class GradHookRunner:
         self._later = {group for group in groups if any(is_later(slot.param) for slot in group.slots)}
         self._queued: list[ReleasedGroup] = []
         self._released: set[ReleasedGroup] = set()
-        # Of buckets that a hook waits with.
+        # Released buckets whose gradients a waiting hook still needs.
         self._place_of: dict[ReadyBucket, _Place] = {}
         self._owned: dict[nn.Parameter, nn.Parameter] = {}
-        # Whether a backward has shown how many gradients come; see [Note: several gradients].
+        # Whether a backward pass has counted each parameter's gradients; see [Note: several gradients].
         self.knows_counts = False
         self._is_stopped = False
-        # An error left some hooks without their calls.
+        # Whether an error in a hook or an optimizer prevented later calls.
         self._is_broken = False
 
     @property
@@ -426,7 +432,7 @@ class GradHookRunner:
         return list(self._places)
 
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
-        """This rank's part of a parameter, always the same object: itself, or where it is sharded [n], a view."""
+        """Returns this rank's part of a parameter, always the same object: itself, or a view, [n], if it is sharded."""
         if param not in self._owned:
             found = ((place, one) for places in self._places.values() for place in places for one in place.slices)
             mine = next(((place, one) for place, one in found if one.param is param), None)
@@ -438,8 +444,8 @@ class GradHookRunner:
         return self._owned[param]
 
     def set_state_provider(self, provider: StateProvider) -> None:
-        """Lets hooks see an optimizer's state: by its bound method, the last given, while its object is in use."""
-        # Weakly: who drops an optimizer wants its memory back, also where the wrapper goes on.
+        """Sets the bound method that finds an optimizer's state for hooks; replaces the previous one."""
+        # Weak, so that the wrapper does not keep a dropped optimizer's memory alive.
         self._provider = WeakMethod(provider)
 
     def begin(self) -> None:
@@ -457,15 +463,15 @@ class GradHookRunner:
         self._is_stopped = True
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if an error in a hook or an optimizer kept others from their calls in this iteration."""
+        """Raises RuntimeError if an error in a hook or an optimizer prevented other calls in this iteration."""
         if self._is_broken:
             raise RuntimeError(
-                "an error broke the hooks on reduced gradients off in this iteration: call reset_iteration() and run "
+                "an error interrupted the hooks on reduced gradients in this iteration: call reset_iteration() and run "
                 "the iteration again"
             )
 
     def end_backward(self) -> None:
-        """Ends a backward that reduces: it has shown how many gradients there are."""
+        """Ends a backward pass that reduces; each parameter's number of gradients is known now."""
         self.knows_counts = True
 
     def release(self, group: ReleasedGroup) -> None:
@@ -490,7 +496,7 @@ class GradHookRunner:
         self.check_whole()
         self._is_broken = True
         for place in self._places[group]:
-            # Taken in any case: what nobody wants is free.
+            # Called even without hooks: it passes ownership to this function, so that unused gradients are freed.
             ready = ReadyBucket(place.name, place.slices, place.shard, place.bucket.reduced_grad())
             if self.consumer is None and self.hooks.is_empty:
                 continue
@@ -504,14 +510,14 @@ class GradHookRunner:
             if ready not in free_buckets:
                 ready.keep()
             if place.version != before:
-                # Which of them a hook wrote to nobody knows.
+                # The version counter does not tell which of the buckets was written.
                 for seen in {ready, *free_buckets}:
                     seen.note_written()
             for free in free_buckets:
                 freed = self._place_of.pop(free)
                 if self.consumer is not None:
                     self.consumer.take(free, freed.bucket)
-        # Hooks may have changed them.
+        # Hooks may have changed gradients.
         group.copy_from_comm()
         self._is_broken = False
 
@@ -521,13 +527,13 @@ class GradHookRunner:
 
     def _fire_param(self, one: ParamRange, flat: torch.Tensor) -> None:
         owned = self.owned_shard(one.param)
-        with _lent(owned, one.view_of(flat).view(owned.shape)):
+        with _grad_set(owned, one.view_of(flat).view(owned.shape)):
             self.hooks.fire_param(one.name, owned)
 
 
 @contextmanager
-def _lent(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
-    """Makes `owned.grad` the gradient, rounded to its dtype, inside the block, and copies changes back to `grad`."""
+def _grad_set(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
+    """Sets `owned.grad` to the gradient, rounded to its dtype, inside the block, and copies changes back to `grad`."""
     given = grad.to(owned.dtype)
     rounded = None if given is grad else given.clone()
     owned.grad = given
@@ -535,7 +541,8 @@ def _lent(owned: nn.Parameter, grad: torch.Tensor) -> Iterator[None]:
         yield
         left = owned.grad
         if left is not None and left is not grad:
-            # What a hook left alone keeps the digits that were rounded off; writes to `.data` show in values alone.
+            # Elements that hooks did not change keep their full precision. Values are compared, because writes through
+            # `.data` change no version counter.
             grad.copy_(left if rounded is None else torch.where(left == rounded, grad, left.to(grad.dtype)))
     finally:
         owned.grad = None

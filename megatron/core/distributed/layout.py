@@ -1,8 +1,8 @@
-"""Places of parameters in flat buffers, and the cuts of these buffers into buckets and shards.
+"""The layout of flat buffers: places of parameters, buckets and shards.
 
 `lay_out` is a pure function of sizes. All modes share its layout: parameters start, and shards start and end, at
-multiples of ALIGNMENT elements. ParamSlot is a parameter's place in a buffer; ParamRange is the part of a parameter in
-any flat tensor; FlatBuffer is what optimizers and hooks see of a buffer.
+multiples of ALIGNMENT elements. ParamSlot is a parameter's place in a buffer, ParamRange is a range of a parameter in
+any flat tensor, and FlatBuffer is the interface of a buffer for optimizers and hooks.
 """
 
 import math
@@ -15,47 +15,47 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# Elements. Vectorised kernels give an element the same bits wherever its tensor starts on this grid. States in fp16
-# have one exponent for as many numbers (BLOCK of stored_floats.py), so another value changes their last digits.
+# In elements. Vectorised kernels give an element the same bits at any multiple of it. States in fp16 share one exponent
+# for that many numbers (BLOCK of stored_floats.py), so another value would change their last bits.
 ALIGNMENT = 64
-# Two blocks, also with one rank, so that one rank and two cut buckets at the same places.
+# Two blocks, also with one rank, so that one rank has the same bucket ends as two.
 _BUCKET_GRAIN = 2 * ALIGNMENT
-# Bus bandwidth of NCCL's rings drops for messages that do not divide into whole chunks of its channels.
+# The bus bandwidth of NCCL's rings drops if a message is not a multiple of its channels' chunks.
 _HIGH_BUSBW_GRAIN = 1 << 16
 _DEFAULT_BUCKET_SIZE, _DEFAULT_BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
 
 
 def round_up(size: int, grain: int) -> int:
-    """The least multiple of `grain` that is not below `size`."""
+    """Returns the smallest multiple of `grain` that is at least `size`."""
     return -(-size // grain) * grain
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements in a flat tensor; the padding behind a parameter's belongs to no parameter."""
+    """A range of elements in a flat tensor; the padding after a parameter's span belongs to no parameter."""
 
     start: int
     numel: int
 
     @property
     def end(self) -> int:
-        """One past the last element."""
+        """The index after the last element."""
         return self.start + self.numel
 
     @property
     def padded_end(self) -> int:
-        """Where the next parameter may start."""
+        """The first index at which the next parameter may start."""
         return round_up(self.end, ALIGNMENT)
 
     def intersection(self, other: "Span") -> "Span":
-        """The elements that both have; numel 0 where there are none."""
+        """Returns the elements that both spans contain; numel is 0 if there are none."""
         start = max(self.start, other.start)
         return Span(start, max(0, min(self.end, other.end) - start))
 
 
 def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
-    """Returns the index of the one of sorted `spans` that holds `part`, and `part` counted from its start."""
-    # The last that begins there or before: an empty one may begin at the same place.
+    """Returns the index of the span that contains `part`, in sorted `spans`, and `part` relative to its start."""
+    # The last span that begins there or before, because an empty span may begin at the same index.
     index = bisect_right(spans, part.start, key=lambda span: span.start) - 1
     start = part.start - spans[index].start
     return index, slice(start, start + part.numel)
@@ -87,7 +87,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class ParamRange:
-    """A parameter, or a range of it, in some flat tensor.
+    """A range of a parameter, perhaps all of it, in a flat tensor.
 
     span: its elements in the flat tensor. start: the element of the flattened parameter with which the span begins.
     """
@@ -98,15 +98,15 @@ class ParamRange:
     start: int
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements of the flat tensor: [N], any dtype -> [span.numel], the same dtype, a view."""
+        """Returns the range's elements of a flat tensor: [N], any dtype -> [span.numel], the same dtype, a view."""
         return flat[self.span.start : self.span.end]
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Neighbours that are reduced together. span: with padding, so that it divides into aligned shards.
+    """Adjacent parameters that are reduced together. span: includes padding, so that it divides into aligned shards.
 
-    numel_unpadded: elements before the padding at its end. params: indices into the sizes, in the order of places.
+    numel_unpadded: elements before the padding at its end. params: indices into the sizes, in buffer order.
     """
 
     index: int
@@ -117,8 +117,10 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """spans: one a parameter, in the order of the sizes. buckets: back to back from 0. num_shards: ranks that share
-    each bucket equally.
+    """The layout of a buffer.
+
+    spans: one for each parameter, in the order of the sizes. buckets: contiguous, from element 0. num_shards: number of
+    equal shards of each bucket.
     """
 
     spans: tuple[Span, ...]
@@ -131,22 +133,26 @@ class BufferLayout:
         return self.buckets[-1].span.end if self.buckets else 0
 
     def shard(self, bucket_index: int, rank: int) -> Span:
-        """Returns the shard of a rank, 0 to num_shards - 1: perhaps padding alone, never less than ALIGNMENT."""
+        """Returns a rank's shard of a bucket, at least ALIGNMENT elements, perhaps only padding.
+
+        rank: 0 to num_shards - 1.
+        """
         span = self.buckets[bucket_index].span
         size = span.numel // self.num_shards
         return Span(span.start + rank * size, size)
 
     def owned(self, rank: int) -> list[Span]:
-        """A rank's shards of all buckets, in their order."""
+        """Returns a rank's shards of all buckets, in order."""
         return [self.shard(bucket.index, rank) for bucket in self.buckets]
 
 
 class FlatBuffer(Protocol):
-    """An optimizer's view of a wrapper's buffer: parameters and gradients of one dtype each, at the same places.
+    """An optimizer's view of a wrapper's buffer: parameters and gradients, of one dtype each, at the same places.
 
-    param_data, grad_data: [N]; parameters are views of the first, and what is padding in both is zero. Each span that
-    this rank owns, sorted, starts and ends on the grid of 64 elements. data_parallel_group: if the buffer is sharded,
-    the ranks that own the rest. model_dtype: what modules compute in, perhaps narrower than what is stepped.
+    param_data, grad_data: [N], one dtype each; parameters are views of param_data, and padding is zero in both. The
+    spans that this rank owns are sorted, and start and end at multiples of ALIGNMENT. data_parallel_group: the ranks
+    over which a sharded buffer is distributed. model_dtype: the dtype in which modules compute, perhaps narrower than
+    param_data's.
     """
 
     param_data: torch.Tensor
@@ -171,7 +177,7 @@ class FlatBuffer(Protocol):
 
     @property
     def persistent_grads(self) -> list[torch.Tensor]:
-        """Memory of their gradients that persists between steps: [N] each, grad_data's dtype."""
+        """Memory of gradients that persists between steps: [N] each, grad_data's dtype."""
         ...
 
     def owned_spans(self) -> list[Span]:
@@ -179,7 +185,7 @@ class FlatBuffer(Protocol):
         ...
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
-        """Returns the parts of a parameter's gradient whose sum this rank gets: [N] each, grad_data's dtype, views."""
+        """Returns views of the parts of a parameter's reduced gradient that this rank owns: [N], grad_data's dtype."""
         ...
 
     def grad_of(self, span: Span) -> torch.Tensor:
@@ -187,7 +193,7 @@ class FlatBuffer(Protocol):
         ...
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, lies at an address."""
+        """Returns whether element `start` of a flattened parameter, any shape, is at a memory address."""
         ...
 
 
@@ -203,16 +209,20 @@ def lay_out(
 ) -> BufferLayout:
     """Places parameters of `sizes` elements, the last first, which is about the order of their gradients.
 
-    bucket_size: elements from which on a bucket is closed; None for a single bucket. own_bucket: indices of parameters
-    that share theirs with no other. num_buckets: so many of about equal size instead, or as near to it as one parameter
-    a bucket, and own_bucket, allow. high_busbw: bucket ends on a coarser grid. split: buckets are of `bucket_size`
-    elements each, rounded up, but for the last, which has what is left, and cut parameters where they end.
+    bucket_size: closes a bucket when it has this many elements; None means a single bucket. own_bucket: indices of
+    parameters that are alone in their bucket. num_buckets: number of buckets of about equal size, in place of
+    bucket_size; fewer or more if one parameter per bucket, or own_bucket, do not allow it. high_busbw: rounds bucket
+    ends up to multiples of a larger number. split: every bucket but the last has `bucket_size` elements, rounded up,
+    and its end may cut a parameter.
+
+    Raises TypeError or ValueError for numbers that are no integers or too small, and ValueError for an index out of
+    range, or own_bucket or num_buckets with split.
     """
     _check_numbers(sizes, num_shards=num_shards, bucket_size=bucket_size, num_buckets=num_buckets)
     _check_own_bucket(own_bucket, num_params=len(sizes))
     if split and (own_bucket or num_buckets is not None):
         raise ValueError(
-            "own_bucket or num_buckets is given with split: where bucket_size cuts, buckets are no parameter's"
+            "own_bucket or num_buckets is given with split: buckets that cut parameters follow bucket_size alone"
         )
     grain = math.lcm(ALIGNMENT * num_shards, _HIGH_BUSBW_GRAIN if high_busbw else _BUCKET_GRAIN)
     place = _Placement(list(sizes), grain)
@@ -231,7 +241,7 @@ def lay_out(
 
 
 class _Placement:
-    """A layout in the making."""
+    """A layout under construction."""
 
     def __init__(self, sizes: list[int], grain: int) -> None:
         self._sizes, self._grain = sizes, grain
@@ -242,7 +252,7 @@ class _Placement:
 
     @property
     def size(self) -> int:
-        """Elements of the open bucket; the gap behind its last parameter does not count."""
+        """Elements of the open bucket, without the padding after its last parameter."""
         return self._end - self._start
 
     def add(self, index: int) -> None:
@@ -253,7 +263,7 @@ class _Placement:
     def close(self) -> None:
         if not self._members:
             return
-        # An empty parameter alone in its bucket needs no elements, but every bucket has a shard for each rank.
+        # Even a bucket of one empty parameter needs a shard for each rank.
         span = Span(self._start, round_up(max(self.size, 1), self._grain))
         self.buckets.append(BucketLayout(len(self.buckets), span, self.size, tuple(self._members)))
         self._start = self._end = span.end
@@ -266,7 +276,7 @@ class _Placement:
         placed = self._members
         for start in range(0, self._end if placed else 0, length):
             size = min(length, self._end - start)
-            # The last ends with the parameters: a small model must not take the memory of a large bucket.
+            # The last bucket ends with the parameters, so that a small model does not need a large bucket's memory.
             span = Span(start, round_up(size, self._grain))
             members = tuple(index for index in placed if self.spans[index].intersection(span).numel)
             self.buckets.append(BucketLayout(len(self.buckets), span, size, members))
@@ -278,7 +288,7 @@ def _check_numbers(sizes: Sequence[int], **named: int | None) -> None:
         least = 0 if name.startswith("sizes") else 1
         if value is None and name != "num_shards" and least:
             continue
-        # A bool is an int to Python; for a user it is a mistake.
+        # Python accepts a bool as an int, but for a user it is a mistake.
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}: must be an integer")
         if value < least:
@@ -292,8 +302,8 @@ def _check_own_bucket(own_bucket: Collection[int], *, num_params: int) -> None:
 
 
 def _even_ends(sizes: Sequence[int], num_buckets: int, *, own_bucket: Collection[int]) -> set[int]:
-    """The indices after which, from the last down, a bucket is closed for there to be `num_buckets`."""
-    # Of the parameters below each index: the buckets that they need at least.
+    """Returns the indices, in descending order of placement, after which a bucket is closed to get `num_buckets`."""
+    # The least number of buckets that the parameters below each index need.
     needed = [0]
     for index in range(len(sizes)):
         alone = index in own_bucket or index - 1 in own_bucket or index == 0
@@ -313,10 +323,10 @@ def _even_ends(sizes: Sequence[int], num_buckets: int, *, own_bucket: Collection
 def resolve_bucket_size(
     bucket_size: int | None, num_buckets: int | None, *, num_ranks: int, single_bucket: bool
 ) -> int | None:
-    """Elements of a bucket for lay_out, from what a user gave; None for a single bucket, or where their number counts.
+    """Returns lay_out's bucket_size for a user's settings; None for a single bucket, or if num_buckets is given.
 
-    num_ranks: of the data-parallel group; larger groups need larger messages. single_bucket: nothing is overlapped,
-    whatever the user gave.
+    num_ranks: size of the data-parallel group; larger groups need larger messages. single_bucket: overrides the
+    settings if no communication is overlapped.
     """
     if single_bucket or num_buckets is not None:
         return None

@@ -1,7 +1,7 @@
 """_ParamAndGradBuffer: flat tensors of one kind of parameters and of their gradients, cut into buckets.
 
-Where each parameter lies is layout.py's. What a bucket does with gradients is bucket_storage.py's. Megatron's users
-import buckets and bucket groups from here.
+layout.py places the parameters, and bucket_storage.py holds a bucket's gradients. Megatron's users import buckets and
+bucket groups from here.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -48,9 +48,10 @@ class BufferType(Enum):
 
 @dataclass(frozen=True)
 class BufferKind:
-    """Properties that all parameters of a buffer share. is_expert: they are reduced over the experts' own ranks.
+    """Properties that all parameters of a buffer share. is_expert: reduced over the experts' own ranks.
 
-    completed_later: their gradients, which do not persist, are changed after they are reduced, and so kept until then.
+    completed_later: set only for released gradients that change after their reduction (is_completed_later in
+    grad_hooks.py), and are therefore kept until then.
     """
 
     param_dtype: torch.dtype
@@ -60,12 +61,12 @@ class BufferKind:
 
 
 class _ParamAndGradBuffer:
-    """Parameters of one kind and their gradients, each flat; see FlatBuffer.
+    """Parameters of one kind and their gradients, each in one flat tensor; see FlatBuffer.
 
-    param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients'. Padding is zero in both, and no
-    step or norm sees it. slots: in the order of named_params. storage: builds what each bucket's gradients accumulate
-    in. flats: the tensors that have memory. Without PARAM, parameters keep their own memory until `move_in`; without
-    GRAD, storages have memory of their own. Such a tensor is only a size and a dtype, on the meta device.
+    param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients' dtype. Padding is zero in both and
+    has no effect on updates and norms. slots: in the order of named_params. storage: builds each bucket's gradient
+    memory. flats: the tensors that have memory; others are on the meta device and only hold a size and a dtype.
+    Without PARAM, parameters keep their own memory until `move_in`; without GRAD, storages allocate their own memory.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class _ParamAndGradBuffer:
             num_shards=group_size(settings.group),
             bucket_size=settings.bucket_size,
             num_buckets=settings.num_buckets,
-            # Both ends of a pipeline have this weight: alone in its bucket, its shards are the same elements on both.
+            # The first and last stage both hold this weight; alone in its bucket it has the same shards on both.
             own_bucket={i for i, (_, param) in enumerate(named_params) if param_facts(param).shared_embedding},
             high_busbw=settings.high_busbw,
             split=settings.split,
@@ -104,7 +105,7 @@ class _ParamAndGradBuffer:
             for layout in self.layout.buckets
         ]
         self._owned = [bucket.owned for bucket in self.buckets]
-        # What Megatron's users read.
+        # Attributes that Megatron's users read.
         self.params = [slot.param for slot in self.slots]
         self.param_index_map = {
             param: place for bucket in self.buckets for param, place in bucket.param_index_map.items()
@@ -120,16 +121,16 @@ class _ParamAndGradBuffer:
 
     @torch.no_grad()
     def move_in(self) -> None:
-        """Allocates param_data and makes parameters views of it; each frees the memory it had.
+        """Allocates param_data, makes parameters views of it and frees their previous memory one by one.
 
-        A second copy of all parameters has memory while they are moved.
+        At the peak, memory holds two copies of all parameters.
         """
         self.param_data = torch.zeros(self.numel, dtype=self.kind.param_dtype, device=self.slots[0].param.device)
         for slot in self.slots:
-            # In the order of its own memory: a layout such as channels_last stays.
+            # In the parameter's memory order, so that a memory format such as channels_last is preserved.
             place = shaped_view(self.param_data[slot.span.start : slot.span.end], slot.param)
             place.copy_(slot.param.detach())
-            # The parameter object stays, and with it hooks, ties and whoever holds it.
+            # The parameter object stays the same, so hooks, ties and other references remain valid.
             slot.param.data = place
         for bucket in self.buckets:
             bucket.move_in(self.param_data[bucket.layout.span.start : bucket.layout.span.end])
@@ -142,7 +143,7 @@ class _ParamAndGradBuffer:
 
     @property
     def persistent_params(self) -> list[torch.Tensor]:
-        """Memory of parameters that persists between steps: [N] each, their dtype; none where they keep their own."""
+        """Memory of parameters that persists between steps: [N] each, their dtype; empty before `move_in`."""
         return [self.param_data] if self._is_moved_in else []
 
     @property
@@ -152,7 +153,7 @@ class _ParamAndGradBuffer:
 
     @property
     def data_parallel_group(self) -> ProcessGroup | None:
-        """The ranks that shards are spread over, and gradients summed over first; None is this rank alone."""
+        """The ranks over which shards are distributed, and gradients summed first; None means this rank alone."""
         return self.settings.group
 
     @property
@@ -162,12 +163,12 @@ class _ParamAndGradBuffer:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank owns a shard of every bucket, and gets the sums of no other elements."""
+        """Whether each rank owns a shard of every bucket, and receives only that shard's sums."""
         return self.settings.is_sharded
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameters are experts', reduced over ranks of their own."""
+        """Whether these are expert parameters, reduced over the experts' own ranks."""
         return self.kind.is_expert
 
     def owned_spans(self) -> list[Span]:
@@ -175,26 +176,26 @@ class _ParamAndGradBuffer:
         return self._owned
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
-        """Returns the parts of a parameter's gradient whose sum this rank gets: [N] each, their dtype, views."""
+        """Returns views of the parts of a parameter's reduced gradient that this rank owns: [N], gradient dtype."""
         parts = [slot.span.intersection(owned) for owned in self._owned]
         return [self.grad_of(part) for part in parts if part.numel]
 
     def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the reduced gradients of elements of one owned span, a view: [span.numel], their dtype."""
+        """Returns the reduced gradients of one owned span, a view: [span.numel], the gradients' dtype."""
         index, part = locate(span, self._owned)
         return self.buckets[index].grads.owned_grad()[part]
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
-        """Returns whether element `start` of a flattened parameter, any shape, lies at that address."""
-        # By address: a comparison of two numbers, no read of the device. An empty tensor's pointer means nothing.
+        """Returns whether element `start` of a flattened parameter, any shape, is at a memory address."""
+        # Compares addresses, which does not read the device. The address of an empty tensor is meaningless.
         return not param.numel() or param.data_ptr() + start * param.element_size() == address
 
     def reset(self) -> None:
-        """Drops all gradients: those that persist are exact zeros."""
+        """Drops all gradients; persistent gradients become exactly zero."""
         for bucket in self.buckets:
             bucket.grads.zero()
         for slot in self.slots:
-            # Left behind where an error kept the hook from running.
+            # Remains set if an error prevented the hook.
             slot.param.grad = None
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -215,23 +216,24 @@ class _ParamAndGradBuffer:
 def buffer_kind(
     param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool, completed_later: bool = False
 ) -> BufferKind:
-    """The buffer that a parameter, any shape and dtype, belongs to. experts_apart: experts are reduced over other ranks
-    than the rest. completed_later: see BufferKind.
+    """Returns the kind of buffer for a parameter, any shape and dtype.
+
+    experts_apart: expert gradients are reduced over other ranks than dense gradients. completed_later: see BufferKind.
     """
-    # fp64 for comparisons with exact references: nothing narrower holds its gradients.
+    # Gradients of fp64 parameters, used for exact references, stay in fp64.
     wide = torch.float32 if grad_reduce_in_fp32 and param.dtype.itemsize < 4 else param.dtype
     return BufferKind(param.dtype, wide, experts_apart and param_facts(param).is_expert, completed_later)
 
 
 def shard_buffer(buffer: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """This rank's shard of a bucket's flat tensor: [N], any dtype -> [N / ranks], a view."""
+    """Returns this rank's shard of a bucket's flat tensor: [N], any dtype -> [N / ranks], a view."""
     return shard_of(buffer, group)
 
 
 def partition_buckets(
     buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
 ) -> list[list[_ParamAndGradBucket]]:
-    """The buckets of each bucket group: one each, or all together."""
+    """Returns the buckets of each bucket group: one bucket per group, or all in one group."""
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     if force_single_bucket_group:
         return [buckets] if buckets else []

@@ -1,21 +1,22 @@
-"""CollectiveScheduler: which collectives of a pipeline stage are launched when, the same sequence on every rank.
+"""CollectiveScheduler: launches the collectives of a pipeline stage, in the same order on every rank.
 
-[Note: launch order] Collectives pair up by the order in which ranks launch them, while gradients become ready, and
-parameters are needed, in an order that may differ between ranks and steps. So all gathers and reductions of a stage
-have one total order, and each rank launches a prefix of it, then more of it: gathers first, then reductions. What is
-decided from this rank's data alone is how long the prefix is. Whatever all ranks must know at the end of an iteration
-(who aborted it, which gradients were late, whether to change the order) takes one small all-reduce.
+[Note: launch order] Ranks must launch matching collectives in the same order, but the order in which gradients become
+ready and parameters are needed may differ between ranks and steps. All gathers and reductions of a stage therefore have
+one total order, gathers before reductions, and each rank launches a growing prefix of it. A rank's own data determines
+only the prefix's length. At the end of an iteration, one small all-reduce tells all ranks whether any rank aborted it,
+which gradients were late and whether to change the order.
 
-Ranks with other experts may have other groups, as experts of some may be frozen. Every rank numbers the groups of all.
+Ranks with different experts may have different groups, because some ranks' experts may be frozen. Every rank numbers
+the groups of all ranks.
 
-Where gradients are reduced in each backward, see [Note: backward passes] in launch_sequence.py.
+For gradients that are reduced in each backward, see [Note: backward passes] in launch_sequence.py.
 
-[Note: several schedulers] Two wrappers, or two optimizers, may send over the same process groups, each with a scheduler
-of its own. Gradients of both may become ready in one backward, in another order on each rank. So where the iterations
-of two overlap in time, both defer: reductions are launched at the end of a backward or in `finish`, gathers with the
-update. At the end of one backward, schedulers launch in the order in which they were built, so that each rank's
-backward must reach both. Where an iteration begins, the deferred gathers of the others are launched. Schedulers whose
-iterations do not overlap, or that have process groups of their own, launch early as usual.
+[Note: several schedulers] Two wrappers, or two optimizers, may use the same process groups, each with its own
+scheduler. Gradients of both may become ready in one backward, in a different order on each rank. If the iterations of
+two schedulers overlap in time, both therefore defer: reductions are launched at the end of a backward or in `finish`,
+gathers with the update. At the end of a backward, schedulers launch in the order in which they were built, so each
+rank's backward must reach both. When an iteration begins, the deferred gathers of the other schedulers are launched.
+Schedulers whose iterations do not overlap, or that use different process groups, launch early as usual.
 """
 
 import logging
@@ -49,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ChunkSync:
-    """The scheduler's state of a model chunk: its bucket groups, and callbacks.
+    """A model chunk as the scheduler sees it: its bucket groups, and callbacks.
 
-    module: the chunk itself. find_problem: describes a change of the chunk that makes its buffers wrong, or returns
-    None. zero_grads: drops its gradients. checks: examines them before they are reduced. hook_runner: releases them to
-    hooks afterwards. checks and hook_runner may be None.
+    module: the chunk itself. find_problem: describes a change of the chunk that invalidates its buffers, or returns
+    None. zero_grads: drops its gradients. checks: examines gradients before they are reduced. hook_runner: releases
+    them to hooks afterwards. checks and hook_runner may be None.
     """
 
     groups: Sequence[_ParamAndGradBucketGroup]
@@ -65,14 +66,14 @@ class ChunkSync:
 
 
 class CollectiveScheduler:
-    """The collectives of all chunks of a stage; see [Note: launch order].
+    """Launches the collectives of all chunks of a stage; see [Note: launch order].
 
-    stage_group: ranks whose collectives are to be in one order: all that share a dense or an expert group with each
-    other; None is this rank alone. pp_group: those that must stop together. stage_host, pp_host: the same ranks, where
-    these can send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduce during backward; else
-    at the end. reduce_scope: the groups that each backward pass reduces, see [Note: backward passes]. max_in_flight:
-    how many of their reductions may hold memory at a time. words: of the scheduler's owner, for errors. sends_over: the
-    groups of all buckets, see [Note: several schedulers].
+    stage_group: the ranks that launch collectives in one order, which are all that share a dense or an expert group;
+    None means this rank alone. pp_group: the ranks that must stop together. stage_host, pp_host: groups of the same
+    ranks that send from the host; without them, each step reads a GPU. overlap_grad_reduce: reduces during backward
+    instead of at its end. reduce_scope: the groups that each backward pass reduces, see [Note: backward passes].
+    max_in_flight: number of their reductions that may hold memory at a time. trace: records all launches. words: names
+    of the owner's methods, for errors. sends_over: the process groups of all buckets, see [Note: several schedulers].
     """
 
     def __init__(
@@ -97,38 +98,43 @@ class CollectiveScheduler:
         self.trace = self.iteration.trace
         self._overlap = overlap_grad_reduce
         self._passes = _BackwardPasses(reduce_scope, max_in_flight=max_in_flight)
-        # Late gradients only wait for the next backward pass, so nothing has to be seen first or kept meanwhile.
+        # With several backward passes late gradients only wait for the next one, so even the first iteration may launch
+        # early.
         self._sequence = LaunchSequence(is_armed=reduce_scope is not ReduceScope.ITERATION)
         self._groups: list[_ParamAndGradBucketGroup] = []
-        # Of this rank; other ranks of the stage may have more.
+        # This rank's groups; other ranks of the stage may have more.
         self._by_number: dict[int, _ParamAndGradBucketGroup] = {}
         # In the order in which they were attached.
         self._chunks: list[ChunkSync] = []
         self._runner_of: dict[_ParamAndGradBucketGroup, GradHookRunner] = {}
-        # Who has begun the iteration.
+        # Callers of begin_iteration in this iteration.
         self._begun_by: set[Hashable] = set()
-        # Groups of which more may be started before the end.
+        # Launched groups whose second stage may still be started early.
         self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
-        # Weakly: an end leads to an optimizer, which must be freed once nobody uses it.
+        # Weak, because a BackwardEnd refers to an optimizer, which must be freed when it is no longer used.
         self._ends: list[weakref.ref[BackwardEnd]] = []
-        # See [Note: several schedulers]: from the beginning of an iteration to `finish`, and whether this one defers.
+        # See [Note: several schedulers]. is_open: between the beginning of an iteration and `finish`.
         self.is_open = self._defers = False
         self._has_warned = False
-        # After an error: backward passes that the other ranks have completed, and the callback that launches what
-        # this rank's optimizer has not launched in them.
+        # After an error: the number of backward passes that the other ranks have completed, and the callback that
+        # launches the collectives which this rank's optimizer has not launched in them.
         self.num_backwards = 1
         self.make_up: Callable[[int], None] | None = None
-        # The backward in which the last gradient became ready, by autograd's number of it, and whether it ended.
+        # Autograd's graph task of the backward in which the last gradient became ready, and whether that ended.
         self._last_task: int | None = None
         self._has_ended = False
         add_sender(self, sends_over)
 
     def attach(self, chunk: ChunkSync) -> None:
-        """Puts a chunk's groups, in about the order of their gradients, before those of earlier chunks. Collective."""
+        """Registers a chunk whose groups, in about the order of their gradients, precede those of earlier chunks.
+
+        Collective. Raises ValueError after the first iteration.
+        """
         if not self.iteration.is_collecting or self._sequence.may_have_begun:
             raise ValueError(
-                "launch_order is given after its first iteration: wrap all chunks of a model before the first backward"
+                "launch_order is given after its first iteration: must be wrapped before; wrap all chunks of a model "
+                "before the first backward"
             )
         names, same_everywhere = _groups_of_stage(chunk.groups, self.stage_group)
         own = {group.name: group for group in chunk.groups}
@@ -155,92 +161,94 @@ class CollectiveScheduler:
             observer.attach(chunk.groups, chunk.module)
 
     def observe(self, observer: BucketObserver) -> None:
-        """Tells `observer` of everything from now on; call between two iterations, on all ranks of the stage."""
+        """Adds an observer; call between two iterations, on all ranks of the stage."""
         self.observers.add(observer)
         for chunk in self._chunks:
             observer.attach(chunk.groups, chunk.module)
 
     @property
     def num_chunks(self) -> int:
-        """Chunks attached so far."""
+        """The number of chunks attached so far."""
         return len(self._chunks)
 
     def freeze(self) -> None:
-        """Keeps the order from now on, for graphs that are captured with it."""
+        """Fixes the launch order, for graphs that are captured with it."""
         self._sequence.is_frozen = True
 
     def first_name(self) -> str:
-        """The name of one of the parameters, for messages."""
+        """Returns the name of the first parameter, for messages."""
         return next((slot.name for group in self._groups for slot in group.slots), "no parameter")
 
     # Several schedulers over the same process groups, see [Note: several schedulers].
 
     def open(self) -> None:
-        """Notes that an iteration is under way; on all ranks of the groups at the same place of the program."""
+        """Marks the iteration as in progress; called on all ranks of the groups at the same point of the program."""
         if self.is_open:
             return
         self.is_open = True
         for order in senders_beside(self):
             order.launch_due_gathers()
         others = [order for order in senders_beside(self) if order.is_open]
-        # All of them make way, not only those up to the first that does.
+        # A list, so that all of them defer, not only those up to the first.
         answers = [order.make_way(self) for order in others]
         self._defers = any(answers)
 
     def backward_end(self, then: Callable[[], None]) -> BackwardEnd:
-        """Calls `then` after each backward that is noted, after what schedulers built earlier do there."""
+        """Returns a BackwardEnd that calls `then` after a backward, after the callbacks of schedulers built earlier."""
         end = BackwardEnd(then, before=self._end_earlier)
         self._ends.append(weakref.ref(end))
         return end
 
     def close_ends(self) -> None:
-        """Calls now what is due after a backward that is over, if gradients of another scheduler became ready in it."""
+        """Runs the pending callbacks of a backward that has ended, if this scheduler defers."""
         for end in filter(None, [end() for end in self._ends]) if self._defers else ():
             end.close()
 
     def make_way(self, other: "CollectiveScheduler") -> bool:
-        """Defers this iteration's launches to its end, as that of `other` begins over the same process groups.
+        """Defers launches to the iteration's end, because `other` begins one over the same process groups.
 
-        What may have been launched in part is launched whole. Returns False where an error has broken this one off.
-        Raises RuntimeError if gradients of both come in one backward, and some of this one's have been launched.
+        If ranks may have launched some groups, launches the rest first. Returns False if an error has aborted this
+        iteration. Raises RuntimeError if gradients of both become ready in one backward after this one's launches
+        began.
         """
         if self._defers:
             return True
         if self._overlap and self._sequence.may_have_begun:
-            # Where each backward reduces, this one has not ended.
+            # If each backward reduces, the current backward has not ended.
             if is_in_backward() and (self._passes.scope is not ReduceScope.ITERATION or not self._has_ended):
                 raise RuntimeError(
-                    f"gradients of {self.first_name()} and of {other.first_name()} come in one backward, and belong to "
-                    "two wrappers or optimizers over the same process groups: ranks could mix them up. Call "
-                    f"{self.iteration.words.zero} of the one and {other.iteration.words.zero} of the other before the "
-                    "backward, or give each process groups of its own"
+                    f"gradients of {self.first_name()} and of {other.first_name()} become ready in one backward, but "
+                    "belong to two wrappers or optimizers over the same process groups, whose collectives could be "
+                    f"mismatched. Call {self.iteration.words.zero} of the first and {other.iteration.words.zero} of "
+                    "the second before the backward, or give each its own process groups"
                 )
             if not self._has_ended:
-                # An error has broken its backward off: it is reset, or nobody uses it any more.
+                # An error has aborted its backward: it will be reset, or is no longer used.
                 return False
-            # Everything that is left, before the other scheduler launches: ranks may have launched different prefixes.
+            # Ranks may have launched different prefixes, so the rest is launched before the other scheduler launches.
             # Gradients that become ready after this are late.
             self._launch(self._sequence.rest())
         self._defers = True
         if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
             self._has_warned = True
             logger.warning(
-                "iterations of %s and of %s overlap over the same process groups: nothing of either is sent during "
-                "backward and forward; give each wrapper or optimizer groups of its own, or chunks one launch_order",
+                "iterations of %s and of %s overlap over the same process groups: neither overlaps communication with "
+                "backward and forward; give each wrapper or optimizer its own groups, or all chunks one launch_order",
                 self.first_name(),
                 other.first_name(),
             )
         return True
 
     def catch_up_earlier(self) -> None:
-        """After an error on this rank: launches what schedulers built earlier launch at the end of each
-        backward, as other ranks have before they hear of the error. Collective with their backwards.
+        """Launches, after an error on this rank, the deferred collectives of schedulers built earlier.
+
+        Other ranks launch them at the end of each backward, before they learn of the error. Collective with theirs.
         """
         for order in senders_beside(self, earlier=True) if self._defers else ():
             order.catch_up(self.num_backwards)
 
     def catch_up(self, num_backwards: int) -> None:
-        """Launches what others have launched in so many backwards of this iteration, and this rank has not."""
+        """Launches the collectives of `num_backwards` backward passes that this rank, unlike others, has not run."""
         if not (self.is_open and self._defers):
             return
         if self.make_up is not None:
@@ -251,14 +259,14 @@ class CollectiveScheduler:
     # Gradients.
 
     def begin_iteration(self, caller: Hashable) -> None:
-        """Drops the gradients since the last iteration ended. caller: each calls once an iteration.
+        """Begins an iteration and drops earlier gradients. caller: identifies callers, which call once an iteration.
 
-        Collective if an iteration with overlap was under way: some ranks may have reduced a part of it, also where
-        this one has not had a gradient yet.
+        Collective if an iteration with overlap was in progress, because some ranks may have reduced a part of it even
+        if this rank has no gradient yet.
         """
         was_begun = self._passes.may_launch_early(overlap=self._overlap) and caller in self._begun_by
         if self.iteration.is_collecting and (was_begun or self._sequence.may_have_begun):
-            self._break_off(RESET)
+            self._abort(RESET)
         begun_by = self._begun_by if self.iteration.is_collecting else set()
         self.iteration.end_finished_sync(is_reset=False)
         self._start()
@@ -266,18 +274,18 @@ class CollectiveScheduler:
         self.open()
 
     def accumulate(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Moves a gradient that autograd left in `param.grad`, if it left one, to its bucket, and counts it."""
-        with self._taking(group, param):
+        """Accumulates `param.grad`, if any, in its bucket, and counts the gradient."""
+        with self._accumulating(group, param):
             group.accumulate(param)
         self.mark_grad_ready(group, param)
 
     def add_gradient(self, group: _ParamAndGradBucketGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
-        """Lets a gradient be added where it is computed; it is counted when `accumulate` follows."""
-        with self._taking(group, param):
+        """Computes a deferred weight gradient into its bucket; `accumulate` follows and counts it."""
+        with self._accumulating(group, param):
             group.add(param, new)
 
     def mark_grad_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
-        """Counts a gradient that is in its place, and launches what need not wait any longer."""
+        """Counts a gradient that was accumulated, and launches the reductions that are now possible."""
         self._check_collecting(group, param)
         if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
             return
@@ -297,18 +305,18 @@ class CollectiveScheduler:
         self._advance_early()
 
     def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Launches these groups and all before them, with whatever gradients they have.
+        """Launches the reductions of these groups and of all before them, complete or not.
 
-        Does nothing where the end of each backward has launched them.
+        Does nothing if the end of each backward has launched them.
         """
         for group in groups if self._passes.scope is ReduceScope.ITERATION else ():
             self._launch(self._sequence.up_to(group.number))
 
     @record_function("CollectiveScheduler.end_backward_pass")
     def end_backward_pass(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Launches what is left of a backward pass of these groups, without waiting; see [Note: backward passes].
+        """Launches the remaining reductions of a backward pass, without waiting; see [Note: backward passes].
 
-        Collective.
+        groups: the groups of the chunk whose backward ended. Collective.
         """
         numbers = {group.number for group in groups}
         incomplete = {group.number for group in groups if not group.is_complete}
@@ -318,7 +326,7 @@ class CollectiveScheduler:
         for group in groups:
             group.learn_counts()
         if any(group.reuses_memory for group in groups):
-            # What comes next is collected where these reductions are under way.
+            # The next backward pass accumulates in the memory of these reductions.
             for number in self._passes.all_in_flight():
                 self._by_number[number].settle()
 
@@ -331,10 +339,10 @@ class CollectiveScheduler:
 
     @record_function("CollectiveScheduler.finish")
     def finish(self) -> None:
-        """Launches what is left and waits for all of it; once an iteration, for all chunks. Collective.
+        """Launches all remaining reductions and waits for all; once an iteration, for all chunks. Collective.
 
-        Raises on all ranks: NonFiniteGradientError if a gradient is not finite and that is checked. If a rank aborted
-        the iteration, it raises its own error, and the others raise RemoteRankError.
+        Raises NonFiniteGradientError on all ranks if a checked gradient is not finite. If a rank aborted the iteration,
+        that rank raises its own error and the others raise RemoteRankError.
         """
         if self.iteration.is_finished:
             return
@@ -370,15 +378,15 @@ class CollectiveScheduler:
         self.observers.end_iteration()
 
     def reset(self) -> None:
-        """After an error in an iteration: lets the other ranks know, drops all gradients and begins anew.
+        """Aborts the iteration on all ranks after an error, drops all gradients and begins a new one.
 
-        Collective, except after the optimizer's step has begun, or finish_grad_sync told of another rank's reset. The
-        gathers that are due are waited for in any case.
+        Collective, except after the optimizer's step has begun, or if finish_grad_sync reported another rank's reset.
+        Gathers that are due are always completed.
         """
         if self.iteration.is_collecting:
-            self._break_off(RESET)
+            self._abort(RESET)
         self.iteration.end_finished_sync(is_reset=True)
-        # Left behind where the error came between an optimizer's update and its gathers.
+        # Gathers are due if the error occurred between an optimizer's update and its gathers.
         for group in self.gather_order:
             self.need(group, prefetch=False)
         self._start()
@@ -397,18 +405,18 @@ class CollectiveScheduler:
             self.iteration.step()
 
     def close(self) -> None:
-        """Ends it, for wrappers that are taken off; on all ranks. Collective."""
+        """Aborts the current iteration and disables the scheduler, for wrappers that are removed. Collective."""
         if self.iteration.is_collecting:
-            self._break_off("release() was called")
+            self._abort("release() was called")
         self.iteration.end_finished_sync(is_reset=False)
         self.iteration.close()
         self.leave()
 
     def leave(self) -> None:
-        """Ends its part in [Note: several schedulers]: it launches nothing from now on."""
+        """Unregisters the scheduler from [Note: several schedulers]; it must launch nothing afterwards."""
         remove_sender(self)
 
-    # Parameters. Their gathers go in `gather_order`.
+    # Parameters, gathered in `gather_order`.
 
     @property
     def gather_order(self) -> list[_ParamAndGradBucketGroup]:
@@ -440,14 +448,14 @@ class CollectiveScheduler:
                 self._launch_gathers(up_to=group)
 
     def finish_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
-        """Launches what is left of the gathers and waits for them. Collective."""
+        """Launches the remaining gathers and waits for those of `groups`. Collective."""
         for group in self.gather_order:
             if group in groups:
                 self.need(group, prefetch=False)
                 group.param_state = ParamState.CURRENT
 
     def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
-        """Waits until a group's parameters may be read; prefetch: launches the gather of the next group as well."""
+        """Waits until a group's parameters may be read; prefetch: also launches the next group's gather."""
         if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
             group.arrival.wait()
             return
@@ -464,17 +472,17 @@ class CollectiveScheduler:
             self._launch_gather(following)
 
     def launch_due_gathers(self) -> None:
-        """Launches the gathers of all stale parameters, so that none is left to a forward. Collective."""
+        """Launches the gathers of all stale parameters, so that forward launches none. Collective."""
         self._launch_gathers()
 
     def note_update(self) -> None:
-        """Records that an optimizer has updated the parameters. The next agreement finds ranks that did not."""
+        """Records that an optimizer has updated the parameters. The next agreement detects ranks that did not."""
         self.trace.note("an update of the parameters by the optimizer")
         if self._defers or any(order.is_open for order in senders_beside(self)):
-            # In a forward, each rank may need another order's first.
+            # During forward, each rank might need a different scheduler's gather first.
             self.launch_due_gathers()
 
-    # In a CUDA graph, whose capture ranks begin and end alike.
+    # CUDA graphs. All ranks begin and end a capture at the same point of the program.
 
     @contextmanager
     def captured_iteration(self, gathered: Sequence[_ParamAndGradBucketGroup]) -> Iterator[None]:
@@ -487,7 +495,7 @@ class CollectiveScheduler:
         self.freeze()
         observers, self.observers = self.observers, _Observers()
         for group in self._groups:
-            # Of a gather before the capture: the main stream has waited for it, and a graph could not.
+            # Events of a gather before the capture cannot be waited for in a graph; the main stream has waited already.
             group.arrival.forget()
         for group in gathered:
             group.param_state = ParamState.STALE
@@ -536,14 +544,14 @@ class CollectiveScheduler:
         return self._passes.scope is ReduceScope.CHUNK
 
     @contextmanager
-    def _taking(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
+    def _accumulating(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
         self._check_collecting(group, param)
         self.open()
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
-            # Nobody waited for its gather, so forward took the values from before the optimizer's step.
+            # Its gather was not waited for, so forward read the values from before the optimizer's step.
             raise RuntimeError(
-                f"parameter {group.name_of(param)} has a gradient, and forward read it before the gather of its new "
-                "values was done: its own module must be called, or wait_params be called with it before it is read"
+                f"parameter {group.name_of(param)} has a gradient, but forward read it before the gather of its new "
+                "values was complete: call its own module, or wait_params with it before it is read"
             )
         for observer in self.observers:
             observer.before_grad(group, param)
@@ -558,12 +566,12 @@ class CollectiveScheduler:
     def _check_no_gradients(self) -> None:
         """Raises RuntimeError on all ranks before a step, if gradients of this iteration were not reduced.
 
-        Without gradients a step is right, as they may be set by hand.
+        Without any gradient the step is allowed, because a caller may have set gradients itself.
         """
         problem = "optimizer.step() was called before finish_grad_sync(), which reduces the gradients: call that first"
         if self._has_chunk_passes or (self._overlap and self._sequence.is_armed):
-            # Ranks may have launched different parts.
-            self._break_off(problem)
+            # Ranks may have launched different prefixes.
+            self._abort(problem)
             raise RuntimeError(problem)
         self._launch_gathers()
         has_gradients = any(len(group.missing()) < len(group.slots) for group in self._groups)
@@ -606,7 +614,7 @@ class CollectiveScheduler:
             group.launch_gathers()
 
     def _wait_if_skipped(self, group: _ParamAndGradBucketGroup) -> None:
-        # Forward skipped its modules, and the optimizer is about to write to where it arrives.
+        # Forward skipped the group's modules, and the optimizer is about to write to the memory of its gather.
         if group.param_state is ParamState.IN_FLIGHT:
             self._wait_for_gather(group)
 
@@ -616,7 +624,7 @@ class CollectiveScheduler:
 
     def _launch(self, numbers: Sequence[int]) -> None:
         if numbers:
-            # Before the first reduction; else another rank's would pair with it.
+            # Gathers precede reductions in the common order, see [Note: launch order].
             self._launch_gathers()
         for group in (self._by_number[due] for due in self._sequence.take(numbers) if due in self._by_number):
             with self.observers.launching(Traffic.REDUCE, group):
@@ -639,7 +647,7 @@ class CollectiveScheduler:
         return [chunk.hook_runner for chunk in self._chunks if chunk.hook_runner is not None]
 
     def _advance_early(self) -> None:
-        # In the order of the launches on every rank, so that what follows pairs up though ranks differ in when.
+        # In launch order, so that second stages match although ranks start them at different times.
         while self._launched and self._launched[0].advance_early():
             self._launched.popleft()
 
@@ -648,7 +656,7 @@ class CollectiveScheduler:
         return self._passes.order_seen(self._sequence, incomplete=incomplete)
 
     def _launch_last(self) -> None:
-        """Launches what is left: with ReduceScope.ALL only gathers, as further gradients are late ones."""
+        """Launches the rest of an iteration; with ReduceScope.ALL only gathers, because further gradients are late."""
         if self._passes.scope is ReduceScope.ALL:
             self._end_gathers()
         else:
@@ -677,7 +685,7 @@ class CollectiveScheduler:
         for group in in_order:
             with self.observers.waiting(traffic[group.number], group):
                 group.advance()
-        # After all first rounds, of which some ranks have advanced some early.
+        # After all first rounds, because ranks may have advanced different ones of them early.
         for group in (group for group in in_order if late[group.number]):
             with self.observers.waiting(Traffic.LATE, group):
                 group.advance_second_round()
@@ -690,7 +698,7 @@ class CollectiveScheduler:
         unused = [name for group in self._groups for name in group.missing() if name not in self._warned]
         if unused:
             self._warned.update(unused)
-            logger.warning("no gradient came for %s: zeros are reduced in their place", ", ".join(unused))
+            logger.warning("no gradient was ready for %s: zeros are reduced instead", ", ".join(unused))
 
     def _learn(self, seen: list[int], *, is_reordered: bool) -> None:
         if not self._overlap:
@@ -705,8 +713,8 @@ class CollectiveScheduler:
         is_checked = any(chunk.checks for chunk in self._chunks)
         return self.iteration.agree_sync(local, of_all_stages=is_checked)
 
-    def _break_off(self, reason: str) -> None:
-        """Ends an iteration for all ranks."""
+    def _abort(self, reason: str) -> None:
+        """Aborts the iteration on all ranks. Collective."""
         for hook_runner in self._hook_runners():
             hook_runner.stop()
         self.catch_up_earlier()
@@ -730,7 +738,7 @@ class CollectiveScheduler:
 
 
 class _Observers:
-    """The observers of one scheduler, called in the order they were added."""
+    """The observers of one scheduler, called in the order in which they were added."""
 
     def __init__(self) -> None:
         self._observers: list[BucketObserver] = []
@@ -739,17 +747,17 @@ class _Observers:
         return iter(self._observers)
 
     def add(self, observer: BucketObserver) -> None:
-        """Adds an observer, which is called from now on."""
+        """Adds an observer."""
         self._observers.append(observer)
 
     def end_iteration(self) -> None:
-        """Tells every observer that the iteration has ended."""
+        """Calls end_iteration of every observer."""
         for observer in self._observers:
             observer.end_iteration()
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Tells every observer before and after its body, which waits for the other ranks."""
+        """Context of the agreement between ranks; notifies every observer before and after it."""
         for observer in self._observers:
             observer.before_agreement()
         yield
@@ -758,7 +766,7 @@ class _Observers:
 
     @contextmanager
     def launching(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
-        """Tells every observer before and after its body, which launches the group's collectives."""
+        """Context that launches a group's collectives; notifies every observer before and after it."""
         for observer in self._observers:
             observer.before_launch(traffic, group)
         yield
@@ -767,7 +775,7 @@ class _Observers:
 
     @contextmanager
     def waiting(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
-        """Tells every observer before and after its body, which waits for the group's collectives."""
+        """Context that waits for a group's collectives; notifies every observer before and after it."""
         for observer in self._observers:
             observer.before_wait(traffic, group)
         yield
@@ -776,16 +784,16 @@ class _Observers:
 
 
 def all_current(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Whether all ranks have the parameters of all these groups; the same on all ranks."""
+    """Whether all ranks have gathered the parameters of all these groups; the same on all ranks."""
     return all(group.param_state is ParamState.CURRENT for group in groups)
 
 
 def _groups_of_stage(
     groups: Sequence[_ParamAndGradBucketGroup], stage_group: dist.ProcessGroup | None
 ) -> tuple[list[str], frozenset[str]]:
-    """Names of one chunk's groups on any rank of the stage, and those that are the same on all of them. Collective.
+    """Returns names of one chunk's groups on any rank of the stage, and names of groups equal on all. Collective.
 
-    The first are in the order of the first rank that has each.
+    The former are in the order of the first rank that has each.
     """
     per_rank = gather_objects([(group.name, _fingerprint(group)) for group in groups], stage_group)
     names = dict.fromkeys(name for of_rank in per_rank for name, _ in of_rank)

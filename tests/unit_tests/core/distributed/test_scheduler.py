@@ -73,7 +73,8 @@ def test_b4_unused_parameters_are_named_once(caplog):
             step(ddp, skip=skip)
             assert [bool(grad.any()) for _, grad in ddp.named_main_grads()] == [i not in skip for i in range(4)]
     named = [record.getMessage() for record in caplog.records]
-    assert [message.split(":")[0] for message in named] == [f"no gradient came for layers.{i}.weight" for i in (1, 2)]
+    expected = [f"no gradient was ready for layers.{i}.weight" for i in (1, 2)]
+    assert [message.split(":")[0] for message in named] == expected
 
 
 def test_a_gradient_after_the_end_and_settings_after_the_start_are_refused():
@@ -204,7 +205,7 @@ def test_what_overlap_and_shards_do_not_allow_is_refused():
         wrapped(nn.Linear(2, 2)).enable_forward_pre_hook()
     with pytest.raises(ValueError, match="force_all_reduce is set with use_distributed_optimizer"):
         wrapped(nn.Linear(2, 2), use_distributed_optimizer=True).finish_grad_sync(force_all_reduce=True)
-    with pytest.raises(TypeError, match="cannot be copied, as its process groups cannot: copy its `module`, after"):
+    with pytest.raises(TypeError, match="cannot be copied, because process groups cannot: copy its `module`, after"):
         copy.deepcopy(wrapped(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="config is a DistributedDataParallelConfig: must be a ModelParallelConfig"):
         DistributedDataParallel(DistributedDataParallelConfig(), ModelParallelConfig(), nn.Linear(2, 2))
