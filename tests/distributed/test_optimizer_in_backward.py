@@ -296,7 +296,7 @@ def _drop_after_updates(mode: str) -> None:
     run.backward(1)
     finalize_model_grads([run.model])
     # A script that goes on without step(): nothing may hide that parameters are of the next step.
-    words = "updated in backward, and the step of that iteration never ended.*load a checkpoint.*clip exact"
+    words = "updated in backward, but the step of that iteration never ended.*load a checkpoint.*clip exact"
     with pytest.raises(RuntimeError, match=words):
         run.optimizer.sharded_state(model_logical_pieces(run.model))
     run.optimizer.zero_grad()
@@ -385,7 +385,7 @@ def _step_without_gradients() -> None:
         with pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called before"):
             run.optimizer.step()
         run.step(0)
-        with pytest.raises(RuntimeError, match=r"zero_grad, backward and finalize_model_grads come before each step"):
+        with pytest.raises(RuntimeError, match=r"call zero_grad, backward and finalize_model_grads before each step"):
             run.optimizer.step()
 
 

@@ -33,7 +33,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 RESET = "reset_iteration() was called after an error"
 
 _NAMES_SHOWN = 3
-_KEPT_LAUNCHES = 1000  # per rank in the store: how far a rank may be ahead of another that it does not wait for
+_KEPT_LAUNCHES = 1000  # launches of each rank kept in the store: how far it may be ahead of a rank in other groups
 _LONGEST_PAUSE = 0.05  # seconds between two queries of the store
 
 
@@ -108,7 +108,7 @@ class CollectiveTrace:
             self._channel.compare(entry.line, group)
 
     def note(self, line: str) -> None:
-        """Records another event that all ranks of the stage have at the same place among their launches, as text."""
+        """Records another event, as text, that all ranks of the stage have at the same position in their launches."""
         self._add(self._entries.setdefault(line, _Entry(line, line.encode())))
 
     def stop(self, reason: str) -> None:

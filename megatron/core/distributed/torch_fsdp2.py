@@ -161,7 +161,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._iteration = self._build_iteration(groups)
         self._iteration.watch(module)
         self.launch_order = self._iteration
-        # The flags that torch has for the next backwards.
+        # The settings of torch for the following backward passes.
         self._is_last, self._is_reducing = True, True
 
     @property
@@ -463,7 +463,7 @@ def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str,
 
 
 def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
-    """Returns the modules that are units: those given or of given classes, none inside another."""
+    """Returns the modules that become units: given modules or members of given classes, none inside another."""
     if wanted is None:
         return repeated_layers(module)
     wanted = list(wanted)

@@ -490,7 +490,7 @@ def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> 
 
 
 class ShardHookRunner(GradHookRunner):
-    """Passes reduced units to hooks. The owner's part of a parameter is the sharded parameter, which has the gradient.
+    """Passes reduced units to hooks. The owned part of a parameter is the sharded parameter, which has the gradient.
 
     sharded: returns the shard of a gathered parameter.
     """
@@ -515,5 +515,5 @@ class ShardHookRunner(GradHookRunner):
 
     def _fire_param(self, one: ParamRange, flat: torch.Tensor) -> None:
         self.hooks.fire_param(one.name, one.param)
-        # A tensor that a hook has put in the gradient's place is the gradient for all that follow.
+        # A tensor that a hook has assigned to the gradient is the gradient for all later hooks.
         self._buffers[one.param].attach_grad_of(one.param)

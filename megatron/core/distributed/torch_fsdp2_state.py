@@ -1,4 +1,4 @@
-"""torch's private state of a module that fully_shard has cut: shards, gathered parameters, and changes of the module.
+"""torch's private state of a module that fully_shard has sharded: shards, gathered parameters and module changes.
 
 The only file that uses torch's private names; versions of torch without them are refused. ParamShard is this rank's
 part of a parameter. GatheredParams frees parameters that an update has made stale. WrappedShards finds changes of the

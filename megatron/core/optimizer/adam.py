@@ -143,7 +143,7 @@ class FlatAdam:
 class AdamRates:
     """Settings of a step, named as in torch.optim.Adam and AdamW.
 
-    lr: [], on the device of the state, fp64 on the CPU, else fp32. adam_w_mode: decouples weight decay from gradients
+    lr: [], fp64 on the CPU, else fp32, on the device of the state. adam_w_mode: decouples weight decay from gradients
     (Loshchilov & Hutter, 2019, Decoupled Weight Decay Regularization). bias_correction: divides moments by 1 - beta^t
     (Kingma & Ba, 2015, Adam: A Method for Stochastic Optimization).
     """

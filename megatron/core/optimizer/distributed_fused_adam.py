@@ -1,7 +1,11 @@
-"""DistributedFusedAdam: Adam whose gradients and states are spread over ranks (ZeRO-2), for any PyTorch module.
+"""DistributedFusedAdam: Adam with gradients and states sharded over ranks (ZeRO-2), for any PyTorch module.
 
-Its parameters are in fused_adam_params.py, their gradients in fused_adam_grads.py, the update of a shard is in
-adam.py. Buffers, and the order of messages, are in megatron/core/distributed.
+fused_adam_params.py has its parameters, fused_adam_grads.py their gradients, and adam.py updates a shard. Buffers and
+the order of collectives are in megatron/core/distributed.
+
+[Note: registered parameters] A parameter is registered when it gets a place in a bucket, and its states follow. Unless
+`init_params` registers it, this happens when the first gradient is reduced, so that buckets follow the order of
+gradients. A call registers one segment, whose parameters share buckets with no others.
 """
 
 import weakref
@@ -46,42 +50,43 @@ from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gathe
 class DistributedFusedAdam(torch.optim.Optimizer):
     """A drop-in for torch.optim.AdamW and Adam, also on one rank without torch.distributed. In a step:
 
-    1. backward moves each gradient into the memory of its bucket; as soon as a bucket is full it is reduced, to the
-       rank that owns each element, and its memory is freed. Sums of several backwards add up in the shards.
-    2. `step` reduces what is left (param.grad set by hand, gradients of no_sync), updates this rank's shard of every
-       bucket by fused kernels, and lets all ranks gather the parameters.
+    1. Backward moves each gradient into the memory of its bucket. A full bucket is reduced, to the rank that owns each
+       element, and its memory is freed. Sums of several backward passes accumulate in the shards.
+    2. `step` reduces remaining gradients (set by hand, or of no_sync), updates this rank's shard of every bucket with
+       fused kernels, and gathers the parameters on all ranks.
 
-    Every rank calls backward outside no_sync, and all methods that reduce, as often as the others; which parameters a
-    backward reaches may differ, but for at least one on each rank. Ranks must begin with equal parameters.
+    All ranks must begin with equal parameters, and must call backward outside no_sync, and all methods that reduce,
+    equally often. The parameters that a backward reaches may differ between ranks, but each must reach at least one.
 
-    The update. params, lr, betas, eps, weight_decay: as torch.optim.AdamW's; groups may have their own, and
-    bias_correction. bias_correction: of both moments. adam_w_mode: False adds the decay to the gradients, as Adam does.
-    amsgrad: False.
+    The update. params, lr, betas, eps, weight_decay: as in torch.optim.AdamW; groups may override them and
+    bias_correction. bias_correction: corrects both moments. adam_w_mode: False adds the decay to the gradients, as Adam
+    does. amsgrad: must be False.
 
-    Ranks. process_group: all of them; their sizes multiplied: distributed_process_group, which shares each state, and
-    redundant_process_group, which holds copies of it. average_grad_sync: the mean over process_group, not the sum.
-    device: of the parameters, which is checked.
+    Ranks. process_group: all ranks of the optimizer. It is the product of distributed_process_group, over which each
+    state is sharded, and redundant_process_group, which holds copies of it. average_grad_sync: averages gradients over
+    process_group instead of summing. device: must be the device of the parameters; None means that of the first.
 
     Memory. dtype: of states; fp64 parameters have fp64 states. contiguous_param_buffer: parameters become views of flat
-    tensors; else they stay in their memory, with copies from messages, and in any case with masters in the states.
-    contiguous_grad_buffer: buckets keep their memory, see grad_buffer_view. store_params: masters in `dtype` where the
-    parameters are not that themselves; store_param_remainders: instead the half of fp32 that bf16 parameters lack.
-    with_scaled_states: 16-bit states with scales.
+    tensors. Without it they keep their memory, gathered values are copied into it, and states always have masters.
+    contiguous_grad_buffer: gradient memory of buckets persists, see grad_buffer_view. store_params: stores masters in
+    `dtype` unless the parameters have that dtype. store_param_remainders: stores instead only the lower halves of fp32
+    masters of bf16 parameters. with_scaled_states: stores 16-bit states with scales.
 
-    What is sent. grad_sync_dtype, param_sync_dtype: in which gradients are added up and parameters are sent; None:
-    dtype, and the parameters' own. bucket_cap_mb: MiB of a bucket's gradients, at most, if that is not below 128
-    elements. pipeline_size: buckets that may be under way. overlap_grad_sync: reduce during backward; else in grad_sync
-    or step, until when all gradients are kept. overlap_param_sync: modules wait for their parameters in forward; other
-    code calls wait_params before it reads any. debug: with that, parameters are NaN from the step to their gather.
+    Communication. grad_sync_dtype: dtype in which gradients accumulate and are reduced; None means `dtype`.
+    param_sync_dtype: all-gather dtype; None means the parameters' dtype. bucket_cap_mb: upper limit of a bucket's
+    gradients in MiB, but at least 128 elements. pipeline_size: number of buckets that may be in flight.
+    overlap_grad_sync: reduces during backward; without it, grad_sync or step reduces, and all gradients are kept until
+    then. overlap_param_sync: modules wait for their parameters in forward; other code must call wait_params before it
+    reads parameters. debug: fills parameters with NaN from the step to their gather; needs overlap_param_sync.
 
-    capturable: lr is a tensor on the device, and ranks agree on nothing on the host, so that a CUDA graph can hold a
-    step: all ranks must then run the same program.
+    capturable: lr is a tensor on the device and ranks do not communicate on the host, so that a CUDA graph can capture
+    a step. All ranks must then run the same program.
 
-    Raises ValueError where arguments contradict each other, naming them. Follows ZeRO (Rajbhandari et al., 2020), and
-    the interface of apex's class of this name.
+    Raises ValueError, naming the arguments, for invalid or contradicting ones. Follows ZeRO (Rajbhandari et al., 2020)
+    and the interface of apex's class of this name.
     """
 
-    # What torch.amp.GradScaler asks: whether it may hand its scale to `step`, which then decides on the device.
+    # Tells torch.amp.GradScaler that `step` accepts its scale, and decides on the device whether to update.
     _step_supports_amp_scaling = True
     _custom_amp_unscale_grads = True
 
@@ -139,7 +144,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._memory.check()
         check_capturable(capturable, self._memory)
         grid = RankGrid.of(process_group, distributed=distributed_process_group, redundant=redundant_process_group)
-        # Ranks that a graph's replays bring to the same places need not tell each other on the host, and could not.
+        # Replays of a graph launch the same collectives on all ranks and cannot communicate on the host.
         order = CollectiveScheduler(
             None if capturable else grid.ranks,
             overlap_grad_reduce=overlap_grad_sync,
@@ -167,7 +172,11 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self._forward = _ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group; its trained parameters move into buckets with their first gradients."""
+        """Adds a parameter group; its trained parameters move into buckets with their first gradients.
+
+        Raises ValueError, and changes nothing, for invalid hyperparameters and for parameters that are on another
+        device, are invalid for the optimizer's dtypes, overlap in memory or are in another optimizer or wrapper.
+        """
         super().add_param_group(param_group)
         group, key = self.param_groups[-1], len(self.param_groups) - 1
         names = group.get("param_names") or [f"parameter {i} of group {key}" for i in range(len(group["params"]))]
@@ -178,49 +187,51 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             before = [(name, param) for param, name in self._shards.names.items()]
             check_apart([*before, *zip(names, group["params"])])
         except ValueError:
-            # As if it had not been given.
+            # Removed, so that the failed call has no effect.
             self.param_groups.pop()
             raise
         for name, param in zip(names, group["params"]):
             self._shards.names[param], self._shards.keys[param] = name, key
-            # Else get_state_dict of torch.distributed.checkpoint makes states by a step with zero gradients.
+            # Otherwise get_state_dict of torch.distributed.checkpoint creates states by a step with zero gradients.
             self.state[param] = {}
             if param.requires_grad:
                 self._grads.watch(param)
-        # As torch's kernels read it.
+        # The dtype that torch's kernels expect.
         dtype = torch.float64 if self._device.type == "cpu" else torch.float32
         self._rates.append(torch.zeros((), dtype=dtype, device=self._device))
         if self._capturable and not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=self._device)
 
-    # Parameters are taken over.
+    # Registration of parameters, see [Note: registered parameters].
 
     def init_params(self, params: nn.Parameter | Iterable[nn.Parameter] | None = None, **memory: Any) -> None:
-        """Takes parameters over now, in the order given, not with their first gradients. Collective.
+        """Registers parameters now, in the order given, instead of with their first gradients. Collective.
 
-        params: None for all; those that do not require grad, or were taken over before, are left out. They share
-        buckets with no others. memory: other values of dtype, grad_sync_dtype, param_sync_dtype, store_params,
-        store_param_remainders, with_scaled_states, contiguous_param_buffer or contiguous_grad_buffer for them.
+        See [Note: registered parameters]. params: None means all; parameters that do not require grad, or are
+        registered already, are left out. memory: values for these parameters that override dtype, grad_sync_dtype,
+        param_sync_dtype, store_params, store_param_remainders, with_scaled_states, contiguous_param_buffer or
+        contiguous_grad_buffer. Raises ValueError for parameters that are not in param_groups or differ between ranks,
+        and for contradicting values; TypeError for other names.
         """
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
         taken = self._shards.groups_of
-        self._shards.take_over([param for param in given if param.requires_grad and param not in taken], asked)
+        self._shards.register([param for param in given if param.requires_grad and param not in taken], asked)
         self._shards.move_in()
 
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
-        """Calls init_params: parameters of one call are reduced and gathered together."""
+        """Calls init_params; the parameters of one call are reduced and gathered together."""
         self.init_params(params, **memory)
 
     def parameter(self, group: int, index: int) -> nn.Parameter:
-        """The parameter at a place of a group of param_groups."""
+        """Returns the parameter at an index of a group in param_groups."""
         found: nn.Parameter = self.param_groups[group]["params"][index]
         return found
 
     # Gradients.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, and what they were multiplied by; param.grad is None in any case.
+        """Drops all gradients and their pending factors; sets param.grad to None whatever set_to_none is.
 
         Collective only after an error in a backward.
         """
@@ -228,19 +239,20 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reset_iteration(self, num_backwards: int = 1) -> None:
-        """Begins anew after an error, on the ranks that caught it; the others' next collective call raises
-        RemoteRankError, and they call this, too. Collective.
+        """Discards the iteration after an error and begins a new one. Collective.
 
-        num_backwards: how often ranks without an error run backward outside no_sync until that call, since zero_grad or
-        the last step. Errors behind that call, and all with `capturable`, leave the others waiting.
+        Call it on the ranks that caught the error. The next collective call of the other ranks raises RemoteRankError,
+        and they must then call it, too. num_backwards: number of backward passes outside no_sync, since zero_grad or
+        the last step, that ranks without an error run before that call. Later errors, and any error with `capturable`,
+        leave the other ranks waiting.
         """
         self._grads.reset(num_backwards)
 
     @contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
-        """Defers reduction of the gradients computed inside to the next backward outside, grad_sync or step.
+        """Context that defers the reduction of its gradients to the next backward outside, grad_sync or step.
 
-        Until then they add up in param.grad, or with greedy_grad_copy in the memory of buckets.
+        Until then gradients accumulate in param.grad, or with greedy_grad_copy in the buckets' memory.
         """
         with self._grads.mode(GradMode.COPY if greedy_grad_copy else GradMode.KEEP):
             yield
@@ -248,14 +260,14 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     @record_function("DistributedFusedAdam.grad_sync")
     @torch.no_grad()
     def grad_sync(self) -> None:
-        """Reduces what has not been yet, also what was put in param.grad by hand; waits for all sums. Collective."""
+        """Reduces all remaining gradients, including those set in param.grad by hand, and waits. Collective."""
         self._grads.finish()
 
     def grad_buffer_view(self, param: nn.Parameter) -> torch.Tensor:
-        """Memory in which kernels accumulate a parameter's gradient themselves: [*its shape], of dtype grad_sync_dtype.
+        """Returns memory in which kernels may add a parameter's gradient: [*parameter shape], dtype grad_sync_dtype.
 
-        It is zeros before a backward. The kernels' caller then calls register_grad_ready. Raises ValueError without
-        contiguous_grad_buffer.
+        It is zero before a backward. After adding a gradient, call register_grad_ready. Raises ValueError without
+        contiguous_grad_buffer, and for a parameter that is not in param_groups.
         """
         self.init_params([param])
         return self._shards.persistent_grad(param)
@@ -272,10 +284,10 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         norm_type: float = 2.0,
         force: bool = False,
     ) -> torch.Tensor:
-        """Norm of the gradients as `step` would take them, over all ranks: [], fp32. Collective.
+        """Returns the norm over all ranks of the gradients that `step` would use: [], fp32. Collective.
 
-        parameters: of these alone, any shapes and dtypes. norm_type: a p, or infinity. force: as apex has it, to
-        compute it anew, which is done in any case.
+        parameters: restricts the norm to these, any shapes and dtypes. norm_type: p above 0, or infinity; ValueError
+        otherwise. force: has no effect; apex caches the norm without it.
         """
         self.grad_sync()
         return self._scaling.norm(self._sums_of(parameters), norm_type)
@@ -290,7 +302,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scales the gradients to a norm of at most max_norm; returns the norm before: [], fp32. Collective.
 
-        Of all parameters in the pass that `step` makes anyway; of some, any shapes and dtypes, at once.
+        Without `parameters` the factor is applied in the update of `step`; gradients of given ones, any shapes and
+        dtypes, are scaled immediately. Raises ValueError if max_norm is not a number of at least 0.
         """
         if not (isinstance(max_norm, (int, float)) and max_norm >= 0):
             raise ValueError(f"clip_grad_norm: max_norm is {max_norm!r}: must be a number, at least 0")
@@ -305,10 +318,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self, inv_scale: torch.Tensor | float | None = None, grad_scaler: "torch.amp.GradScaler | None" = None
     ) -> dict[torch.device, torch.Tensor]:
         """Multiplies the gradients by inv_scale, a number or [], any float dtype, or lets a scaler unscale them.
-        Collective.
 
-        Returns whether a gradient of any rank is not finite: [], fp32, 1 or 0, by device. A scaler takes
-        note of it, and skips the step.
+        Collective. Returns 1 if a gradient of any rank is not finite, else 0, by device: [], fp32. A scaler records it
+        and then skips the step. Raises ValueError unless exactly one of the two is given.
         """
         if (inv_scale is None) == (grad_scaler is None):
             raise ValueError("unscale_grads: inv_scale and grad_scaler are both given, or neither: must be one of them")
@@ -326,12 +338,13 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
-        """Updates the parameters from gradients that it reduces first; returns what closure does. Collective.
+        """Reduces remaining gradients and updates the parameters; returns the closure's result. Collective.
 
-        grad_scaler: a torch.amp.GradScaler, whose own `step` is called, which comes back here. Gradients stay as they
-        were stepped by, for another step, until zero_grad.
+        grad_scaler: a torch.amp.GradScaler, whose `step` is called and calls this method. Gradients keep the values
+        used by the update until zero_grad, so another step may reuse them. Raises RuntimeError if a scaler searched for
+        infinities before the gradients were reduced.
         """
-        # Not an argument by name: torch's scaler warns optimizers that have one, and hands over its scale otherwise.
+        # Not a named argument: torch's scaler warns about optimizers that have one, and passes its scale otherwise.
         scaler = scaling.pop("grad_scaler", None)
         if scaling:
             raise TypeError(f"step() got {', '.join(scaling)}: takes closure and grad_scaler")
@@ -344,7 +357,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         scaler.step(self)
         return loss
 
-    # torch wraps a `step` without this mark in its hooks, which would run around the scaler's call and inside it.
+    # Without this mark torch wraps `step` in its hooks, which would run twice with a scaler.
     step.hooked = True  # type: ignore[attr-defined]
 
     @torch.optim.Optimizer.profile_hook_step
@@ -358,7 +371,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         if not self._step_supports_amp_scaling:
             self._grads.check_none_left()
         self.grad_sync()
-        # torch's scaler leaves them on the optimizer while it steps.
+        # torch's scaler sets grad_scale and found_inf as attributes of the optimizer during a step.
         amp = vars(self)
         if "found_inf" in amp:
             self._grads.check_seen()
@@ -367,16 +380,16 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def param_sync(self) -> None:
-        """Lets every rank gather all parameters from the ranks that own them, and waits. Collective."""
+        """Gathers all parameters from the ranks that own them, and waits. Collective."""
         self._order.start_param_sync(self._shards.groups, again=True)
         self._order.finish_param_sync(self._shards.groups)
 
     @torch.no_grad()
     def reload_params(self) -> None:
-        """Takes the masters from the parameters, after something else than a step has written to `param.data`.
+        """Sets the masters to the parameters, after other code has written to `param.data`. Collective.
 
-        The next step would undo that where masters are copies. Other writes count in the version of a parameter, by
-        which a step notices them. Collective.
+        Without it the next step would undo the write if masters are copies. A step detects writes to the parameter
+        itself by its version counter.
         """
         self._order.finish_param_sync(self._shards.groups)
         for run in self._shards.runs:
@@ -384,7 +397,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._shards.note_versions()
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
-        """Waits until these may be read, any shapes and dtypes: with overlap_param_sync, outside of modules.
+        """Waits until parameters, any shapes and dtypes, may be read outside their modules; for overlap_param_sync.
 
         Collective while their gather is due.
         """
@@ -392,20 +405,21 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             dict.fromkeys(group for param in as_params(params) for group in self._shards.groups_of.get(param, ()))
         )
 
-    # What is saved.
+    # State dicts.
 
     def state_dict(self, *, state_dict_format: str | int | None = None) -> Any:
-        """Moments, masters and step counts by parameter, for torch.distributed.checkpoint or torch.save of each rank.
+        """Returns moments, masters and step counts by parameter. Collective.
 
-        Each rank has its shards alone, under the same keys; any number of ranks loads what any other saved; see
-        state_dict.py. state_dict_format: "torch" gathers it, on rank 0 of process_group alone, as of
-        torch.optim.AdamW, and gives the others None: save the parameters with it. Collective.
+        For torch.distributed.checkpoint, or torch.save on each rank. Each rank has only its shards, under the same keys
+        as the others; they load on any number of ranks, see state_dict.py. state_dict_format: "torch" gathers a state
+        of torch.optim.AdamW on rank 0 of process_group and returns None on the others; save the parameters with it.
+        Raises ValueError for another format.
         """
         if state_dict_format not in (None, 2, "torch"):
             raise ValueError(f'state_dict_format is {state_dict_format!r}: must be None, 2 (the same), or "torch"')
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._shards.take_over_rest()
+        self._shards.register_rest()
         shard = self._adam_shard()
         given: Any = gather_torch_state_sync(shard) if state_dict_format == "torch" else None
         if state_dict_format != "torch":
@@ -416,19 +430,19 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, filled by torch.distributed.checkpoint.load, or a state of torch.optim.AdamW.
+        """Loads a result of `state_dict`, filled by torch.distributed.checkpoint.load, or a state of torch.optim.AdamW.
 
-        The parameters become what the masters are, where it has any. Collective. Raises ValueError or RemoteRankError,
-        with nothing changed, where it does not fit on some rank or ranks give different orders of parameters.
+        Parameters are set to the loaded masters, if there are any. Collective. Raises ValueError or RemoteRankError,
+        and changes nothing, if the state does not fit on a rank or ranks have different orders of parameters.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict  # type: ignore[arg-type]  # a mapping suffices
         order = self._agreed_order(state_dict)
         if not self._shards.groups_of:
-            # A share that one rank has stored fits its own places alone, which the first backward may have chosen.
+            # A shard saved by one rank fits only the layout it was saved with, which the first backward determined.
             for params in self._shards.in_order(order):
                 self.init_params(params)
-        self._shards.take_over_rest()
+        self._shards.register_rest()
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
         self._order.mark_stale(self._shards.groups)
@@ -441,7 +455,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             after(self)
 
     def release(self) -> None:
-        """Takes all hooks off; the parameters have their last values on all ranks then. Collective."""
+        """Gathers the last values of all parameters, removes all hooks and disables the optimizer. Collective."""
         self._order.finish_param_sync(self._shards.groups)
         self._grads.release()
         self._order.leave()
@@ -449,10 +463,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             self._forward.remove()
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a DistributedFusedAdam cannot be pickled, as its process groups cannot: save its state_dict")
+        raise TypeError(
+            "a DistributedFusedAdam cannot be pickled, because process groups cannot: save its state_dict instead"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError("a DistributedFusedAdam cannot be copied, as its process groups cannot: build another")
+        raise TypeError("a DistributedFusedAdam cannot be copied, because process groups cannot: build another one")
 
     # Inside.
 
@@ -461,12 +477,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         check_dense(name, param)
         check_free(name, param)
         if param.device != self._device:
-            raise ValueError(f"{name} is on {param.device}: must be on {self._device}, as the others")
+            raise ValueError(f"{name} is on {param.device}: must be on {self._device} like the other parameters")
 
     def _agreed_order(self, state_dict: Any) -> list[list[int]]:
-        """The order of parameters in a state dict, [] if it has none. Collective.
+        """Returns the order of parameters in a state dict, [] if it has none. Collective.
 
-        Raises on all ranks where one is given no dict, or where the orders differ: ranks would take parameters over in
+        Raises on all ranks if a rank has no dict, or if orders differ, since ranks would then register parameters in
         different orders.
         """
         group = self._ranks
@@ -475,7 +491,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 raise ValueError(f"state_dict is a {type(state_dict).__name__}: must be a dict, on every rank")
             order = state_dict.get("order", [])
             if not isinstance(order, (list, tuple)) or not all(_is_numbers(places) for places in order):
-                raise ValueError(f"order of the state dict is {order!r:.80}: must be lists of parameters' numbers")
+                raise ValueError(f"order of the state dict is {order!r:.80}: must be lists of parameter indices")
         orders = gather_objects([list(places) for places in order], group)
         with all_ranks_agree(group):
             others = [rank for rank, theirs in enumerate(orders) if theirs != orders[0]]
@@ -505,28 +521,28 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _update(self, scale: GradScale) -> None:
         groups = self._shards.groups
         self._shards.take_changes()
-        # First of all: a gather that is still under way would write over what is updated.
+        # First, because a gather in flight would overwrite updated parameters.
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
-        runs_in: dict[_ParamAndGradBucket, list[FusedRange]] = {}
+        ranges_in: dict[_ParamAndGradBucket, list[FusedRange]] = {}
         for run in self._shards.runs:
-            runs_in.setdefault(run.bucket, []).append(run)
+            ranges_in.setdefault(run.bucket, []).append(run)
         under_way: deque[_ParamAndGradBucketGroup] = deque()
         for group in self._order.gather_order:
-            # Each group has one.
+            # Each group has exactly one bucket.
             (bucket,) = group.buckets
             if scale.skip is not None and bucket.staged is not None:
-                # What a skipped update leaves alone is sent all the same.
+                # A skipped update writes nothing to the message, which is still sent.
                 bucket.staged.fill()
             for key, rate in enumerate(rates):
-                updates = [run.update() for run in runs_in.get(bucket, ()) if run.key == key]
+                updates = [run.update() for run in ranges_in.get(bucket, ()) if run.key == key]
                 adam_step(updates, rate, scale=scale, grads=grad_use)
             if self._forward is None:
                 self._order.start_param_sync([group])
                 under_way.append(group)
                 if len(under_way) > self._pipeline_size:
-                    # Each may hold a message of a bucket's size.
+                    # Limits memory: each gather in flight may hold a message of a bucket's size.
                     self._order.need(under_way.popleft(), prefetch=False)
             elif self._debug:
                 poison(bucket)
@@ -557,15 +573,15 @@ def _is_numbers(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, int) for value in values)
 
 
-# Modules wait for their parameters (overlap_param_sync).
+# Hooks in which modules wait for their parameters (overlap_param_sync).
 
 
 class _ForwardGathers:
-    """Lets the modules that own parameters wait for their gathers, wherever these modules are.
+    """Makes the modules that own parameters wait for their gathers before forward.
 
-    An optimizer has parameters, not modules. A hook of all modules finds those that have any of them when they are
-    first called; from then on they have hooks of their own. params: whose modules are to be found; groups_of: the
-    groups that gather each parameter taken over so far; both may grow. need: waits for groups.
+    An optimizer knows parameters, not modules. A global module hook finds the modules that own any of them when they
+    are first called, and registers hooks on them. params: the optimizer's parameters; groups_of: the groups that gather
+    each registered parameter; both may grow. need: waits for groups.
     """
 
     def __init__(
@@ -580,10 +596,10 @@ class _ForwardGathers:
         self._waits = ForwardWaits(groups_of)
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        # Weakly: the hook is of the process, and must not keep an optimizer alive that nobody uses any more.
+        # Weak, because the hook is global and must not keep an unused optimizer alive.
         attach_new = weakref.WeakMethod(self._attach_new)
 
-        # In a compiled module the graph breaks at these hooks: what to wait for is known when it runs.
+        # Breaks the graph of a compiled module: whether to wait is known only when it runs.
         @torch.compiler.disable
         def look(module: nn.Module, *unused: Any) -> None:
             if (method := attach_new()) is not None:
@@ -593,7 +609,7 @@ class _ForwardGathers:
         weakref.finalize(self, self._handles[0].remove)
 
     def remove(self) -> None:
-        """Takes all hooks away."""
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -608,31 +624,31 @@ class _ForwardGathers:
             return
         for part in new:
             self._attach(part)
-        # Its own hooks come too late for this call.
+        # The new hooks do not run in this call.
         self.wait(lambda waits: waits.before(module))
 
     def _attach(self, module: nn.Module) -> None:
         if any(param in self._params for param in module.parameters()):
             wait = _Wait(self, lambda waits: waits.before(module))
-            # Before others of the module, which may read its weights: weight_norm does.
+            # Before the module's other hooks, which may read its weights, as weight_norm's does.
             self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
         if any(param in self._params for param in module.parameters(recurse=False)):
-            # Weights are read and written by their names as well, and what was loaded must not be gathered over.
+            # state_dict reads parameters; load_state_dict writes values that a later gather would overwrite.
             wait = _Wait(self, lambda waits: waits.own(module))
             self._handles.append(module.register_state_dict_pre_hook(wait))
             self._handles.append(module.register_load_state_dict_pre_hook(wait))
 
     def wait(self, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]) -> None:
-        """Waits for groups that are looked up now."""
+        """Waits for the groups that `groups` returns."""
         if len(self._groups_of) != self._num_gathered:
-            # Others are gathered than it has learnt of.
+            # More parameters are gathered than ForwardWaits has learned of.
             self._num_gathered = len(self._groups_of)
             self._waits.forget()
         self._need(groups(self._waits))
 
 
 class _Wait:
-    """A hook of a module; weakly, as above, and of a module that is stored or copied it does nothing."""
+    """Module hook with a weak reference to its owner; in a stored or copied module it does nothing."""
 
     def __init__(
         self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]

@@ -1,4 +1,4 @@
-"""FlatParamRange: neighbouring parameters, or the parts that this rank owns, as one flat tensor that a kernel steps.
+"""FlatParamRange: adjacent parameters, or this rank's parts of them, as one flat tensor that a kernel steps.
 
 The data-parallel wrapper places parameters and gradients (layout.py); optimizer.py steps the ranges.
 """
@@ -33,7 +33,7 @@ class FlatParamRange:
     """This rank's part of adjacent parameters that share dtype and parameter group.
 
     model: [N], the parameters' dtype; parameters are views of it. main: the N numbers that are stepped, either `model`
-    itself or masters with more digits than 16-bit parameters have. span: the range's place in `buffer`; N is a multiple
+    itself or masters with higher precision than 16-bit parameters. span: the range's place in `buffer`; N is a multiple
     of 64. Padding between parameters is and stays zero in `model`, `main` and `grad`, so norms and steps need not skip
     it. bucket: index into the owned spans of `buffer`. grad_of: returns the reduced gradients of one owned span,
     [span.numel], a view. on_host: `main` is in the host's memory; on a CPU, where all memory is, it marks the share

@@ -1,4 +1,4 @@
-"""The gradients of a DistributedFusedAdam, from param.grad to the buckets and to the division of an update.
+"""Gradients of a DistributedFusedAdam: from param.grad to buckets, and the factors that an update applies.
 
 GradAccumulator takes what autograd leaves and knows when a backward is over; a GradProxy in param.grad lets loss
 scalers find the reduced gradients; ShardScaling has their factors and norm. The buckets of a parameter are in
@@ -24,15 +24,15 @@ from megatron.core.optimizer.fused_adam_params import ShardedParams
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
-# Each rank has looked at its own, and some may skip.
+# A search in unreduced gradients finds only this rank's infinities, so that only some ranks would skip the step.
 _UNSEEN = (
     "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
     "before scaler.unscale_ and scaler.step"
 )
-# In place, and with create_graph.
+# Autograd's accumulation, in place, and out of place with create_graph.
 _ADDS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-# Methods that read or move a tensor's memory without an operator: torch would answer them for memory at address 0.
-# Not untyped_storage: modes ask any tensor for it, to know whether two share memory.
+# Methods that read or move a tensor's memory without an operator; for the proxy they would use address 0.
+# Without untyped_storage, which modes call on any tensor to detect shared memory.
 _OF_MEMORY = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
@@ -45,8 +45,9 @@ _OF_MEMORY = {
 
 
 class GradMode(Enum):
-    """Treatment of new gradients. COPY: they go to their buckets, but nothing is sent; KEEP: they stay as
-    they are.
+    """Treatment of new gradients.
+
+    SYNC: moved to their buckets and reduced. COPY: moved to their buckets, but not reduced. KEEP: left in param.grad.
     """
 
     SYNC = "sync"
@@ -55,32 +56,34 @@ class GradMode(Enum):
 
 
 class _Sums(Enum):
-    """Whether the shards hold the sums of all that has come. STEPPED: and an update has used them. BROKEN_OFF: another
-    rank has ended the iteration.
+    """State of the sums in the shards.
+
+    GROWING: gradients may be missing. WHOLE: all gradients are included. STEPPED: WHOLE, and an update has used them.
+    ABORTED: another rank has aborted the iteration.
     """
 
     GROWING = "growing"
     WHOLE = "whole"
     STEPPED = "stepped"
-    BROKEN_OFF = "broken off"
+    ABORTED = "aborted"
 
 
 def check_free(name: str, param: nn.Parameter) -> None:
-    """Raises ValueError for a parameter, any shape and dtype, whose gradients somebody else takes."""
+    """Raises ValueError for a parameter, any shape and dtype, that is in another optimizer or wrapper."""
     if is_wrapped(param):
-        raise ValueError(f"{name} is in a DistributedDataParallel: call its release(), or leave out the wrapper")
+        raise ValueError(f"{name} is in a DistributedDataParallel: call release() on it, or leave out the wrapper")
     if is_watched(param):
-        # One that is out of use, and was not collected yet.
+        # Perhaps the other optimizer is unused and was not collected yet.
         gc.collect()
         if is_watched(param):
-            raise ValueError(f"{name} is in another DistributedFusedAdam: must be in one, so call release() of that")
+            raise ValueError(f"{name} is in another DistributedFusedAdam: call release() on that one first")
 
 
 class GradAccumulator:
     """Moves gradients from param.grad to their buckets.
 
-    Gradients of parameters that were not taken over stay in param.grad until the end of their backward. Then these
-    parameters are taken over, whichever ranks have gradients of them.
+    Gradients of parameters that are not registered stay in param.grad until the end of their backward. Then all ranks
+    register these parameters, with or without gradients of them; see [Note: registered parameters].
     """
 
     def __init__(
@@ -95,28 +98,28 @@ class GradAccumulator:
         self._mode = GradMode.SYNC
         self._pass = order.backward_end(self._end_backward_pass)
         make_up = weakref.WeakMethod(self._make_up)
-        # Weakly, as the order is registered with others, which must not keep an optimizer alive.
+        # Weak, because the scheduler is registered with others, which must not keep an optimizer alive.
         order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
-        # A parameter must not keep an optimizer alive that is not used any more.
+        # ParamHooks refers to this object weakly, so that parameters do not keep an unused optimizer alive.
         self._hooks = ParamHooks(self.mark_grad_ready)
         self._sums = _Sums.GROWING
-        # Backward passes that have ended since sums were last whole, or forgotten.
+        # Backward passes that have ended since sums were last whole, or dropped.
         self._num_passes = 0
-        # Whether somebody has asked, since zero_grad, if what is reduced is finite.
+        # Whether reduced gradients were searched for infinities since zero_grad.
         self.is_checked = False
-        # The parameter that has the proxy, and whether it was put there and not taken away.
+        # The parameter whose .grad is the proxy, and whether the proxy was set and not removed by this class.
         self._holder: nn.Parameter | None = None
-        self._stands = False
+        self._is_proxy_set = False
 
     def watch(self, param: nn.Parameter) -> None:
         """Registers a hook on the gradients of a parameter."""
         self._hooks.watch([param])
-        # torch's scalers unscale no gradients of fp16.
+        # torch's scalers refuse fp16 gradients.
         if self._holder is None or (self._holder.dtype == torch.float16 and param.dtype != torch.float16):
             self._holder = param
 
     def release(self) -> None:
-        """Gradients stay where autograd leaves them."""
+        """Removes the hooks, so that gradients stay in param.grad."""
         self._hooks.release()
 
     @contextmanager
@@ -130,7 +133,7 @@ class GradAccumulator:
             self._set_mode(before)
 
     def mark_grad_ready(self, param: nn.Parameter) -> None:
-        """Takes the gradient that autograd has left; a hook."""
+        """Processes the gradient that autograd has accumulated in param.grad; a hook."""
         if self._mode is GradMode.KEEP:
             return
         if self._mode is GradMode.SYNC:
@@ -138,9 +141,9 @@ class GradAccumulator:
             self._pass.note()
         self._notice_changes()
         if param in self._params.groups_of:
-            self._take(param)
+            self._accumulate(param)
         else:
-            self._params.note_arrival(param)
+            self._params.note_early_grad(param)
 
     def grad_added(self, param: nn.Parameter) -> None:
         """Records, inside a backward, that a kernel has written a gradient to its persistent memory."""
@@ -154,13 +157,13 @@ class GradAccumulator:
     def unscale_reduced(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Unscales the reduced gradients for a GradScaler; found_inf, inv_scale: [], fp32, as in `unscale`.
 
-        Raises RuntimeError where some are not reduced, which the scaler would unscale in param.grad.
+        Raises RuntimeError if some are not reduced, because the scaler would also unscale those in param.grad.
         """
         self.check_none_left()
         self.unscale(found_inf, inv_scale)
 
     def unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Multiplies all gradients by inv_scale, [] fp32; sets found_inf, [] fp32, above 0 where one is not finite.
+        """Multiplies all gradients by inv_scale, [], fp32; sets found_inf, [], fp32, above 0 if one is not finite.
 
         Collective.
         """
@@ -174,7 +177,7 @@ class GradAccumulator:
         return self._scaling.any_not_finite(self._params.sums)
 
     def reset(self, num_backwards: int) -> None:
-        """Tells the other ranks that this one has aborted the iteration; see DistributedFusedAdam.reset_iteration."""
+        """Aborts the iteration on all ranks; see DistributedFusedAdam.reset_iteration. Collective."""
         self._pass.forget()
         self._order.num_backwards = num_backwards
         self._order.catch_up_earlier()
@@ -182,37 +185,37 @@ class GradAccumulator:
             self._resume_accumulation()
         if self._sums is _Sums.GROWING:
             self._make_up(num_backwards)
-            self._params.take_over_rest()
+            self._params.register_rest()
         self._order.reset()
         self.forget()
 
     def _make_up(self, num_backwards: int) -> None:
-        """Launches what the other ranks launch before they hear of an error."""
+        """Launches the collectives that other ranks launch before they learn of this rank's error."""
         while self._sums is _Sums.GROWING and self._num_passes < num_backwards:
             self._end_backward_pass()
 
     def forget(self) -> None:
-        """All gradients are gone. Collective only after an error in a backward."""
-        self._stands = False
+        """Drops all gradients and begins an iteration. Collective only after an error in a backward."""
+        self._is_proxy_set = False
         self._order.begin_iteration(self)
         self._pass.forget()
-        self._params.forget_arrivals()
+        self._params.forget_early_grads()
         self._sums, self._num_passes, self.is_checked = _Sums.GROWING, 0, False
         self._scaling.reset()
         for param in self._params.names:
             param.grad = None
 
     def finish(self) -> None:
-        """Lets the shards hold the sums of all that there is. Collective."""
+        """Completes the sums of all gradients in the shards. Collective."""
         self._notice_changes()
-        # An error may have broken a backward off.
+        # An error may have ended a backward early.
         self._pass.close()
-        self._params.take_over_rest()
-        # Ranks may have other ones: what they all launch is agreed on in the end.
+        self._params.register_rest()
+        # Without launches, because ranks may have different gradients left; order.finish launches on all ranks.
         with self.mode(GradMode.COPY):
-            self._take_left()
-        # Unless it ends well.
-        self._sums = _Sums.BROKEN_OFF
+            self._accumulate_rest()
+        # Replaced below unless finish raises.
+        self._sums = _Sums.ABORTED
         self._order.finish()
         self._sums, self._num_passes = _Sums.WHOLE, 0
         self._put_proxy()
@@ -226,19 +229,19 @@ class GradAccumulator:
         for group in self._params.groups:
             group.is_last_microbatch = mode is GradMode.SYNC
 
-    def _take(self, param: nn.Parameter) -> None:
+    def _accumulate(self, param: nn.Parameter) -> None:
         self._resume_accumulation()
         if isinstance(param.grad, GradProxy):
-            # Autograd has left nothing: a kernel has added the gradient itself.
+            # Autograd has accumulated nothing, because a kernel has added the gradient itself.
             param.grad = None
         for group in self._params.groups_of[param]:
             self._order.accumulate(group, param)
         param.grad = None
-        # At once: an error may break the backward off, and param.grad be cleared for it.
+        # Immediately, because an error may end the backward, after which a caller may clear param.grad.
         self._put_proxy()
 
     def _resume_accumulation(self) -> None:
-        """Prepares complete sums for a gradient that adds to them."""
+        """Lets further gradients add to complete sums."""
         if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
             self._sums = _Sums.GROWING
             self._order.resume_accumulation()
@@ -246,95 +249,95 @@ class GradAccumulator:
 
     @torch.no_grad()
     def _end_backward_pass(self) -> None:
-        self._take_left()
+        self._accumulate_rest()
         before = self._params.groups
         if self._overlap:
             self._order.end_backward_pass(before)
-        # By what all ranks know: on this one none of them may have a gradient.
+        # A condition that is equal on all ranks; this rank may have no gradient of these parameters.
         if self._params.waiting:
-            self._params.take_over_rest()
-            self._take_left()
+            self._params.register_rest()
+            self._accumulate_rest()
             if self._overlap:
                 self._order.end_backward_pass([group for group in self._params.groups if group not in before])
         self._num_passes += 1
         self._put_proxy()
 
     def check_none_left(self) -> None:
-        """Raises RuntimeError where param.grad still has a gradient that is not reduced, which scalers would read."""
+        """Raises RuntimeError if a param.grad holds a gradient that is not reduced, which scalers would read."""
         if any(_has_own_grad(param) for param in self._params.names):
             raise RuntimeError(_UNSEEN)
 
     def check_seen(self) -> None:
-        """Raises RuntimeError where a scaler has searched for infinities, but not in the reduced gradients."""
+        """Raises RuntimeError if a scaler has searched for infinities, but not in the reduced gradients."""
         if not self.is_checked:
             raise RuntimeError(_UNSEEN)
 
-    def _take_left(self) -> None:
-        """Moves gradients of no_sync, of the first backward, or set by hand, into their buckets."""
-        # From the last place on, as buckets are launched: what is full is sent and freed before the next one fills.
+    def _accumulate_rest(self) -> None:
+        """Moves remaining gradients (of no_sync, of the first backward, or set by hand) into their buckets."""
+        # In launch order, from the last parameter, so that a full bucket is sent and freed before the next one fills.
         for param, groups in reversed(self._params.groups_of.items()):
             if _has_own_grad(param):
                 for group in groups:
-                    # Set by hand, it says nothing of what forward has read.
+                    # A gradient set by hand does not imply that forward has waited for the parameter.
                     self._order.need(group, prefetch=False)
-                self._take(param)
+                self._accumulate(param)
 
-    # The proxy of reduced gradients: scalers find it, and it shows what others have done to param.grad.
+    # The proxy of reduced gradients: scalers find it, and its absence shows that other code changed param.grad.
 
     def _put_proxy(self) -> None:
         if self._holder is not None and self._holder.grad is None:
             self._holder.grad = GradProxy(self._holder, self)
-            self._stands = True
+            self._is_proxy_set = True
 
     def replace_proxy(self, new: torch.Tensor) -> torch.Tensor:
-        """Puts a new gradient, any shape and dtype, in place of the proxy; returns param.grad then.
+        """Replaces the proxy by a new gradient, any shape and dtype; returns the new param.grad.
 
         A hook called earlier would also run for torch.autograd.grad.
         """
         assert self._holder is not None
-        # Where it stays, other gradients may be the same memory.
+        # Cloned if it stays, because other gradients may share its memory.
         new = new.clone().as_subclass(KeptGrad) if self._mode is GradMode.KEEP else new
-        self._holder.grad, self._stands = new, False
+        self._holder.grad, self._is_proxy_set = new, False
         return new
 
     def _notice_changes(self) -> None:
-        """Forgets what was reduced if param.grad was cleared or replaced since: by a module's zero_grad, or by hand."""
-        if self._stands and self._holder is not None and not isinstance(self._holder.grad, GradProxy):
-            by_hand = {param: param.grad for param in self._params.names if param.grad is not None}
+        """Drops the sums if other code has cleared or replaced param.grad, such as a module's zero_grad."""
+        if self._is_proxy_set and self._holder is not None and not isinstance(self._holder.grad, GradProxy):
+            own_grads = {param: param.grad for param in self._params.names if param.grad is not None}
             self.forget()
-            for param, grad in by_hand.items():
+            for param, grad in own_grads.items():
                 param.grad = grad
 
 
 def _no_passes(num_backwards: int) -> None:
-    """Launches nothing: the optimizer is gone."""
+    """Launches nothing; used after the optimizer was freed."""
 
 
 def _has_own_grad(param: nn.Parameter) -> bool:
     return param.grad is not None and not isinstance(param.grad, GradProxy)
 
 
-# Gradients that are reduced to shards, in param.grad.
+# Stand-ins in param.grad for gradients that were reduced to shards.
 
 
 class GradProxy(torch.Tensor):
-    """A tensor of a parameter's shape, dtype and device, without memory, in the place of its gradient.
+    """A tensor without memory that replaces a parameter's gradient, with the parameter's shape, dtype and device.
 
-    torch.amp.GradScaler unscales gradients in place and records whether any is not finite. That, a module's zero_grad,
-    and what autograd adds to it, is forwarded to `grads`. Anything else raises RuntimeError.
+    Forwards to `grads` the in-place unscaling of torch.amp.GradScaler with its search for infinities, a module's
+    zero_grad, and autograd's accumulation. Any other use raises RuntimeError.
     """
 
     _grads: "weakref.ref[GradAccumulator]"
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, grads: GradAccumulator) -> "GradProxy":
-        """Makes the proxy of one parameter's gradient, any shape and dtype."""
+        """Builds the proxy of one parameter's gradient, any shape and dtype."""
         proxy = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
         assert isinstance(proxy, GradProxy)
-        # Weakly: param.grad belongs to torch, whose references the garbage collector does not follow. Parameters and
-        # process groups would live to the end of the process, and gloo then aborts it.
+        # Weak, because the garbage collector does not follow torch's reference to param.grad. Parameters and process
+        # groups would live until the process exits, and gloo would then abort it.
         proxy._grads = weakref.ref(grads)
         return proxy
 
@@ -360,7 +363,7 @@ class GradProxy(torch.Tensor):
             args[0]._owner().forget()
             return args[0]
         if func in _ADDS and isinstance(args[0], cls) and is_in_backward():
-            # Autograd leaves a gradient where it finds another.
+            # Autograd adds a new gradient to an existing one.
             new = args[0]._owner().replace_proxy(args[1])
             return args[0] if func is _ADDS[0] else new
         if func is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -371,28 +374,29 @@ class GradProxy(torch.Tensor):
                 grad._owner().unscale_reduced(found_inf, inv_scale)
         others = [grad for grad in grads if not isinstance(grad, cls)]
         if others:
-            # Of parameters that another optimizer has.
+            # Gradients of parameters in other optimizers.
             torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inv_scale)
         return None
 
     def _owner(self) -> GradAccumulator:
         grads = self._grads()
         if grads is None:
-            raise RuntimeError("the DistributedFusedAdam that reduced this gradient is gone: set .grad to None")
+            raise RuntimeError("the DistributedFusedAdam that reduced this gradient was freed: set .grad to None")
         return grads
 
 
 def _refusal(func: object) -> str:
     return (
         f"{func} was given a parameter's .grad, which DistributedFusedAdam has reduced to the shards of ranks. "
-        "Use its clip_grad_norm, grad_norm, unscale_grads, or zero_grad; no_sync for gradients of this rank; "
-        "and leave out torch's DistributedDataParallel, and other optimizers of the same parameters"
+        "Use the optimizer's clip_grad_norm, grad_norm, unscale_grads or zero_grad, or no_sync for this rank's own "
+        "gradients; leave out torch's DistributedDataParallel and other optimizers of the same parameters"
     )
 
 
 class KeptGrad(torch.Tensor):
-    """A gradient that stays in `param.grad`, any shape and dtype, where others are reduced already: of the proxy's
-    parameter, so that a scaler which looks for gradients finds that. It would unscale a part of them alone.
+    """A gradient, any shape and dtype, that has replaced the proxy in `param.grad` while others are reduced already.
+
+    Raises RuntimeError when a scaler unscales it, because the scaler would miss the reduced gradients.
     """
 
     @classmethod
@@ -405,24 +409,24 @@ class KeptGrad(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-# Factors of unscaling and clipping, which the pass of an update applies.
+# Factors of unscaling and clipping, which an update applies.
 
 
 class ShardScaling:
     """Divisor, norm and finiteness of reduced gradients, all on the device.
 
-    shards: the ranks that own other elements; None is this rank alone. device: of the gradients.
+    shards: the ranks over which gradients are sharded; None means this rank alone. device: of the gradients.
     """
 
     def __init__(self, shards: dist.ProcessGroup | None, device: torch.device) -> None:
         self._shards = shards
-        # Gradients count as what lies in the shards over this: [], fp64 for factors that are multiplied one by one.
+        # Gradients are the shards' values divided by this: [], fp64, because factors are multiplied one by one.
         self._divisor = torch.ones((), dtype=torch.float64, device=device)
-        # Known to the host, so that gradients which nobody scales go through no division.
+        # Known on the host, so that unscaled gradients need no division.
         self._is_scaled = False
 
     def reset(self) -> None:
-        """Gradients count as they are."""
+        """Sets the divisor to 1."""
         if self._is_scaled:
             self._divisor.fill_(1.0)
             self._is_scaled = False
@@ -433,8 +437,9 @@ class ShardScaling:
         self._is_scaled = True
 
     def clip(self, max_norm: float, norm: torch.Tensor, *, some: Sequence[torch.Tensor] | None) -> None:
-        """Scales gradients of `norm`, [], to one of at most max_norm. some: [n] each, any float dtype, these alone and
-        at once; None: all.
+        """Scales gradients of norm `norm`, [], to at most max_norm.
+
+        some: [n] each, any float dtype, scaled immediately; None scales all by the divisor.
         """
         coefficient = clip_coefficient_on_device(max_norm, norm.double())
         if some is None:
@@ -443,27 +448,31 @@ class ShardScaling:
             torch._foreach_mul_(list(some), coefficient)
 
     def fold(self, grads: Sequence[torch.Tensor]) -> None:
-        """Divides the gradients themselves, [n] each, any float dtype, for others to be added as they are."""
+        """Applies the divisor to the gradients, [n] each, any float dtype, so that new gradients can be added."""
         if self._is_scaled:
             for grad in grads:
                 grad.div_(self._divisor)
             self.reset()
 
     def norm(self, grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Norm over all ranks: [], fp32; grads: [n] each, any float dtype, what this rank owns. Collective."""
+        """Returns the norm over all ranks: [], fp32. Collective.
+
+        grads: this rank's gradients, [n] each, any float dtype. norm_type: a number above 0, or infinity; ValueError
+        otherwise.
+        """
         if isinstance(norm_type, bool) or not norm_type > 0:
             raise ValueError(f"norm_type is {norm_type!r}: must be a number above 0, or infinity")
-        # A rank that owns nothing joins the sums on the device that the others' are on.
+        # A rank without gradients takes part in the sums on the same device as the others.
         owned = [*grads] or [self._divisor.new_empty(0)]
         total = total_norm(owned, norm_type, groups=[self._shards], accumulate_in=torch.float32)
         return (total / self._divisor).float()
 
     def any_not_finite(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """1 where a gradient of any rank is NaN or infinite, else 0: [], fp32. Collective.
+        """Returns 1 if a gradient of any rank is NaN or infinite, else 0: [], fp32. Collective.
 
-        grads: [n] each, any float dtype, what this rank owns.
+        grads: this rank's gradients, [n] each, any float dtype.
         """
-        # The ends of a range are not finite if anything in it is not; no tensor of flags is made.
+        # The minimum or maximum is not finite if any element is not; this needs no tensor of flags.
         ends = [end for grad in grads if grad.numel() for end in torch.aminmax(grad)]
         found = torch.zeros((), dtype=torch.float32, device=self._divisor.device)
         if ends:
@@ -473,10 +482,10 @@ class ShardScaling:
         return found
 
     def scale(self, amp_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> GradScale:
-        """Returns the divisor of an update, and whether it is skipped; gradients count as divided by it from now on.
+        """Returns the divisor of an update, and whether it is skipped.
 
-        amp_scale: [], a loss scale that is still in the gradients. found_inf: [], above 0 to skip. Any float dtypes and
-        devices; None: nothing of the kind.
+        amp_scale: [], a loss scale that gradients still contain. found_inf: [], above 0 to skip. Both have any float
+        dtype and device; None means no loss scale, or no search.
         """
         device = self._divisor.device
         if amp_scale is not None:
@@ -485,9 +494,7 @@ class ShardScaling:
         return GradScale(self._divisor.float() if self._is_scaled else 1.0, skip)
 
     def note_divided(self, skip: torch.Tensor | None) -> None:
-        """Records that an update has divided the gradients themselves, unless it was skipped; skip: [], fp32, or None,
-        see GradScale.
-        """
+        """Records that an update has divided the gradients in place, unless skipped; skip: [], fp32, see GradScale."""
         if skip is None:
             self.reset()
         else:

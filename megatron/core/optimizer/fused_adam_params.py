@@ -1,8 +1,9 @@
-"""The parameters of a DistributedFusedAdam: which it has, those that it has taken over, and the ranks that own them.
+"""Parameters of a DistributedFusedAdam: their registration in segments, buffers, states and ranks.
 
-Parameters that are taken over together form a segment, whose buffers and states of this rank's shards are here. An
-AwaitedParameter raises when it is read before the gather of its new values. Gradients are in fused_adam_grads.py, one
-update in adam.py, and the order of messages in megatron/core/distributed.
+Parameters that are registered together form a segment, with buffers and the states of this rank's shards; see
+[Note: registered parameters] in distributed_fused_adam.py. An AwaitedParameter raises if it is read before the gather
+of its new values. fused_adam_grads.py has the gradients, adam.py one update, and megatron/core/distributed the order of
+collectives.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,9 +41,9 @@ from megatron.core.optimizer.state_dict import StateRange
 from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 
-# Attributes that are made of a tensor's values; all others tell what it is.
+# Attributes that read a tensor's values; all others only describe it.
 _VALUE_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-# Methods that tell the form alone, or make other tensors of that form.
+# Methods that read only a tensor's shape, dtype and device, or build other tensors from these.
 _FORM_METHODS = {
     torch.empty_like,
     torch.full_like,
@@ -80,9 +81,9 @@ _FORM_METHODS = {
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of an optimizer: `shards` share each state, and `replicas` hold the same; all of them are `ranks`.
+    """The ranks of an optimizer. ranks: all of them. shards: the ranks over which each state is sharded.
 
-    None is this rank alone.
+    replicas: the ranks that hold copies of this rank's shard. None means this rank alone.
     """
 
     ranks: dist.ProcessGroup | None
@@ -97,7 +98,7 @@ class RankGrid:
         distributed: dist.ProcessGroup | None,
         redundant: dist.ProcessGroup | None,
     ) -> "RankGrid":
-        """Builds the grid of a user's groups; raises ValueError where they form none."""
+        """Builds the grid from a user's groups; raises ValueError if they form no grid, TypeError for other objects."""
         given = {
             "process_group": process_group,
             "distributed_process_group": distributed,
@@ -114,7 +115,7 @@ class RankGrid:
         if sizes[0] != sizes[1] * sizes[2]:
             raise ValueError(
                 f"process_group has {sizes[0]} ranks, distributed_process_group {sizes[1]} and redundant_process_group "
-                f"{sizes[2]}: the first must have as many as the other two multiplied"
+                f"{sizes[2]}: the first must be the product of the other two"
             )
         assert ranks is not None
         inside = set(dist.get_process_group_ranks(ranks))
@@ -129,7 +130,11 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Properties that all segments of an optimizer share. bucket_bytes: of a bucket's gradients."""
+    """Settings that all segments of an optimizer share.
+
+    bucket_bytes: size of a bucket's gradients. average: averages gradients over ranks instead of summing. overlap:
+    whether gradients are reduced during backward.
+    """
 
     grid: RankGrid
     bucket_bytes: float
@@ -139,10 +144,11 @@ class SegmentPlan:
 
 @dataclass(frozen=True, eq=False)
 class FusedRange:
-    """Neighbours in a buffer that this rank owns and that one parameter group has. key: that group's place.
+    """Adjacent parameters of a buffer that this rank owns and that share a parameter group. key: the group's index.
 
-    grad: [N], their summed gradients, a view. start: of its elements in this rank's shard of `bucket`.
-    model: [N], the parameters, a view; None where a message has them. ranges: what is no padding.
+    grad: [N], their summed gradients, a view. start: index of the first element in this rank's shard of `bucket`.
+    model: [N], the parameters, a view; None if updates are written to a message. ranges: see AdamUpdate; without
+    padding.
     """
 
     key: int
@@ -156,17 +162,17 @@ class FusedRange:
     ranges: Sequence[tuple[int, int]]
 
     def update(self) -> AdamUpdate:
-        """Returns the run's operands for a step."""
+        """Returns the range's operands for a step."""
         return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
 
     def write_model(self) -> None:
-        """Makes the parameters what the masters are, or what is sent of them."""
+        """Rounds the masters to the parameters, or to the message that is gathered."""
         target = self._target()
         if target is not None:
             write_parameters(self.state, target)
 
     def take_model(self) -> None:
-        """Makes the masters what the parameters are."""
+        """Sets the masters to the values of the parameters."""
         main = self.state.main
         if isinstance(main, WithRemainder):
             main.forget()
@@ -174,7 +180,7 @@ class FusedRange:
             main.write(0, self._parameters().to(main.read(0, 0).dtype))
 
     def take_changes(self) -> None:
-        """Makes masters what their parameters are where these are not what the masters were rounded to."""
+        """Sets masters to their parameters' values where these differ from the rounded masters."""
         if self.form.masters is Masters.COPY:
             main, values = self.state.main, self._parameters()
             rounded = torch.empty_like(values, dtype=self.bucket.settings.comm_dtype)
@@ -187,19 +193,19 @@ class FusedRange:
         return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
 
     def _target(self) -> torch.Tensor | None:
-        """Where new parameters go: to their place, or to that from which they are sent; None: they are the masters."""
+        """The destination of new parameters: their memory or the message; None if the parameters are the masters."""
         if self.model is None:
-            assert self.bucket.staged is not None, "else parameters are views of the bucket"
+            assert self.bucket.staged is not None, "a range without model needs a message"
             return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
         return self.model if self.form.masters is Masters.COPY else None
 
 
 class ShardedParams:
-    """The optimizer's parameters, in segments once they are taken over.
+    """The optimizer's parameters, in segments once they are registered.
 
-    names, keys: of every parameter, its name for messages and the place of its parameter group. groups_of: of those
-    that were taken over, the buckets that have parts of them. memory: of those that are taken over without being asked
-    for. is_captured: nothing may be allocated later than with the first gradients.
+    names, keys: every parameter's name for messages, and the index of its parameter group. groups_of: the bucket groups
+    that contain parts of each registered parameter. memory: settings for parameters that `init_params` does not
+    register. is_captured: all memory is allocated with the first gradients, because a graph may be captured later.
     """
 
     def __init__(self, plan: SegmentPlan, order: CollectiveScheduler, *, memory: AdamMemory, is_captured: bool) -> None:
@@ -209,28 +215,28 @@ class ShardedParams:
         self.keys: dict[nn.Parameter, int] = {}
         self.groups_of: dict[nn.Parameter, list[_ParamAndGradBucketGroup]] = {}
         self._versions: dict[nn.Parameter, int] = {}
-        # Those whose first gradient came before they were taken over, in that order.
-        self._arrived: dict[nn.Parameter, None] = {}
+        # Unregistered parameters that have a gradient, in the order of these gradients.
+        self._with_early_grad: dict[nn.Parameter, None] = {}
 
     @property
     def groups(self) -> list[_ParamAndGradBucketGroup]:
-        """All buckets."""
+        """The bucket groups of all registered parameters, one for each bucket."""
         return [group for segment in self._segments for group in segment.groups]
 
     @property
     def runs(self) -> list[FusedRange]:
-        """All that this rank owns; see move_in."""
+        """All ranges that this rank owns. Moves parameters into their buffers if needed, see move_in."""
         return [run for segment in self._segments for run in segment.runs]
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """The summed gradients of all that this rank owns: [n] each, any float dtype, views."""
+        """The summed gradients of all ranges that this rank owns: [n] each, any float dtype, views."""
         return [run.grad for run in self.runs]
 
     def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """Returns the reduced gradients, [n] each, of some parameters, any shape and dtype.
+        """Returns this rank's reduced gradients, [n] each, of some parameters, any shape and dtype.
 
-        Raises ValueError for a parameter that is not here.
+        Raises ValueError for a parameter that is not in the optimizer.
         """
         wanted = set(self.check_own(params))
         found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
@@ -244,17 +250,17 @@ class ShardedParams:
 
     @property
     def waiting(self) -> list[nn.Parameter]:
-        """Parameters that require grad, any shapes and dtypes, and were not taken over yet."""
+        """Parameters that require grad, any shapes and dtypes, and are not registered yet."""
         return [param for param in self.names if param.requires_grad and param not in self.groups_of]
 
     @property
     def order(self) -> list[list[int]]:
-        """The parameters of each segment by their numbers, in the order of their places."""
+        """The indices of each segment's parameters, in buffer order."""
         index = {param: place for place, param in enumerate(self.names)}
         return [[index[param] for param in segment.params] for segment in self._segments]
 
     def in_order(self, order: Sequence[Sequence[int]]) -> list[list[nn.Parameter]]:
-        """Returns parameters, any shapes and dtypes, in the given order; nothing if other parameters are trained."""
+        """Returns parameters, any shapes and dtypes, in the order of indices, [] if other parameters are trained."""
         params = list(self.names)
         trained = {place for place, param in enumerate(params) if param.requires_grad}
         is_fitting = {place for places in order for place in places} == trained
@@ -262,65 +268,65 @@ class ShardedParams:
 
     @property
     def without_state(self) -> frozenset[int]:
-        """The numbers of parameters that nobody steps."""
+        """The indices of parameters that are not trained."""
         return frozenset(place for place, param in enumerate(self.names) if param not in self.groups_of)
 
     def owned_ranges(self) -> list[StateRange]:
-        """Returns the parameter ranges whose state this rank keeps."""
+        """Returns the parameter ranges whose state this rank owns."""
         index = {param: place for place, param in enumerate(self.names)}
         return [StateRange(index[part.param], part, run.state) for run in self.runs for part in run.members]
 
     def persistent_grad(self, param: nn.Parameter) -> torch.Tensor:
-        """The memory of a parameter's gradients: [*its shape], the dtype that they are sent in.
+        """Returns the persistent memory of a parameter's gradients: [*parameter shape], the dtype of the reduction.
 
-        Raises ValueError where it does not persist.
+        Raises ValueError without contiguous_grad_buffer.
         """
         segment = next(segment for segment in self._segments if any(param is own for own in segment.params))
         if not segment.memory.contiguous_grad_buffer:
             raise ValueError(
                 f"grad_buffer_view of {self.names[param]}: contiguous_grad_buffer is False, so that gradients have no "
-                "standing memory; must be True"
+                "persistent memory; must be True"
             )
         return next(buffer.slot_of[param].main_grad for buffer in segment.buffers if param in buffer.slot_of)
 
     def check_own(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters, any shapes and dtypes, as a list; raises ValueError for one that it does not have."""
+        """Returns parameters, any shapes and dtypes, as a list; raises ValueError for one not in the optimizer."""
         given = list(params)
         for place, param in enumerate(given):
             if param not in self.names:
                 raise ValueError(f"parameter {place} of those given is not in param_groups: must be the optimizer's")
         return given
 
-    def note_arrival(self, param: nn.Parameter) -> None:
-        """Records that a parameter, any shape and dtype, that was not taken over has a gradient."""
-        self._arrived[param] = None
+    def note_early_grad(self, param: nn.Parameter) -> None:
+        """Records that an unregistered parameter, any shape and dtype, has a gradient."""
+        self._with_early_grad[param] = None
 
-    def forget_arrivals(self) -> None:
+    def forget_early_grads(self) -> None:
         """Drops the records of these gradients."""
-        self._arrived.clear()
+        self._with_early_grad.clear()
 
-    def take_over_rest(self) -> None:
-        """Takes over the remaining trained parameters, in the order of their first gradients. Collective."""
+    def register_rest(self) -> None:
+        """Registers the remaining trained parameters, in the order of their first gradients. Collective."""
         waiting = self.waiting
         if waiting:
-            arrived = self._agreed_order([*self._arrived])
-            self._arrived.clear()
-            came = set(arrived)
-            # Places go from the last to the first.
-            self.take_over([*(param for param in waiting if param not in came), *reversed(arrived)], self._memory)
+            in_order = self._agreed_order([*self._with_early_grad])
+            self._with_early_grad.clear()
+            found = set(in_order)
+            # Reversed, because buffers place the last parameter first.
+            self.register([*(param for param in waiting if param not in found), *reversed(in_order)], self._memory)
         if self._is_captured:
-            # Else when states are first used, and whole gradients are gone.
+            # Otherwise they move in when states are first used, after whole gradients were freed.
             self.move_in()
 
-    def take_over(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        """Moves parameters into a segment of their own, which are not in any yet, in the order of their places.
+    def register(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
+        """Puts unregistered parameters into a new segment; params: in the order of the buffer.
 
-        Collective; raises ValueError on all ranks where these do not give the same.
+        Collective. Raises ValueError on all ranks if parameters or settings differ between ranks.
         """
         if self._plan.grid.ranks is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                "the optimizer was built before torch.distributed was initialised: call init_process_group first, or "
-                "this rank would train alone"
+                "the optimizer was built before torch.distributed was initialised, so this rank would train alone: "
+                "call init_process_group first"
             )
         self._check_equal([str(memory), *(_describe(self.names[param], param) for param in params)])
         self._check_equal([f"{self.names[param]} with bits {bits_sync(param):08x}" for param in params])
@@ -332,7 +338,7 @@ class ShardedParams:
         named = [(self.names[param], param) for param in params]
         segment = _Segment(named, self.keys, memory=memory, plan=self._plan, name=name)
         self._segments.append(segment)
-        # Of parameters without elements, nothing is in any bucket.
+        # Parameters without elements are in no bucket.
         self.groups_of.update((param, []) for param in params)
         for param, group in segment.groups_of():
             self.groups_of[param].append(group)
@@ -342,14 +348,14 @@ class ShardedParams:
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
 
     def move_in(self) -> None:
-        """Lets all that were taken over have their places and states, which they else have when `runs` is asked for."""
+        """Moves all registered parameters into their buffers and builds their states, unless `runs` has done so."""
         for segment in self._segments:
             segment.move_in()
 
     def take_changes(self) -> None:
-        """Before an update: lets masters follow what others have written to parameters, as `load_state_dict` does.
+        """Updates masters before a step if other code has written to parameters, such as the model's load_state_dict.
 
-        Told by torch's own count of changes, which the host reads.
+        Detected by the parameters' version counters, which the host reads.
         """
         changed = {param for param in self.groups_of if param._version != self._versions[param]}
         if changed:
@@ -359,11 +365,11 @@ class ShardedParams:
             self.note_versions()
 
     def note_versions(self) -> None:
-        """The parameters are as the masters have them."""
+        """Records that parameters agree with their masters now."""
         self._versions = {param: param._version for param in self.groups_of}
 
     def mark_awaited(self) -> None:
-        """Lets reads of all parameters raise until their gathers, which are due, have come."""
+        """Makes reads of all parameters raise until their gathers are complete."""
         _refuse_reads(param for param, groups in self.groups_of.items() if _is_awaited(groups))
 
     def _mark_arrived(self, group: _ParamAndGradBucketGroup) -> None:
@@ -372,11 +378,11 @@ class ShardedParams:
         _allow_reads(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
 
     def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """The first rank's order of the same parameters. Collective."""
+        """Returns the parameters of all ranks in a common order. Collective."""
         places = {param: place for place, param in enumerate(self.names)}
         by_place = list(self.names)
         orders = gather_objects([places[param] for param in params], self._plan.grid.ranks)
-        # Ranks may have come to some of them only.
+        # A rank's backward may have reached only some of the parameters.
         everywhere = dict.fromkeys(place for order in orders for place in order)
         return [by_place[place] for place in everywhere]
 
@@ -388,8 +394,8 @@ class ShardedParams:
             pairs = zip([*ranks[0], "nothing"], [*other, "nothing"])
             first, here = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
-                f"ranks differ in what they give the optimizer: rank 0 has {first}, rank {rank} has {here}; must be "
-                "the same, with the same values (seed ranks alike, or broadcast the model from one)"
+                f"the optimizer's parameters or settings differ: rank 0 has {first}, rank {rank} has {here}; must be "
+                "the same, with the same values (seed all ranks identically, or broadcast the model from one)"
             )
 
     def _find_moved(self) -> str | None:
@@ -397,27 +403,28 @@ class ShardedParams:
         frozen = next((param for param in self.groups_of if not param.requires_grad), None)
         if frozen is not None:
             return (
-                f"{self.names[frozen]} was frozen after the optimizer took it over: must stay as it is, or be frozen "
-                "after release() and before another optimizer is built"
+                f"{self.names[frozen]} was frozen after the optimizer registered it: must stay trained; to freeze it, "
+                "call release(), freeze it and build another optimizer"
             )
         for segment in self._segments:
             for place in segment.find_moved():
                 return (
-                    f"{self.names[place]} was moved, converted or given other data after the optimizer took it over: "
-                    "copy into it (.data.copy_), or build the optimizer when the model is where it stays"
+                    f"{self.names[place]} was moved, converted or given other data after the optimizer registered it: "
+                    "copy values into it (.data.copy_), or build the optimizer after the model is on its device and in "
+                    "its dtype"
                 )
         return None
 
 
-# Parameters that were taken over together.
+# Parameters that were registered together.
 
 
 class _Segment:
-    """Parameters that were taken over together, and this rank's runs of them.
+    """Parameters that were registered together, and this rank's ranges of them.
 
-    named_params: in the order of places; keys: of each its parameter group. name: the segment's, for messages.
+    named_params: in buffer order. keys: index of each parameter's group. name: the segment's name, for messages.
 
-    Parameters of one dtype share a buffer, whose buckets cut them. Until move_in they stay in their own memory, and
+    Parameters of one dtype share a buffer, whose buckets may cut them. Until move_in they keep their own memory and
     have no states.
     """
 
@@ -449,11 +456,11 @@ class _Segment:
 
     @property
     def runs(self) -> list[FusedRange]:
-        """All that this rank owns; whoever asks first moves the parameters in."""
+        """The ranges that this rank owns; the first access calls move_in."""
         return self.move_in()
 
     def move_in(self) -> list[FusedRange]:
-        """Gives the parameters their places, and this rank's runs of them states, unless they have them."""
+        """Moves the parameters into their buffers and builds the states of this rank's ranges, once."""
         if self._runs is None:
             self._runs = []
             for buffer in self.buffers:
@@ -465,21 +472,21 @@ class _Segment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's kernel serves all of it, which divides gradients in their memory."""
+        """Whether torch's kernel, which divides gradients in place, steps the whole segment."""
         return all(self.memory.is_plain(buffer.slots[0].param) for buffer in self.buffers)
 
     def find_moved(self) -> Iterator[nn.Parameter]:
-        """Parameters, any shapes and dtypes, whose memory is no longer where it was."""
+        """Returns the parameters, any shapes and dtypes, that have other memory than before."""
         with torch._C.DisableTorchFunctionSubclass():
             addresses = [param.data_ptr() for param in self.params]
         return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, _ParamAndGradBucketGroup]]:
-        """Each parameter with each bucket that has a part of it."""
+        """Returns pairs of each parameter and each bucket group that contains a part of it."""
         return ((slot.param, group) for group in self.groups for slot in group.slots)
 
     def _note_addresses(self) -> None:
-        # By address: a comparison of numbers, no read of a device.
+        # Compares addresses, which does not read the device.
         self._addresses = [param.data_ptr() for param in self.params]
 
 
@@ -510,8 +517,8 @@ def _buffer(
             bucket, memory=KernelMemory(bucket.grad_data) if is_persistent else pool, total=ShardSum(bucket)
         )
 
-    # Parameters move in later: buffers are built after a first backward, when the model has whole gradients. A second
-    # copy of all parameters has room once these are reduced and freed.
+    # Without parameters: the buffer is built after the first backward, when memory holds whole gradients. The second
+    # copy of all parameters that move_in needs is allocated after gradients are reduced and freed.
     flats = {BufferType.GRAD} if memory.contiguous_grad_buffer else ()
     return _ParamAndGradBuffer(kind, members, settings=settings, storage=storage, flats=flats)
 
@@ -539,8 +546,8 @@ def _runs(buffer: _ParamAndGradBuffer, *, memory: AdamMemory, keys: Mapping[nn.P
 
 
 def poison(bucket: _ParamAndGradBucket) -> None:
-    """Fills values that are not current before the gather with NaN, for debugging."""
-    # In a message, new values have not come to this rank's own part either.
+    """Fills parameters that are not current before the gather with NaN, for debugging."""
+    # New values in a message have not been copied to this rank's own part either.
     own = bucket.owned_part
     current = Span(own.start, own.numel if bucket.staged is None else 0)
     for part in bucket.ranges:
@@ -551,13 +558,13 @@ def poison(bucket: _ParamAndGradBucket) -> None:
 
 
 def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
-    """Whether parameters have old values on this rank between an update and the end of the gather."""
+    """Whether parameters have old values on this rank between an update and the end of their gather."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     return any(bucket.staged is not None or group_size(bucket.settings.group) > 1 for bucket in buckets)
 
 
 def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Ranges of the spans, neighbours with no padding in between as one; see [Note: ends of parameters]."""
+    """Joins spans without padding in between, and returns start and end of each; see [Note: ends of parameters]."""
     ranges: list[tuple[int, int]] = []
     for span in spans:
         if ranges and ranges[-1][1] == span.start:
@@ -568,7 +575,7 @@ def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
 
 
 def _collect(members: Sequence[ParamRange], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A run's parameters from their own memory: [numel], their dtype."""
+    """Copies a range's parameters from their own memory into one tensor: [numel], their dtype."""
     flat = torch.zeros(numel, dtype=dtype, device=device)
     for member in members:
         member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
@@ -580,16 +587,16 @@ def _describe(name: str, param: nn.Parameter) -> str:
 
 
 def _nothing() -> None:
-    """Drops nothing when an order begins anew: the optimizer's zero_grad drops gradients that were not taken."""
+    """Does nothing when the scheduler resets; the optimizer's zero_grad drops gradients in param.grad."""
 
 
-# The guard against stale reads. Memory holds old values between an update and the gather, and no kernel could tell.
-# So the class tells it, as torch's own UninitializedParameter does of a parameter without memory; object, hooks and
-# names stay.
+# The guard against stale reads. Between an update and the gather, memory holds old values that kernels cannot detect.
+# The parameter's class is therefore replaced, as torch's UninitializedParameter does for parameters without memory. The
+# object, its hooks and names stay the same.
 
 
 class AwaitedParameter(nn.Parameter):
-    """A parameter of any shape and dtype whose values are on their way; shape, gradient and hooks may be used."""
+    """A parameter of any shape and dtype whose gather is not complete; shape, gradient and hooks may be used."""
 
     @classmethod
     def __torch_function__(
@@ -598,7 +605,7 @@ class AwaitedParameter(nn.Parameter):
         if func is torch.Tensor.__repr__:
             return f"AwaitedParameter of shape {tuple(args[0].shape)}, {args[0].dtype}: call wait_params to see values"
         is_accessor = func.__name__ in ("__get__", "__set__", "__delete__")
-        # type() with an argument converts.
+        # type() without an argument returns the dtype, with one it converts values.
         is_conversion = func is torch.Tensor.type and len(args) + len(kwargs or {}) > 1
         if is_conversion or (
             func not in _FORM_METHODS and not (is_accessor and func.__self__.__name__ not in _VALUE_ATTRIBUTES)
@@ -606,17 +613,17 @@ class AwaitedParameter(nn.Parameter):
             shape = next(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
             raise RuntimeError(
                 f"a parameter of shape {shape} is accessed (by {func.__name__}) after "
-                "DistributedFusedAdam.step and before the gather of its new values, which overlap_param_sync puts off "
-                "to the forward of its module: call wait_params([parameter]) or param_sync() first"
+                "DistributedFusedAdam.step and before the gather of its new values, which overlap_param_sync defers to "
+                "the forward of its module: call wait_params([parameter]) or param_sync() first"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
-    """Lets reads of these parameters, any shapes and dtypes, raise RuntimeError.
+    """Makes reads of these parameters, any shapes and dtypes, raise RuntimeError.
 
-    Parameters of a user's own class keep that class, and may be read.
+    Parameters of a user's own class keep that class and are not guarded.
     """
     for param in params:
         if type(param) is nn.Parameter:
@@ -624,7 +631,7 @@ def _refuse_reads(params: Iterable[nn.Parameter]) -> None:
 
 
 def _allow_reads(params: Iterable[nn.Parameter]) -> None:
-    """Lets these parameters, any shapes and dtypes, be read again."""
+    """Allows reads of these parameters, any shapes and dtypes."""
     for param in params:
         if type(param) is AwaitedParameter:
-            param.__class__ = nn.Parameter  # type: ignore[assignment]  # of one layout: torch's own classes do this too
+            param.__class__ = nn.Parameter  # type: ignore[assignment]  # same object layout, as torch's own classes do

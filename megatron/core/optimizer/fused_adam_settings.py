@@ -1,6 +1,6 @@
-"""What DistributedFusedAdam is told about dtypes, memory and rates, and which of it does not go together.
+"""Settings of DistributedFusedAdam for dtypes, memory and rates, and checks that they are consistent.
 
-No tensor and no collective here.
+This file handles no tensors' values and launches no collectives.
 """
 
 import dataclasses
@@ -15,16 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.optimizer.adam import Masters, StateForm
 
-# What torch.optim.Optimizer takes.
+# The argument types of torch.optim.Optimizer.
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamMemory:
-    """Dtypes in which some parameters, their gradients and states are kept and sent; names as DistributedFusedAdam's.
+    """Storage and communication dtypes of some parameters, their gradients and states.
 
-    None of grad_sync_dtype: as `dtype`; of param_sync_dtype: as the parameters.
+    Fields are named as in DistributedFusedAdam. grad_sync_dtype: None means `dtype`. param_sync_dtype: None means the
+    parameters' dtype.
     """
 
     dtype: torch.dtype = torch.float32
@@ -37,7 +38,7 @@ class AdamMemory:
     with_scaled_states: bool = False
 
     def check(self) -> None:
-        """Raises ValueError where the settings contradict each other."""
+        """Raises ValueError if the settings contradict each other."""
         for name in ("dtype", "grad_sync_dtype", "param_sync_dtype"):
             value = vars(self)[name]
             if value is not None and value not in _DTYPES:
@@ -47,46 +48,46 @@ class AdamMemory:
         )
         if self.store_params and self.store_param_remainders:
             raise ValueError(
-                "store_params and store_param_remainders are both True: masters are kept whole, or as remainders of "
-                "bf16 parameters, so one of them must be False"
+                "store_params and store_param_remainders are both True: masters are stored either whole or as "
+                "remainders of bf16 parameters, so one of them must be False"
             )
         if self.store_param_remainders and self.dtype != torch.float32:
             raise ValueError(
-                f"store_param_remainders is True with dtype {self.dtype}: remainders make fp32 of bf16, so dtype must "
-                "be torch.float32"
+                f"store_param_remainders is True with dtype {self.dtype}: remainders extend bf16 parameters to fp32, "
+                "so dtype must be torch.float32"
             )
         if self.store_param_remainders and self.param_sync_dtype not in (None, torch.bfloat16):
             raise ValueError(
                 f"store_param_remainders is True with param_sync_dtype {self.param_sync_dtype}: the parameters are the "
-                "upper halves of what is stepped, so it must be torch.bfloat16 or None"
+                "upper halves of the masters, so param_sync_dtype must be torch.bfloat16 or None"
             )
         self._check_scales()
 
     def _check_scales(self) -> None:
         if self.with_scaled_states and self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
-                f"with_scaled_states is True with dtype {self.dtype}: states have scales where they have 16 bits, so "
-                "dtype must be torch.float16 or torch.bfloat16"
+                f"with_scaled_states is True with dtype {self.dtype}: only 16-bit states have scales, so dtype must be "
+                "torch.float16 or torch.bfloat16"
             )
         if self.with_scaled_states and not self.store_params:
             raise ValueError("with_scaled_states is True and store_params False: scaled states need store_params")
 
     def replaced(self, values: Mapping[str, Any]) -> "AdamMemory":
-        """With other values of some fields; raises TypeError for no field, ValueError as `check`."""
+        """Returns a copy with other values of some fields; raises TypeError for unknown names, or as `check` does."""
         unknown = sorted(set(values) - set(vars(self)))
         if unknown:
             raise TypeError(
-                f"no setting of a parameter's memory: {', '.join(unknown)}; there are {', '.join(vars(self))}"
+                f"unknown settings of a parameter's memory: {', '.join(unknown)}; must be among {', '.join(vars(self))}"
             )
         changed = dataclasses.replace(self, **values)
         changed.check()
         return changed
 
     def check_param(self, name: str, param: nn.Parameter) -> None:
-        """Raises ValueError for a parameter, any shape and dtype, that cannot be kept so."""
+        """Raises ValueError for a parameter, any shape and dtype, that does not fit these settings."""
         if param.is_meta or isinstance(param.detach(), DTensor):
             what = "on the meta device" if param.is_meta else "a DTensor"
-            raise ValueError(f"{name} is {what}: must be a whole tensor with memory, on each rank the same")
+            raise ValueError(f"{name} is {what}: must be a whole tensor with memory, the same on each rank")
         if param.dtype not in _DTYPES:
             raise ValueError(f"{name} is {param.dtype}: must be one of {_names(_DTYPES)}")
         if self.store_param_remainders and param.dtype != torch.bfloat16:
@@ -94,25 +95,25 @@ class AdamMemory:
         sync = self.param_sync_dtype
         if not self.store_params and sync not in (None, param.dtype):
             raise ValueError(
-                f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: where the parameters "
-                "themselves are stepped they must be sent as they are, so leave out one of the two"
+                f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: parameters without "
+                "masters must be gathered in their own dtype, so leave out one of the two"
             )
 
     def grad_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """In which gradients of a parameter, any shape and dtype, are added up and reduced."""
+        """Returns the dtype in which gradients of a parameter, any shape and dtype, accumulate and are reduced."""
         return self.grad_sync_dtype or self._state_dtype(param)
 
     @property
     def is_flat(self) -> bool:
-        """Whether parameters become views of a flat tensor; where they are stepped themselves, the step needs that."""
+        """Whether parameters become views of a flat tensor; required for parameters without masters."""
         return self.contiguous_param_buffer or not self.store_params
 
     def comm_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """The all-gather dtype of a parameter, any shape and dtype."""
+        """Returns the all-gather dtype of a parameter, any shape and dtype."""
         return self.param_sync_dtype or param.dtype
 
     def form(self, param: nn.Parameter) -> StateForm:
-        """Form in which the states of a buffer's parameters are kept."""
+        """Returns the storage form of the states of a buffer; param: any of its parameters, any shape and dtype."""
         return StateForm(self._state_dtype(param), self._masters(param), self.with_scaled_states)
 
     def is_plain(self, param: nn.Parameter) -> bool:
@@ -124,7 +125,7 @@ class AdamMemory:
     def _masters(self, param: nn.Parameter) -> Masters:
         if self.store_param_remainders:
             return Masters.REMAINDERS
-        # A copy would have the same numbers twice.
+        # A copy would store the same values twice.
         is_same = (
             self.is_flat
             and self.comm_dtype(param) == param.dtype == self._state_dtype(param)
@@ -133,14 +134,14 @@ class AdamMemory:
         return Masters.NONE if is_same or not self.store_params else Masters.COPY
 
     def _state_dtype(self, param: nn.Parameter) -> torch.dtype:
-        # Nothing narrower would step fp64 parameters as asked for.
+        # Narrower states would lose the precision of fp64 parameters.
         return torch.float64 if param.dtype == torch.float64 else self.dtype
 
 
 def check_group(values: Mapping[str, Any]) -> None:
-    """Raises ValueError where the hyper-parameters of a parameter group are not Adam's."""
+    """Raises ValueError for invalid hyperparameters of a parameter group."""
     lr = values["lr"]
-    # A tensor's value is the device's.
+    # The value of a tensor would have to be read from the device.
     if isinstance(lr, torch.Tensor):
         _check(lr.numel() == 1, "lr", value=lr, wanted="a number, or a tensor of one")
     else:
@@ -175,15 +176,15 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def as_params(params: nn.Parameter | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-    """One parameter or several, any shapes and dtypes, as several."""
-    # A tensor would be iterated by its rows.
+    """Returns one or several parameters, any shapes and dtypes, as an iterable."""
+    # Iterating over a single parameter would yield its rows.
     return [params] if isinstance(params, nn.Parameter) else params
 
 
 def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) -> None:
-    """Raises ValueError for numbers and switches that mean nothing."""
+    """Raises ValueError for invalid numbers, and for amsgrad."""
     if amsgrad:
-        raise ValueError("amsgrad is True: DistributedFusedAdam keeps no maximum of squares, must be False")
+        raise ValueError("amsgrad is True: DistributedFusedAdam does not implement it, must be False")
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a number of MiB above 0")
     if isinstance(pipeline_size, bool) or not isinstance(pipeline_size, int) or pipeline_size < 1:
@@ -191,26 +192,29 @@ def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) ->
 
 
 def check_switches(**values: object) -> None:
-    """Raises ValueError for what is neither True nor False, by name."""
+    """Raises ValueError for values that are neither True nor False, given by name."""
     for name, value in values.items():
         _check(isinstance(value, bool), name, value=value, wanted="True or False")
 
 
 def check_debug(debug: bool, *, overlap_param_sync: bool) -> None:
-    """Raises ValueError where `debug` would change nothing."""
+    """Raises ValueError if `debug` would have no effect."""
     if debug and not overlap_param_sync:
-        raise ValueError("debug is True without overlap_param_sync: no parameter is stale then, so leave it out")
+        raise ValueError("debug is True without overlap_param_sync: no parameter is ever stale then, so leave it out")
 
 
 def check_capturable(capturable: bool, memory: AdamMemory) -> None:
-    """Raises ValueError for forms of state that no graph can hold."""
+    """Raises ValueError for forms of state that cannot be captured in a graph."""
     for name in ("store_param_remainders", "with_scaled_states"):
         if capturable and vars(memory)[name]:
             raise ValueError(f"capturable and {name} are both True: one of them must be False")
 
 
 def as_groups(params: Params) -> list[dict[str, Any]]:
-    """Parameter groups, as torch.optim.Optimizer makes them of what it is given."""
+    """Returns parameter groups, built as torch.optim.Optimizer does; raises TypeError or ValueError for no parameters.
+
+    Parameters have any shapes and dtypes.
+    """
     if isinstance(params, (torch.Tensor, nn.Module)):
         raise TypeError(
             f"params is a {type(params).__name__}: must be parameters (model.parameters()), or groups of them"
@@ -218,7 +222,7 @@ def as_groups(params: Params) -> list[dict[str, Any]]:
     given: list[Any] = list(params)
     if not given:
         raise ValueError("params is empty: must be the parameters, or groups of them")
-    # What is an iterator is read once.
+    # Lists, because an iterator can be read only once.
     groups = given if isinstance(given[0], dict) else [{"params": given}]
     for place, group in enumerate(groups):
         if "params" not in group:
@@ -231,7 +235,7 @@ def _as_list(params: torch.Tensor | Iterable[Any]) -> list[Any]:
 
 
 def common_device(groups: Sequence[dict[str, Any]], device: torch.device | None) -> torch.device:
-    """The device given, or that of the first parameter: of "cuda" alone, the one that this is on."""
+    """Returns the given device, or that of the first parameter; "cuda" without index means the parameter's device."""
     first = next((param for group in groups for param in group["params"]), None)
     if first is None:
         return device or torch.device("cpu")

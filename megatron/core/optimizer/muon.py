@@ -30,7 +30,7 @@ from megatron.core.weight_matrices import MatrixWindow
 # Keller Jordan's coefficients, which bring singular values close to 1 within five steps.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
-# Elements that a rank sends at a time, of two bytes each; as many are returned.
+# Elements that a rank sends at a time, of two bytes each; the same number is returned.
 _SENT_AT_ONCE = 1 << 24
 
 
@@ -38,7 +38,7 @@ _SENT_AT_ONCE = 1 << 24
 class _MatrixUnit:
     """Matrices that one rank processes together: elements [start, end) of a flattened parameter.
 
-    No matrix crosses these ends. place: of the parameter's first element in its buffer.
+    No matrix crosses these ends. place: index of the parameter's first element in its buffer.
     """
 
     name: str
@@ -74,8 +74,10 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Units whose updates travel together. sends: this rank's parts, by the rank that works on them. receives: units
-    that this rank works on and ranges of their parameters, by the rank that holds them.
+    """Units whose parts are sent together, and their updates returned together.
+
+    sends: this rank's parts, by the rank that processes them. receives: units that this rank processes, with ranges of
+    their parameters, by the rank that owns them.
     """
 
     group: dist.ProcessGroup | None
@@ -92,9 +94,9 @@ class _Batch:
 class MuonRule:
     """Muon (Keller Jordan, 2024): momentum orthogonalized matrix by matrix, with decoupled weight decay.
 
-    A matrix is that of an expert, of a projection, or of q, k or v of an attention. Each rank stores the momenta of its
-    ranges. In a step each rank receives some whole matrices in bf16, in which Newton-Schulz computes anyway, and
-    returns their updates to the owners. buffers: all buffers of the model. keys: the group of every parameter in them.
+    A matrix is the weight of an expert, of a projection, or of an attention's q, k or v. Each rank stores the momenta
+    of its ranges. In a step each rank receives some whole matrices in bf16, the dtype of Newton-Schulz, and returns
+    their updates to the owners. buffers: all buffers of the model. keys: the group of every parameter in them.
     matrices: windows by parameter name; a parameter without an entry is one matrix.
     """
 

@@ -1,7 +1,7 @@
 """MegatronOptimizer: a step over flat parameters, with loss scale, clipping and skipped steps.
 
-The host decides whether a step updates; or the device does, so that a graph can hold the step. flat_params.py joins
-parameters; the update rules are in adam.py and muon.py.
+Either the host decides whether a step updates, or the device, so that a graph can capture the step. flat_params.py
+joins parameters; the update rules are in adam.py and muon.py.
 """
 
 import math
@@ -96,8 +96,9 @@ class MegatronOptimizer:
     3. otherwise each rule divides by loss scale and clip factor inside its update, without a pass of its own;
     4. 16-bit parameters are written from their fp32 masters.
 
-    `step` decides 2 on the host, which waits for the norm. A graph holds step_on_device instead, which decides on the
-    device. prepare_device_step, step_on_device or a replay of it, and settle_step_sync give the same bits as `step`.
+    `step` decides 2 on the host, which waits for the norm. A graph captures step_on_device instead, which decides on
+    the device. prepare_device_step, step_on_device or a replay of it, and settle_step_sync together give the same bits
+    as `step`.
 
     An error inside an update leaves parameters and states of two steps. Every later step and save is then refused until
     a checkpoint is loaded.
@@ -124,7 +125,7 @@ class MegatronOptimizer:
         self._rules = list(rules)
         self._runs = list(runs)
         self._model_chunks = list(model_chunks)
-        # Chunks of a stage share one.
+        # Chunks of a stage share a scheduler.
         self._schedulers = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
         for scheduler in self._schedulers:
             scheduler.iteration.has_optimizer = True

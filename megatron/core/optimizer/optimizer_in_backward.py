@@ -1,10 +1,10 @@
-"""UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, which are freed then.
+"""UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, and then frees these.
 
-When a bucket is reduced, and what else sees it, is the data-parallel wrapper's; an update is in adam.py.
+The data-parallel wrapper decides when a bucket is reduced and which hooks run first; adam.py implements an update.
 
-[Note: half a step] What is updated in backward cannot be taken back. So from the first update of an iteration to the
-end of its step() parameters and states are of two steps. An iteration that is dropped in between leaves them so for
-good, and a checkpoint has to be loaded, as after an error in the middle of any other step.
+[Note: half a step] An update in backward cannot be undone. From an iteration's first update to the end of its step(),
+parameters and states therefore belong to two different steps. If the iteration is dropped in between, they stay
+inconsistent until a checkpoint is loaded, as after an error inside the update of any other step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerCo
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 
 _PREVIOUS_NORM = "previous_grad_norm"
-# Until the step has ended; see [Note: half a step].
+# The error of later calls until the step has ended; see [Note: half a step].
 _UNFINISHED_STEP = (
-    "parameters were updated in backward, and the step of that iteration never ended, so parameters and optimizer "
-    "states are no longer of one step: load a checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact "
+    "parameters were updated in backward, but the step of that iteration never ended, so parameters and optimizer "
+    "states belong to different steps: load a checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact "
     "nothing is updated before optimizer.step()"
 )
 
@@ -51,8 +51,10 @@ def check_in_backward(
     *,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Raises ValueError unless the optimizer updates in backward where wrappers release gradients, and there alone; and
-    where a policy cannot be had with the model. wrapped: the settings of each wrapper, and of its model.
+    """Raises ValueError for settings of optimizer and wrappers that contradict each other.
+
+    The optimizer must update in backward if and only if all wrappers release gradients, and the model must allow the
+    clipping policy. wrapped: the settings of each wrapper and of its model.
     """
     found = [of_wrapper.release_gradients for of_wrapper, _ in wrapped]
     if any(releases != config.optimizer_in_backward for releases in found):
@@ -66,20 +68,20 @@ def check_in_backward(
     if any(of_model.calculate_per_token_loss for _, of_model in wrapped):
         raise ValueError(
             "ModelParallelConfig.calculate_per_token_loss and OptimizerConfig.optimizer_in_backward are both set: "
-            "gradients are divided by the tokens of all microbatches and ranks, known after backward, so "
+            "gradients are divided by the tokens of all microbatches and ranks, known only after backward, so "
             "OptimizerConfig.optimizer_in_backward_clip must be exact"
         )
     split = max(group_size(groups.tp), group_size(groups.expt_tp))
     if config.in_backward_clip is InBackwardClip.PER_BUCKET and split > 1:
         raise ValueError(
             f"OptimizerConfig.optimizer_in_backward_clip is {clip} and layers are split over {split} tensor-parallel "
-            "ranks: the norms of their buckets differ, and weights that all of them have would come apart; must be "
-            "exact or previous-norm"
+            "ranks: their buckets have different norms, so copies of unsplit weights would diverge; must be exact or "
+            "previous-norm"
         )
 
 
 class HandedGrads:
-    """The gradients of a buffer that the optimizer currently holds."""
+    """The gradients of a buffer that were released to the optimizer and are currently held."""
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
@@ -87,11 +89,11 @@ class HandedGrads:
         self._grads: dict[int, Tensor] = {}
 
     def hold(self, bucket: int, grad: Tensor) -> None:
-        """Keeps a bucket's gradients; grad: [n], any float dtype, all elements of the bucket that this rank owns."""
+        """Holds a bucket's gradients; grad: [n], any float dtype, all elements of the bucket that this rank owns."""
         self._grads[bucket] = grad
 
     @contextmanager
-    def lent(self, bucket: int, grad: Tensor) -> Iterator[None]:
+    def holding(self, bucket: int, grad: Tensor) -> Iterator[None]:
         """Holds a bucket's gradients, [n], any float dtype, inside the block."""
         self.hold(bucket, grad)
         yield
@@ -108,7 +110,7 @@ class HandedGrads:
 
 
 class _Iteration(Enum):
-    """The state of the buckets released so far in an iteration; NONE: there are none."""
+    """The state of the buckets released so far in an iteration; NONE means that no bucket was released."""
 
     NONE = "none"
     HELD = "held"
@@ -117,21 +119,22 @@ class _Iteration(Enum):
 
 @dataclass(frozen=True)
 class _Counted:
-    """The statistics of a bucket's gradients, which are freed already. zeros: None where they are not counted."""
+    """Statistics of a bucket's gradients, which are freed already. zeros: None if zeros are not counted."""
 
     norms: PartialStat
     zeros: PartialStat | None
 
 
 class UpdatesInBackward(GradStats):
-    """The consumer of the chunks' buckets, and the statistics of gradients that are released. In an iteration:
+    """Consumes the buckets that chunks release, and computes the statistics of their gradients. In an iteration:
 
-    1. `take` gets each bucket during backward, or when gradients are finalized; the first takes the learning rates;
-    2. its gradients are measured, and its runs updated: or, with the policy `exact`, held, this rank's alone;
-    3. step() gets the norm of all that were measured, and with `exact` clips and updates as any other step does.
+    1. `take` receives each bucket during backward, or when gradients are finalized; the first call copies the learning
+       rates;
+    2. it measures the bucket's gradients and updates its ranges, or with the policy `exact` holds this rank's part;
+    3. step() combines the measured norms, and with `exact` clips and updates as any other step does.
 
-    Norms come to the bits that they have without it, and so do updates that are not clipped. See [Note: half a step].
-    handed: where runs find their gradients, by buffer, all of the model's. The other arguments are those of GradStats.
+    Norms, and updates that are not clipped, have the same bits as without this class. See [Note: half a step].
+    handed: the released gradients of each buffer of the model. The other arguments are those of GradStats.
     """
 
     _optimizer: MegatronOptimizer
@@ -147,7 +150,7 @@ class UpdatesInBackward(GradStats):
         device: torch.device,
     ) -> None:
         super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
-        # Wrappers know less of their buffers, which are the same objects.
+        # Keyed by object, because wrappers pass the same buffers under another type.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
         self._runs_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
         for run in runs:
@@ -156,11 +159,11 @@ class UpdatesInBackward(GradStats):
         self._iteration = _Iteration.NONE
         self._taken: set[tuple[FlatBuffer, int]] = set()
         self._counted: dict[tuple[FlatBuffer, int], _Counted] = {}
-        # Of the last step; None before the first, and after a step that was skipped it stays.
+        # The norm of the last step that updated; None before the first.
         self._previous_norm: float | None = None
 
     def attach(self, optimizer: MegatronOptimizer, chunks: Sequence[_BaseDataParallel]) -> None:
-        """Lets the optimizer update each bucket that its chunks release from now on."""
+        """Attaches the optimizer to the chunks, whose released buckets it updates from now on."""
         self._optimizer = optimizer
         for chunk in chunks:
             chunk.set_consumer(self)
@@ -168,15 +171,15 @@ class UpdatesInBackward(GradStats):
     # For the wrapper.
 
     def begin(self) -> None:
-        """Begins an iteration, perhaps a repeated one; gradients held of the previous one are dropped."""
+        """Begins an iteration, perhaps a retry, and drops gradients held from the previous one."""
         self.forget()
 
     @record_function("UpdatesInBackward.take")
     @torch.no_grad()
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
-        """Updates the runs of a bucket, or keeps its gradients; every bucket once an iteration, alike on all ranks.
+        """Updates the ranges of a bucket, or holds its gradients; once an iteration for each bucket, on all ranks.
 
-        Collective with the policy `per-bucket`. Raises RuntimeError and ValueError where a step would.
+        Collective with the policy `per-bucket`. Raises the RuntimeError and ValueError of a step.
         """
         if self._iteration is _Iteration.NONE:
             self._check_policy()
@@ -184,16 +187,16 @@ class UpdatesInBackward(GradStats):
             self._iteration = _Iteration.HELD if self._must_hold else _Iteration.UPDATED
         handed, index = self._handed[place.buffer], place.layout.index
         key = handed.buffer, index
-        assert key not in self._taken, "a bucket is handed out once an iteration"
+        assert key not in self._taken, "a bucket was released twice in one iteration"
         self._taken.add(key)
         if self._iteration is _Iteration.HELD:
             handed.hold(index, bucket.keep())
             return
-        # Before anything is changed, and until step() has ended.
+        # Before the first change; step() resets it at its end.
         self._optimizer.mark_half_done(_UNFINISHED_STEP)
         runs = self._runs_in.get(key, [])
-        with handed.lent(index, bucket.grad):
-            # First, as the kernel may write scaled gradients over them.
+        with handed.holding(index, bucket.grad):
+            # First, because the kernel may overwrite gradients with scaled ones.
             zeros = self.zeros_of(runs) if self._config.log_num_zeros_in_grad else None
             self._counted[key] = _Counted(self.norms_of(runs), zeros)
             self._optimizer.update_ranges(self._scale_of(bucket.grad, handed.buffer), runs)
@@ -203,19 +206,19 @@ class UpdatesInBackward(GradStats):
 
     @property
     def is_updated(self) -> bool:
-        """Whether `take` has prepared the step, and updated the parameters already."""
+        """Whether `take` has prepared the step and updated parameters already."""
         return self._iteration is _Iteration.UPDATED
 
     def norm(self) -> Tensor:
         """Returns the 2-norm of all reduced gradients: [], fp64. Collective.
 
-        Raises RuntimeError where buckets were not released to the optimizer yet.
+        Raises RuntimeError if a bucket was not released to the optimizer yet.
         """
         missing = [run for key, runs in self._runs_in.items() if key not in self._taken for run in runs]
         if missing:
             raise RuntimeError(
-                f"optimizer.step() was called before the gradient of {missing[0].params[0].name} was handed out: with "
-                "OptimizerConfig.optimizer_in_backward zero_grad, backward and finalize_model_grads come before each "
+                f"optimizer.step() was called before the gradient of {missing[0].params[0].name} was released: with "
+                "OptimizerConfig.optimizer_in_backward call zero_grad, backward and finalize_model_grads before each "
                 "step"
             )
         if not self.is_updated:
@@ -234,10 +237,10 @@ class UpdatesInBackward(GradStats):
         self.forget()
 
     def skip_step(self, grad_norm: float) -> None:
-        """Frees held gradients. Raises RuntimeError where parameters are updated already."""
+        """Frees held gradients. Raises RuntimeError if parameters are updated already."""
         if self.is_updated:
             raise RuntimeError(
-                f"the norm of all gradients is {grad_norm}, found after parameters were updated in backward: load a "
+                f"the norm of all gradients is {grad_norm}, but parameters were already updated in backward: load a "
                 "checkpoint. With OptimizerConfig.optimizer_in_backward_clip exact such steps are skipped, and "
                 "DistributedDataParallelConfig.check_for_nan_in_grad names rank and parameters"
             )
@@ -252,7 +255,7 @@ class UpdatesInBackward(GradStats):
         self._iteration = _Iteration.NONE
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the norm that clips the next step, with the policy `previous-norm`; else nothing."""
+        """Returns the norm that clips the next step with the policy `previous-norm`, else an empty dict."""
         return {_PREVIOUS_NORM: self._previous_norm} if self._clip is InBackwardClip.PREVIOUS_NORM else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,13 +271,13 @@ class UpdatesInBackward(GradStats):
         return self._clip is InBackwardClip.EXACT
 
     def _check_policy(self) -> None:
-        """Raises ValueError where the settings, to which scripts write, have come to ask for what is not done here."""
+        """Raises ValueError if a script has changed settings to values that this object was not built for."""
         self._config.validate_clip_in_backward(self._config.clip_grad, fp16=self._config.fp16)
         if self._config.in_backward_clip is not self._clip:
             before = None if self._clip is None else self._clip.value
             raise ValueError(
                 f"OptimizerConfig.optimizer_in_backward_clip is {self._config.optimizer_in_backward_clip} and was "
-                f"{before} when the optimizer was built: must stay, or another optimizer be built"
+                f"{before} when the optimizer was built: must not change; build another optimizer instead"
             )
 
     def _scale_of(self, grad: Tensor, buffer: FlatBuffer) -> GradScale:
@@ -282,15 +285,15 @@ class UpdatesInBackward(GradStats):
         if self._clip is None:
             return GradScale(1.0)
         if self._clip is InBackwardClip.PREVIOUS_NORM:
-            assert self._previous_norm is not None, "else gradients are held"
+            assert self._previous_norm is not None, "without a previous norm gradients must be held"
             return GradScale(1.0 / clip_coefficient(self._config.clip_grad, self._previous_norm))
         group = buffer.data_parallel_group if buffer.is_sharded else None
-        # The whole of it, as its copies on other stages must come to the same.
+        # The norm of the whole bucket, so that a tied weight's copy on another stage is clipped identically.
         norm = total_norm([grad], 2, groups=[group], accumulate_in=self._norm_dtype)
-        # Divided on the device: the host need not wait in the middle of backward.
+        # Divided on the device, so that the host need not wait during backward.
         return GradScale(clip_coefficient_on_device(self._config.clip_grad, norm).reciprocal().float())
 
     def _in_order(self) -> list[_Counted]:
-        """Returns the statistics of all runs in order; never empty, since norms of nothing still need a device."""
+        """Returns the statistics of all ranges in order, or of an empty list, which still determines a device."""
         counted = [self._counted[key] for key in self._runs_in]
         return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds from step to step, as a formula over sizes and settings; reads no tensor's memory.
+"""Bytes that persist on a rank between steps, computed from sizes and settings without reading tensors.
 
 Excludes activations and the temporary memory of collectives.
 """
@@ -77,7 +77,7 @@ def state_bytes_of(model_chunks: Sequence[_BaseDataParallel], config: OptimizerC
             shares_all = isinstance(chunk, TorchFullyShardedDataParallel)
             shares_grads = shares_all or chunk.ddp_config.shard_gradients
             here = _bytes_of(buffer, config, grouping=grouping, shares_grads=shares_grads, shares_params=shares_all)
-            # Released gradients hold nothing from step to step, unless they are sums to divide by tokens later.
+            # Released gradients have no persistent memory, unless they are sums to be divided by tokens later.
             releases = chunk.ddp_config.release_gradients and not chunk.config.calculate_per_token_loss
             total += replace(here, gradients=0.0) if releases else here
     return total

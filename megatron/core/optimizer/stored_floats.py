@@ -1,7 +1,7 @@
 """StoredFloats: storage of an optimizer's numbers, possibly in fewer bits than it computes with.
 
-Every form is read and written as fp32 or fp64, and has a multiple of BLOCK elements. adam.py gives the numbers their
-meaning.
+Every form is read and written as fp32 or fp64, and has a multiple of BLOCK elements. adam.py uses them for masters and
+moments.
 """
 
 from collections.abc import Iterator

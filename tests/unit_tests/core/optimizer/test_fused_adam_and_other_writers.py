@@ -50,7 +50,7 @@ def test_a_parameter_that_is_frozen_after_it_was_taken_over_is_named():
     optimizer.zero_grad()
     params[1].requires_grad_(False)
     params[0].sum().backward()
-    with pytest.raises(ValueError, match="second was frozen after the optimizer took it over"):
+    with pytest.raises(ValueError, match="second was frozen after the optimizer registered it"):
         optimizer.step()
 
 

@@ -98,12 +98,12 @@ def test_gradients_that_are_freed_are_not_planned_for() -> None:
         assert (planned.gradients == 0) == releases and planned.moments > 0
 
 
-def test_runs_find_gradients_while_they_are_lent_and_no_longer() -> None:
+def test_runs_find_gradients_while_they_are_held_and_no_longer() -> None:
     model, optimizer = _build(releases=True, optimizer_in_backward=True)
     buffer = model.all_buffers[0]
     handed, owned = HandedGrads(buffer), buffer.owned_spans()[0]
     grad = torch.arange(owned.numel, dtype=torch.float32)
-    with handed.lent(0, grad):
+    with handed.holding(0, grad):
         found = handed.grad_of(Span(owned.start + 64, 64))
         assert torch.equal(found, grad[64:128]) and found.data_ptr() == grad[64:].data_ptr()
     with pytest.raises(KeyError):
