@@ -287,7 +287,7 @@ def _late_in_the_capture() -> str:
 
 def test_all_ranks_refuse_a_graph_in_which_one_has_a_gradient_behind_its_bucket() -> None:
     first, late = run_on_ranks(_late_in_the_capture, 2, timeout=60)
-    assert "gradients came after their bucket was sent" in late and first == f"rank 1: {late}"
+    assert "gradients became ready after their bucket was sent" in late and first == f"rank 1: {late}"
 
 
 def _graphs_at_the_end() -> list[int]:

@@ -430,7 +430,7 @@ class PersistentGrads(GradStorage):
         return [work for one in self._rounds[:1] for work in one.handle.works()]
 
     def late_works(self) -> list[dist.Work]:
-        # Only the first round exists where it was repeated as a whole.
+        # A reduction that was repeated as a whole has only one round.
         return [work for one in self._rounds[1:] or self._rounds for work in one.handle.works()]
 
     def abandon(self) -> None:

@@ -504,7 +504,7 @@ class CollectiveScheduler:
             self._launch_rest()
             late = self._late_here()
             if any(late):
-                raise RuntimeError("gradients came after their bucket was sent: no graph can repeat it")
+                raise RuntimeError("gradients became ready after their bucket was sent: no graph can repeat it")
             self._wait_for_reductions(late)
             self.iteration.finish()
         finally:

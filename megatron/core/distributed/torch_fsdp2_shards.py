@@ -61,7 +61,7 @@ def find_units(root: nn.Module, layers: Sequence[nn.Module], *, experts_apart: b
     """Returns the units of `root`: one per layer, and the root's with the rest; inner ones first, the root's last.
 
     Experts that are reduced over other ranks, and parameters of a dtype that most do not have, make units of their own.
-    Raises ValueError where one module has parameters of two kinds itself, or where two units share a parameter.
+    Raises ValueError if one module has its own parameters of two kinds, or if two units share a parameter.
     """
 
     def kind_of(param: nn.Parameter) -> UnitKind:
@@ -477,7 +477,7 @@ class UnitGroup:
 def unit_groups(buffers: Sequence[ShardedFlatBuffer], units: Sequence[Unit]) -> dict[Unit, list[UnitGroup]]:
     """Returns the groups of each trained unit, in the order of the units.
 
-    A unit has one group, or two where a part of its gradients is completed later.
+    A unit has one group, or two if a part of its gradients is completed later (is_completed_later in grad_hooks.py).
     """
     found: dict[str, list[UnitGroup]] = {}
     for buffer in buffers:

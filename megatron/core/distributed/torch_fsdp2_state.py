@@ -414,7 +414,7 @@ class _StepHook:
 
 
 class WrappedShards:
-    """Finds changes of a wrapped module; takes over the values of parameters that load_state_dict has assigned.
+    """Finds changes of a wrapped module, and copies the values of parameters that load_state_dict has assigned.
 
     shards: all of the module, including frozen ones.
     """

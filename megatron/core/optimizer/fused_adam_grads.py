@@ -1,6 +1,6 @@
 """Gradients of a DistributedFusedAdam: from param.grad to buckets, and the factors that an update applies.
 
-GradAccumulator takes what autograd leaves and knows when a backward is over; a GradProxy in param.grad lets loss
+GradAccumulator processes autograd's gradients and detects the end of a backward; a GradProxy in param.grad lets loss
 scalers find the reduced gradients; ShardScaling has their factors and norm. The buckets of a parameter are in
 fused_adam_params.py, the order of their messages is in megatron/core/distributed.
 """

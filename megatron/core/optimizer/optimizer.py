@@ -91,7 +91,7 @@ class _FlatState:
 class MegatronOptimizer:
     """Common base of FP32Optimizer and Float16OptimizerWithFloat16Params. In a step:
 
-    1. the norm of all gradients, which also tells whether any of them overflowed;
+    1. the norm of all gradients is computed, which also shows whether any of them overflowed;
     2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
     3. otherwise each rule divides by loss scale and clip factor inside its update, without a pass of its own;
     4. 16-bit parameters are written from their fp32 masters.
