@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 class ProcessGroupCollection:
     """One process group per kind of parallelism, under the names Megatron users know.
 
-    None stands for a group of this rank alone: ask group_size and group_rank. Groups of parallel_state are never None,
-    but for embd and inter_dist_opt: torch.distributed would take None for all ranks. Kinds of equal ranks may be one
-    group.
+    None means a group of this rank alone, as group_size and group_rank interpret it. Groups of parallel_state are never
+    None except embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with the same
+    ranks may share one group.
     Dense layers: tp tensor, cp context, dp data, pp pipeline; dp_cp, tp_cp, tp_dp, tp_dp_cp their products, mp tensor x
     pipeline. Expert layers, over the same ranks: expt_tp tensor, ep expert, expt_dp data; tp_ep and tp_ep_pp their
     products with expt_tp first. embd: the first and last stage, which share embedding weights; None on other stages.
@@ -49,7 +49,7 @@ class ProcessGroupCollection:
 
 
 class _Alone(ProcessGroup):
-    """The process group of a single rank, over which nothing is sent. Copies of a model share it."""
+    """Process group of a single rank, over which nothing is sent. Copies of a model share it."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -61,12 +61,12 @@ class _Alone(ProcessGroup):
         return "ALONE"
 
 
-# This rank alone, said to functions that take None for parallel_state's group: see parallel_state.group_or_existing.
+# This rank alone, for functions in which None means parallel_state's group: see parallel_state.group_or_existing.
 ALONE: Final[ProcessGroup] = _Alone()
 
 
 def or_alone(group: ProcessGroup | None) -> ProcessGroup:
-    """`group` itself, ALONE for None: from what None means in a collection to what it means for such functions."""
+    """Maps None, which in a collection means this rank alone, to ALONE, which means so in every function."""
     return ALONE if group is None else group
 
 

@@ -67,12 +67,12 @@ def test_a_resumed_run_leaves_the_trace_of_one_that_was_not(tmp_path: Path) -> N
 
 def test_a_step_that_is_given_up_leaves_no_passes() -> None:
     recorder, counts = AuxLossRecorder(2, torch.device("cpu"), num_experts=3), torch.tensor([3, 2, 1])
-    recorder.count_tokens(counts, layer_number=2)
+    recorder.record_tokens(counts, layer_number=2)
     assert recorder.take_passes() == {}
     recorder.keep_passes()
-    recorder.count_tokens(counts, layer_number=1)
+    recorder.record_tokens(counts, layer_number=1)
     recorder.forget_step()
-    recorder.count_tokens(counts, layer_number=2)
+    recorder.record_tokens(counts, layer_number=2)
     recorder.finalize_step(None)
     assert list(recorder.take_passes()) == [2] and recorder.take_passes() == {}
 

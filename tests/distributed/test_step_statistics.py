@@ -65,7 +65,7 @@ def statistics_of_layers() -> StepStatistics:
     recorder, rank = AuxLossRecorder(3, torch.device("cpu"), num_experts=2), dist.get_rank()
     for layer in (1, 3):
         recorder.record("z_loss", torch.tensor(float(rank * layer)), layer_number=layer)
-        recorder.count_tokens(torch.tensor([layer, layer + rank]), layer_number=layer)
+        recorder.record_tokens(torch.tensor([layer, layer + rank]), layer_number=layer)
     layers, totals = recorder.layer_totals(), recorder.take_totals()
     flags = torch.tensor([rank == 1, rank > 0], dtype=torch.float64)
     exchange = StatisticsExchange(dist.group.WORLD)
@@ -94,7 +94,7 @@ def test_loads_are_those_of_the_step_and_travel_when_they_are_asked_for() -> Non
     model, exchange = _Recording(), StatisticsExchange(None)
     found = []
     for step, with_load in enumerate((False, True, True), 1):
-        model.aux_losses.count_tokens(torch.tensor([step, 3]), layer_number=2)
+        model.aux_losses.record_tokens(torch.tensor([step, 3]), layer_number=2)
         statistics = exchange.reduce_step_sync([], [model], exit_reasons=[False, False], with_load=with_load)
         found.append((statistics.expert_load, statistics.per_layer))
         model.aux_losses.finalize_step(None)

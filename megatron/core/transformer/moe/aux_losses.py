@@ -8,15 +8,20 @@ T tokens, E experts, K top-k, S positions, B sequences, L layers.
 
 [Note: auxiliary losses in backward]
 An auxiliary loss belongs to a layer deep inside the model, and pipeline stages before the last never see the main loss.
-So it is not added to the main loss. `attach` gives a tensor of the layer one more edge in the autograd graph, to the
-loss, and backward sends `backward_scale` through that edge: the factor that the schedule also applies to the main loss
-(microbatches, loss scale). The values of the forward are unchanged.
+So it is not added to the main loss. Instead, `attach` connects it to an activation of the layer in the autograd graph.
+When backward reaches that activation, the loss receives the gradient `backward_scale`: the factor by which the schedule
+also scales the main loss (number of microbatches, loss scale). The values of the forward are unchanged.
 
 [Note: recomputed layers]
 With activation recompute the forward of a layer runs a second time during backward. Its losses must be attached again,
-but sums and counts may not be recorded twice: `recomputing` stops recording. The global-batch loss depends on what was
-counted so far, which by then includes later microbatches of a pipeline. The first forward therefore keeps its average
-for the second one. Microbatches go through backward in the order of their forwards, so that a queue per layer suffices.
+but sums and counts must not be recorded twice: `recomputing` stops recording. The global-batch loss depends on the
+counts so far, which by then include later microbatches of a pipeline. The first forward therefore stores its average
+for the second one. Microbatches run backward in the order of their forwards, so a queue per layer suffices.
+
+[Note: groups of counts]
+Tokens per expert are counted on each rank and summed over one of three groups. `tp_cp`: ranks that hold parts of the
+same sequences, for the losses of a micro-batch and of its sequences. `tp_dp_cp`: all ranks of the global batch, for the
+global-batch loss. The group passed to `finalize_step`: all ranks that see different tokens, for the routing bias.
 """
 
 import functools
@@ -58,8 +63,8 @@ class BalancingLoss(NamedTuple):
 class Routed:
     """The routing of one micro-batch of T = S x B tokens, position before sequence.
 
-    logits: [T, E], fp32 or fp64. indices: [T, K], int64. group: the ranks that hold the other positions of the
-    micro-batch. average_counts: turns this rank's counts [E] into their mean over the micro-batches of all ranks in
+    logits: [T, E], fp32 or fp64. indices: [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of
+    the micro-batch. average_counts: turns this rank's counts [E] into their mean over the micro-batches of all ranks in
     the step so far.
     """
 
@@ -71,7 +76,7 @@ class Routed:
 
     @functools.cached_property
     def tokens_per_expert(self) -> Tensor:
-        """Assignments of each expert: [E], int64, computed once."""
+        """Number of assignments to each expert: [E], int64, computed once."""
         return count_tokens(self.indices, self.logits.shape[-1])
 
 
@@ -83,8 +88,8 @@ class LoadBalancing:
         assert config.num_moe_experts is not None
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
         self.normalised_scores = normalised_scores
-        # The losses shape the scores. A choice that a bias or expert groups changed says nothing about the scores, so
-        # that the losses then count the choice that the scores alone would make.
+        # The losses train the scores. With a bias or expert groups the actual choice differs from that of the scores,
+        # so the losses count the choice that the scores alone would make.
         self.counts_actual_choice = not config.moe_router_enable_expert_bias and config.moe_router_num_groups is None
         kinds = (
             ("aux_loss", LOAD_BALANCING_LOSS, self._of_microbatch),
@@ -98,7 +103,7 @@ class LoadBalancing:
         """Computes this rank's share of each enabled loss of one micro-batch. Collective over routed.group."""
         if not self.wanted:
             return []
-        # Over all experts, unlike the routing weights: an expert that was not chosen needs a gradient as well.
+        # Over all experts, unlike the routing weights, because experts that were not chosen need a gradient too.
         scores = self.normalised_scores(routed.logits)
         if not self.counts_actual_choice:
             routed = replace(routed, indices=scores.topk(self.topk, dim=-1).indices)
@@ -112,7 +117,7 @@ class LoadBalancing:
         return self._switch_loss(scores, counts, group=routed.group, coefficient=coefficient)
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        """Averages the losses of the single sequences; each (sequence, expert) pair is a column."""
+        """Averages the losses of the individual sequences; each (sequence, expert) pair is a column."""
         num_sequences = routed.num_sequences
         sequence = torch.arange(len(scores), device=scores.device).remainder(num_sequences).unsqueeze(1)  # [T, 1]
         counts = count_tokens(sequence * self.num_experts + routed.indices, num_sequences * self.num_experts)  # [B * E]
@@ -145,7 +150,7 @@ def switch_load_balancing_loss_func(
     num_experts: int,
     moe_aux_loss_coeff: float,
 ) -> Tensor:
-    """coeff * E * sum over experts of (share of the assignments) * (mean probability).
+    """Computes coeff * E * sum over experts of (share of the assignments) * (mean probability).
 
     probs: [T, E], softmax over all experts, fp32 or more; tokens_per_expert: [E], any integer or float dtype. Returns
     a scalar of the probs' dtype, which equals `coeff` when tokens and probabilities are spread evenly. Where several
@@ -157,22 +162,25 @@ def switch_load_balancing_loss_func(
 
 
 def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
-    """coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype."""
+    """Computes coeff * mean(logsumexp(logits)^2); logits: [T, E], fp32 or more. Returns a scalar of the same dtype."""
     return torch.logsumexp(logits, dim=-1).square().mean() * z_loss_coeff
 
 
 def count_tokens(expert_indices: Tensor, num_experts: int) -> Tensor:
-    """Assignments of each expert; expert_indices: [T, K], int64 -> [E], int64, on the same device, without a sync."""
+    """Counts the assignments to each expert; expert_indices: [T, K], int64 -> [E], int64, same device, no sync."""
     slots = expert_indices.reshape(-1)
-    # Not bincount, which reads the largest index on the host. Integers: the same sum in any order.
+    # bincount would read the largest index on the host. Integer sums do not depend on the order.
     return slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
 
 
 def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the sum over the group's ranks as a new tensor; tokens: any shape, int64. Collective."""
+    """Returns the sum over the group's ranks as a new tensor; tokens: any shape, int64. Collective.
+
+    See [Note: groups of counts] for the groups of its callers.
+    """
     total = tokens.clone()
     if group_size(group) > 1:
-        # Integers: the same sum in any order.
+        # Integer sums do not depend on the order.
         dist.all_reduce(total, group=group)
     return total
 
@@ -182,7 +190,7 @@ def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """Records of a model's layers in a step, on the device, in the order of layers.
+    """Losses and expert loads of a model's layers in a step, on the device, in the order of layers.
 
     losses: [names, L, 2], fp64: sum and count of each layer. tokens_per_expert: [L, E], int64.
     """
@@ -199,9 +207,8 @@ class LayerTotals:
 class AuxLossRecorder(Recorder, nn.Module):
     """Records a model chunk's auxiliary losses and expert loads during a step, and scales the losses' gradients.
 
-    One per model chunk, shared by its routers; everything is on the device. Losses are recorded until they are taken,
-    tokens per expert until `finalize_step`. groups: `average_counts` counts the tokens of the ranks of tp_dp_cp; the
-    ranks of tp_cp share a micro-batch.
+    The routers of a model chunk share one; its tensors are on the device. Losses accumulate until `take_totals`, tokens
+    per expert until `finalize_step`. groups: see [Note: groups of counts].
     """
 
     backward_scale: Tensor
@@ -226,7 +233,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         device = device or default_device()
         self.names = (LOAD_BALANCING_LOSS, SEQ_LOAD_BALANCING_LOSS, GLOBAL_LOAD_BALANCING_LOSS, Z_LOSS, *more_names)
         self.groups = groups or ProcessGroupCollection()
-        # By layer, one entry for each microbatch whose backward is still to come. See [Note: recomputed layers].
+        # By layer, one entry for each microbatch that has not run backward yet. See [Note: recomputed layers].
         self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
@@ -247,9 +254,9 @@ class AuxLossRecorder(Recorder, nn.Module):
     # Into backward
 
     def set_backward_scale(self, scale: Tensor) -> None:
-        """Sets the factor of auxiliary gradients for the backwards to come; scale: scalar or [1], any float dtype."""
-        # In place, since captured graphs read this tensor. Not copy_: fill_ passes a host number along with its launch,
-        # where a copy from pageable memory would synchronize with the device.
+        """Sets the factor of auxiliary gradients for later backward passes; scale: scalar or [1], any float dtype."""
+        # In place, since captured graphs read this tensor. fill_ passes a host number as a kernel argument, while copy_
+        # from pageable memory would synchronize with the device.
         self.backward_scale.fill_(scale.detach().reshape(()))
 
     def attach(self, activation: Tensor, loss: Tensor) -> Tensor:
@@ -283,7 +290,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         self.sums[row, layer_number - 1] += value.detach()
         self.counts[row, layer_number - 1] += count
 
-    def count_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
+    def record_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's tokens; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
         if not self._recording:
             return
@@ -292,10 +299,10 @@ class AuxLossRecorder(Recorder, nn.Module):
             self._passes.setdefault(layer_number, []).append(tokens_per_expert)
 
     def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int, runs_again: bool = True) -> Tensor:
-        """Mean of the counts over the micro-batches of all ranks in the step so far. Collective.
+        """Returns the mean of the counts over the micro-batches of all ranks in the step so far. Collective.
 
-        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64: in a recomputed forward the result of
-        the first one. runs_again: whether the layer may be recomputed; if not, the result is not kept.
+        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64. A recomputed forward gets the result of
+        the first one. runs_again: whether the layer may be recomputed; if not, the result is not stored.
         """
         layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
@@ -329,7 +336,7 @@ class AuxLossRecorder(Recorder, nn.Module):
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
         """Ends a step after its last microbatch: updates the routing biases and clears the tokens. Collective.
 
-        group: all ranks that see different tokens, whose counts are summed; None: this rank alone.
+        group: all ranks that see different tokens, whose counts are summed; None means this rank alone.
         """
         if self._bias_updates:
             totals = summed_counts(self.tokens_per_expert, group)
@@ -344,7 +351,7 @@ class AuxLossRecorder(Recorder, nn.Module):
         self._forget_passes()
 
     def layer_totals(self) -> LayerTotals:
-        """Returns this rank's records by layer: losses since they were last taken, tokens of the current step."""
+        """Returns this rank's records by layer: losses since the last take_totals, tokens of the current step."""
         losses = torch.stack([self.sums.double(), self.counts.double()], dim=2)  # [names, L, 2]
         return LayerTotals(self.names, losses, self.tokens_per_expert)
 
@@ -376,14 +383,14 @@ class AuxLossRecorder(Recorder, nn.Module):
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-        # Not save_for_backward: the schedule writes the scale between forward and backward.
+        # save_for_backward would refuse the scale, which the schedule writes between forward and backward.
         ctx.scale, ctx.loss_dtype = scale, loss.dtype
-        # A view: the loss adds nothing to the activation, only an edge to the graph.
+        # A view, because only the graph changes, not the activation.
         return activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        # A copy: gradients are accumulated in place, and the scale is shared by all layers.
+        # A copy, because gradients are accumulated in place and all layers share the scale.
         return grad, ctx.scale.to(ctx.loss_dtype, copy=True), None
 
 
@@ -397,7 +404,7 @@ def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expe
     Returns [*, E], fp32; an entry changes by expert_bias_update_rate or not at all.
     """
     with torch.no_grad():
-        # Both sides times E: integers, so that an expert with exactly the mean keeps its bias.
+        # Compares E times the counts with their sum, in integers, so that an expert with exactly the mean is unchanged.
         missing = tokens_per_expert.sum(dim=-1, keepdim=True) - tokens_per_expert.shape[-1] * tokens_per_expert
         return expert_bias + missing.sign() * expert_bias_update_rate
 
@@ -405,8 +412,8 @@ def get_updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, expe
 def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
     """Replaces the logits by uniform noise, and passes gradients on to them.
 
-    logits: [T, E], fp32 or fp64. Returns [T, E], same dtype. The noise depends on `seed` and the position alone: it
-    uses no generator and is the same in each step and on each device.
+    logits: [T, E], fp32 or fp64. Returns [T, E], same dtype. The noise depends only on `seed` and the position. It uses
+    no random generator and is the same in each step and on each device.
     """
     mask = 0xFFFFFFFF
     numbers = torch.arange(logits.numel(), device=logits.device) + (seed * 0x9E3779B9 & mask)

@@ -29,10 +29,11 @@ class DispatchedTokens(NamedTuple):
 
 
 class RowDemand(NamedTuple):
-    """The routing's demand on this rank's static buffers, all on the device.
+    """The routing's demand on this rank's static buffers.
 
-    rows_missing: [1], int64, above 0 if they were too small, and rows were lost. factor_needed: [1], fp32: the smallest
-    capacity factor that would have lost none. can_lose: whether some routing could lose rows here.
+    rows_missing: [1], int64, on the device: above 0 if the buffers were too small and rows were dropped. factor_needed:
+    [1], fp32, on the device: the smallest capacity factor that would have dropped none. can_lose: whether any routing
+    could make these buffers drop rows.
     """
 
     rows_missing: Tensor
@@ -41,10 +42,10 @@ class RowDemand(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """The input of this rank's experts, and what `combine` needs.
+    """The input of this rank's experts, and the metadata that `combine` needs.
 
     tokens_per_expert: [e], int64, on the device. metadata: immutable, read by `combine` only. demand: None where no row
-    can be lost.
+    can be dropped.
     """
 
     rows: DispatchedTokens
@@ -54,10 +55,11 @@ class Dispatched(NamedTuple):
 
 
 class MoETokenDispatcher(ABC):
-    """Moves tokens to experts and back. It keeps no state: what `combine` needs travels in the metadata.
+    """Moves tokens to experts and back.
 
-    All ranks of the experts' groups (expert and expert-tensor) call together. Work between `send` and `finish_dispatch`
-    overlaps with the communication.
+    It keeps no state of a forward: `combine` receives the metadata that `finish_dispatch` returned. Only settings may
+    change between forwards, such as the capacity factor of static buffers. All ranks of the experts' groups (expert and
+    expert-tensor) call together. Work between `send` and `finish_dispatch` overlaps with the communication.
     """
 
     def dispatch(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Dispatched:
@@ -70,11 +72,11 @@ class MoETokenDispatcher(ABC):
         return self.finish_dispatch(self.send(tokens, preprocessed))
 
     def preprocess(self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor) -> Any:
-        """Does the work before tokens travel that a CUDA graph may hold, and returns the second argument of `send`.
+        """Does the work before sending that a CUDA graph may capture; returns the second argument of `send`.
 
-        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts. Tensors
-        with gradients are in tuples of the result, never in other containers. A dispatcher whose shapes depend on the
-        routing has nothing to do here: this one returns its arguments.
+        tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64, over all experts. In the
+        result, tensors that require gradients are in tuples, never in other containers. The default returns its
+        arguments, for dispatchers whose shapes depend on the routing.
         """
         return probs, expert_indices
 
@@ -92,7 +94,7 @@ class MoETokenDispatcher(ABC):
 
 
 def local_experts(config: TransformerConfig, group: ProcessGroup | None) -> range:
-    """Returns the experts of this rank of the expert-parallel group: consecutive, and equally many on each rank.
+    """Returns the experts of this rank in the expert-parallel group: consecutive, the same number on each rank.
 
     Raises ValueError where the number of ranks does not divide the number of experts.
     """

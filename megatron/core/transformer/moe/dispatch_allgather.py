@@ -1,7 +1,7 @@
 """Token dispatch by all-gather: each rank gathers all tokens and keeps the rows of its experts.
 
-The way back is a reduce-scatter. Every token travels to every rank, which suits few ranks, or tokens with many experts.
-dispatch_alltoall.py is the alternative.
+The way back is a reduce-scatter. Every token is sent to every rank, which is efficient for few ranks, or if tokens
+choose many experts. dispatch_alltoall.py is the alternative.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ class GatheredTokens:
     """All ranks' tokens in rank order, N = ranks x T; tokens: [N, H], probs: [N, K].
 
     expert_indices: [N, K], int64, where 0 is this rank's first expert. Slots of other ranks' experts, and dropped
-    slots, are outside the range of this rank's. capacity: slots of each rank that an expert keeps; None: all.
+    slots, are outside the range of this rank's experts. capacity: slots of each rank that an expert keeps; None means
+    all.
     """
 
     tokens: Tensor

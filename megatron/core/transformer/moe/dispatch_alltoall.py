@@ -1,12 +1,13 @@
 """Token dispatch by all-to-all: each row is sent to the rank of its expert, and its result back.
 
-Each token travels once for every expert that it chose, and for every rank that holds a part of that expert. First the
-dispatcher, then the exchange of rows that it uses. dispatch_allgather.py is the alternative.
+A token is sent once for each chosen expert, and to each rank that holds a part of that expert. First the dispatcher,
+then the exchange of rows that it uses. dispatch_allgather.py is the alternative.
 
 [Note: overlapped exchanges]
-A row exchange is two autograd functions, `start` and `wait`. Other work between them, such as a shared expert, runs
-while the rows travel. In backward autograd visits them in reverse: the backward of `wait` starts to send the gradients,
-the backward of `start` waits for them, and the backward of the other work runs in between.
+A row exchange is two autograd functions, `start` and `wait`. Other work between them, such as a shared expert, overlaps
+with the exchange, which torch's process group runs on a stream of its own. In backward autograd visits them in reverse:
+the backward of `wait` starts to send the gradients, the backward of `start` waits for them, and the backward of the
+other work runs in between.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class RowSplits:
     """Numbers of rows that are exchanged with each rank.
 
     counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: their sum. send,
-    receive: rows to and from each rank; None: the same number for all.
+    receive: rows to and from each rank; None means the same number for all.
     """
 
     counts: Tensor
@@ -49,9 +50,9 @@ class RowSplits:
 
 @dataclass(frozen=True)
 class SentTokens:
-    """Rows that are being sent and their weights, the running exchanges of both, and the order of the rows.
+    """Rows that are being sent and their weights, the running exchange of each, and the order of the rows.
 
-    exchanges: None with a single rank, whose rows stay where they are.
+    exchanges: None with a single rank, which sends nothing.
     """
 
     hidden_states: Tensor
@@ -65,8 +66,8 @@ class SentTokens:
 class AllToAllMetadata:
     """The orders of rows that `combine` undoes.
 
-    permutation: of this rank's tokens as they are sent. by_expert: of the received rows; None: they arrive sorted by
-    expert. splits: of the way there; the way back swaps its sides.
+    permutation: order in which this rank's tokens are sent. by_expert: order of the received rows; None if they arrive
+    sorted by expert. splits: of the dispatch; the exchange back swaps send and receive.
     """
 
     permutation: PermutationMap
@@ -158,7 +159,7 @@ def to_every_shard(
 def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
     """Exchanges numbers of rows; counts: [ranks, e], int64, of the rows that this rank sends. Collective.
 
-    NOTE: synchronizes with the device, since numbers of rows are shapes. It is the only such wait of a layer.
+    NOTE: synchronizes with the device, since numbers of rows are shapes. A layer has no other such wait.
     """
     received = exchange_counts(counts, group)
     send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
@@ -190,18 +191,18 @@ class RowsUnderWay:
 
 
 class RowTransport(Protocol):
-    """Carries rows between the ranks of a group."""
+    """Sends rows between the ranks of a group."""
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
         """Starts to send rows: [R, *], any dtype, contiguous, sorted by receiver. Collective.
 
-        send, receive: rows to and from each rank; None: the same number for all.
+        send, receive: rows to and from each rank; None means the same number for all.
         """
 
 
 @dataclass(frozen=True)
 class CollectiveTransport:
-    """Carries rows by torch's all-to-all over `group`."""
+    """Sends rows by torch's all-to-all over `group`."""
 
     group: dist.ProcessGroup
 
@@ -216,9 +217,9 @@ class CollectiveTransport:
 
 @dataclass
 class RowExchange:
-    """One all-to-all of rows and that of their gradients; `start` launches, `wait` completes.
+    """One all-to-all of rows, and in backward one of their gradients. `start` launches it, `wait` completes it.
 
-    send, receive: rows to and from each rank; None: the same number for all. See [Note: overlapped exchanges].
+    send, receive: rows to and from each rank; None means the same number for all. See [Note: overlapped exchanges].
     """
 
     transport: RowTransport

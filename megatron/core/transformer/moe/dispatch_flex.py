@@ -48,7 +48,7 @@ class FlexBackend:
 
 
 def require_flex_backend(config: TransformerConfig) -> None:
-    """Raises ValueError where this machine lacks the back end that the settings select, on every rank alike."""
+    """Raises ValueError, identically on every rank, where this machine lacks the back end that the settings select."""
     if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
         return
     missing = FLEX_BACKENDS[config.moe_flex_dispatcher_backend].missing(config)
@@ -117,9 +117,9 @@ class DeepEPReceived:
 class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
     """Dispatches by the package deep_ep (DeepEP 1.0.0), which sends a token to each rank once.
 
-    However many of the token's experts a rank has, one copy travels, and each rank sums the results of its experts
-    before it sends them back. Received tokens fill the static buffer in expert order. The number of received tokens is
-    a shape in deep_ep, for which the host waits once a layer.
+    A token is sent to a rank once, even if several of its experts are there, and each rank sums the results of its
+    experts before it sends them back. Received tokens fill the static buffer in expert order. In deep_ep the number of
+    received tokens is a shape, for which the host waits once per layer.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
         pg_collection: ProcessGroupCollection | None = None,
         row_alignment: int = 1,
     ) -> None:
-        """row_alignment: each expert's rows are padded with zeros to a multiple of this.
+        """row_alignment: see [Note: row alignment] in dispatch_static.py.
 
         Collective for the first layer of a model, which allocates the buffer.
         """
@@ -174,8 +174,8 @@ class MoEDeepEPTokenDispatcher(MoEStaticTokenDispatcher):
         return _Return.apply(metadata.rows.give_back(rows), self.buffer, metadata.handle)
 
 
-# A buffer occupies GPU memory, so that the layers of a model, which have the same ranks and width, share one. The cache
-# holds the last one; a call for another group or width drops it, and the last layer that uses it frees it.
+# A buffer occupies GPU memory, so the layers of a model, which have the same ranks and width, share one. The cache
+# holds the last one. A call for another group or width drops it, and it is freed with the last layer that uses it.
 @functools.lru_cache(maxsize=1)
 def deep_ep_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
     """Returns deep_ep's buffer of `group` for tokens of hidden_bytes bytes. Collective when it allocates one.

@@ -7,15 +7,21 @@ T tokens of each rank, N tokens of all ranks, H hidden, K choices of a token, e 
 buffer of this rank's experts, P rows that one rank sends to another.
 
 [Note: rows of a fixed size]
-C is the balanced number of rows, tokens x top-k, times moe_expert_rank_capacity_factor, and never more than all tokens
-could need. If more rows arrive, some are lost: every dispatch returns its demand on the device, and training/ discards
-a step that lost rows and retries it with a larger factor. The dispatcher that sends rows has a second limit, P rows for
-each pair of ranks, and its demand is the larger of both.
+C is the balanced number of rows, tokens x top-k, times moe_expert_rank_capacity_factor, and at most the number that all
+tokens could need. If more rows arrive, some are dropped (expert overflow). Every dispatch returns its demand on the
+device, and training/ discards a step that dropped rows and retries it with a larger factor. The dispatcher that sends
+rows has a second limit, P rows for each pair of ranks; its demand is the larger of the two.
 
 [Note: packed and padded rows]
-On a GPU a pair of ranks always exchanges P rows, of which those without a token are padding: the host does not know how
-many are filled. On the CPU the host can read that number without waiting, so that padding does not travel. The buffers
+On a GPU a pair of ranks always exchanges P rows, because the host does not know how many of them hold a token; the
+others are padding. On the CPU the host can read that number without waiting, so only filled rows are sent. The buffers
 of the experts are the same either way.
+
+[Note: row alignment]
+Some grouped products, such as fp8 ones, require that the rows of each expert start at a multiple of a number of rows.
+With a row_alignment above 1 each expert's rows in the buffer end with zero rows up to such a multiple, and these count
+as live. The products of this framework have no such requirement: build_token_dispatcher leaves the alignment at 1, and
+only a caller that builds a dispatcher itself sets another one.
 """
 
 import math
@@ -64,8 +70,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class StaticBudget:
     """Sizes of the static buffers, and the demand of a routing on them. See [Note: rows of a fixed size].
 
-    factor: multiple of the balanced number of rows. alignment: each expert's rows are padded to a multiple of it.
-    num_experts: experts of one rank. num_ranks: ranks of all experts, of which num_shards share each expert.
+    factor: multiple of the balanced number of rows. alignment: each expert's rows are padded to a multiple of this;
+    see [Note: row alignment]. num_experts: experts of one rank. num_ranks: ranks of all experts, of which num_shards
+    share each expert.
     """
 
     factor: float
@@ -77,7 +84,7 @@ class StaticBudget:
 
     @property
     def largest_factor(self) -> float:
-        """The factor with which no routing loses rows, before alignment: all tokens go to one rank."""
+        """The factor with which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
         return self.num_ranks * self._most(1) / self._balanced_rows(1)
 
     def rows_of_rank(self, num_tokens: int) -> int:
@@ -108,17 +115,17 @@ class StaticBudget:
         return num_tokens * self.topk * self.num_shards
 
     def _most_of_rank(self, num_tokens: int) -> int:
-        # The rows of each expert may end with padding.
+        # Each expert may need up to alignment - 1 rows of padding.
         return self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
 
     def _most(self, num_tokens: int) -> int:
-        """Returns the most rows that one rank's tokens need on another; a token chooses an expert at most once."""
+        """Returns the most rows that one rank's tokens can need on another; a token chooses an expert at most once."""
         return num_tokens * min(self.topk, self.num_experts)
 
 
 @dataclass(frozen=True)
 class StaticRows:
-    """Rows of a static buffer in the order of their experts or ranks, and the way back. C rows, N x K slots.
+    """Moves tokens into a static buffer, ordered by expert or by rank, and sums them back. C rows, N x K slots.
 
     num_rows: [1], int64, on the device: the number of live rows, which are the first ones.
     """
@@ -159,7 +166,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         pg_collection: ProcessGroupCollection | None = None,
         row_alignment: int = 1,
     ) -> None:
-        """row_alignment: each expert's rows are padded with zeros to a multiple of this."""
+        """row_alignment: see [Note: row alignment]."""
         groups = pg_collection or existing_process_groups()
         local = own_experts(num_local_experts, local_expert_indices, config=config, ep_group=groups.ep)
         assert config.moe_expert_rank_capacity_factor is not None, "this factor selects static dispatchers"
@@ -192,7 +199,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 
 @dataclass(frozen=True)
 class StaticGathered:
-    """All ranks' tokens [N, H] and weights [N, K], and their rows in this rank's buffer. num_tokens: T."""
+    """Tokens [N, H] and weights [N, K] of all ranks, and their rows in this rank's buffer. num_tokens: T."""
 
     tokens: Tensor
     probs: Tensor
@@ -243,7 +250,7 @@ class RankRows:
 
     sent: this rank's slots in the rows that it sends. experts: [received rows, 1], int64, on the device: the local
     expert of each received row, e for padding. counts: [ranks, e], int64, on the device: slots of each rank for each
-    local expert, including those for which P rows were too few. send, receive: rows to and from each rank; None: P.
+    local expert, including slots beyond P rows. send, receive: rows to and from each rank; None means P.
     """
 
     sent: StaticOrder
@@ -298,8 +305,8 @@ def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
 def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
     """Lays out the filled rows alone, at most P for each rank. Collective.
 
-    expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are on the CPU, where
-    that is no wait.
+    expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are on the CPU, so
+    nothing waits.
     """
     padded = padded_rank_rows(expert_indices, sizes)
     is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
@@ -320,7 +327,7 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 
 @dataclass(frozen=True)
 class StaticSent:
-    """Rows that are being sent and their weights, the running exchanges of both, and their order.
+    """Rows that are being sent and their weights, the running exchange of each, and their order.
 
     sent: this rank's tokens in the order of rank_rows.sent. num_tokens: T.
     """
@@ -359,9 +366,9 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         transport: RowTransport | None = None,
         layout: RankRowLayout | None = None,
     ) -> None:
-        """row_alignment: each expert's rows are padded with zeros to a multiple of this.
+        """row_alignment: see [Note: row alignment].
 
-        transport: None is torch's collectives. layout: None is the device's, see rank_row_layout.
+        transport: None means torch's collectives. layout: None means the device's, see rank_row_layout.
         """
         super().__init__(
             num_local_experts,
@@ -386,12 +393,12 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         )
         sizes = RankRowSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
         rank_rows = self.layout(expert_indices, sizes)
-        # Every row is live. Padding travels as zeros, and the receiving rank ignores it.
+        # Every row counts as live. Padding is sent as zeros, and the receiving rank ignores it.
         sent = StaticRows(rank_rows.sent, expert_indices.new_full((1,), len(rank_rows.sent.slot_of_row)))
         return sent.take(tokens, probs), (rank_rows, sent)
 
     def send(self, tokens: Tensor, preprocessed: tuple[DispatchedTokens, tuple[RankRows, StaticRows]]) -> StaticSent:
-        """Starts to send the rows that `preprocess` copied; tokens: [T, H], any float dtype, are their source."""
+        """Starts to send the rows that `preprocess` copied from tokens: [T, H], any float dtype."""
         rows, (rank_rows, sent) = preprocessed
         exchanges = self._exchange(rank_rows), self._exchange(rank_rows)
         return StaticSent(
@@ -413,9 +420,9 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         )
 
     def _demand_of_both(self, sent: StaticSent) -> RowDemand:
-        """Returns the larger demand of the sending pairs and of the receiving rank.
+        """Returns the larger of the demands on the rows of a pair and on the buffer of this rank.
 
-        The receiving rank also counts slots that were lost because P rows were too few.
+        This rank's demand includes slots that were not sent because they exceeded P rows.
         """
         budget = self.budget
         on_rank = aligned_rows(sent.rank_rows.counts.sum(0), budget.alignment).sum(0, keepdim=True)

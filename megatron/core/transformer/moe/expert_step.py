@@ -1,14 +1,14 @@
 """ExpertStep: the record of a step that expert layers with static buffers share, on the device.
 
-It records whether any buffer lost rows and how many rows each layer had, and it opens the stash's contexts around the
-experts. training/ begins and ends steps, reads the record, and discards a step that lost rows. The stash itself is in
-paged_stash/.
+It records whether any buffer dropped rows and how many rows each layer had, and it opens the stash's contexts around
+the experts. training/ begins and ends steps, reads the record, and discards a step that dropped rows. The stash itself
+is in paged_stash/.
 
 [Note: captured experts]
-A CUDA graph replays the device's work of a layer but not the host's. A part of a layer that is captured therefore gets
-a CapturedForward, which collects during capture what the host would have recorded: the rows of each layer, as tensors
-in the graph's memory, and the stash's account. `replaying`, `replayed` and `replaying_backward` then do the host's work
-of each replay.
+A CUDA graph replays the device's work of a layer but not the host's. Each captured part of a layer therefore has a
+CapturedForward. During capture it collects the records that the host would have made: the rows of each layer, as
+tensors in the graph's memory, and the stash's account. `replaying`, `replayed` and `replaying_backward` then do the
+host's work of each replay.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,8 @@ from megatron.core.transformer.recompute import Recorder
 class CapturedForward:
     """The host's account of a captured part of a layer. See [Note: captured experts].
 
-    stashed: the stash's account. rows: layer number and live rows, [1], int64, on the device, in the graph's memory.
+    stashed: the stash's account, None without a stash. rows: layer number and live rows, [1], int64, on the device, in
+    the graph's memory.
     """
 
     stashed: CapturedPart | None
@@ -47,15 +48,15 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     A layer creates its own; a trainer replaces it by one for all layers of its rank. Before the first `begin`, live
     rows are not recorded.
-    rows_missing: [1], int64, the most rows that any buffer lacked; above 0 if rows were lost. factor_needed: [1], fp32,
-    the smallest moe_expert_rank_capacity_factor that would have lost none. passes: layer numbers of the forwards, in
-    order; rows: [n], int64, the live rows of each. Recomputed forwards and forwards without gradients are not in them.
-    stash: None where autograd saves whole buffers for backward.
+    rows_missing: [1], int64, the largest number of rows that any buffer lacked; above 0 if rows were dropped.
+    factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped none. passes: layer
+    numbers of the forwards, in order; rows: [n], int64, the live rows of each. Neither includes recomputed forwards or
+    forwards without gradients. stash: None if autograd saves whole buffers for backward.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # Persistent memory, to which CUDA graphs write. Not buffers, since casts of the model must not change them.
+        # Persistent memory, to which CUDA graphs write. Plain attributes, since casts of the model change buffers.
         self.rows_missing = torch.zeros(1, dtype=torch.int64, device=device)
         self.factor_needed = torch.zeros(1, dtype=torch.float32, device=device)
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
@@ -146,12 +147,12 @@ class ExpertStep(Recorder, torch.nn.Module):
 
     def _count(self, layer_number: int, num_rows: Tensor) -> None:
         if self._part is not None:
-            # The place in `rows` is a host number, so that a graph would write to the same place in each replay.
+            # The place in `rows` is a number of the host, so a graph would write to the same place in each replay.
             self._part.rows.append((layer_number, num_rows))
             return
         place = len(self.passes)
         if place == len(self.rows):
-            # Doubles. Steps have equally many forwards, so that only the first step grows it.
+            # Doubles the size. Steps have the same number of forwards, so only the first step grows it.
             self.rows = torch.cat([self.rows, self.rows.new_zeros(max(place, 64))])
         self.rows[place].copy_(num_rows[0])
         self.passes.append(layer_number)

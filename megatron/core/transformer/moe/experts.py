@@ -1,19 +1,19 @@
 """The experts of one rank, over rows that are sorted by expert: GroupedMLP, and its reference SequentialMLP.
 
 GroupedMLP computes all experts by grouped matrix products, SequentialMLP runs one MLP after the other. Below them are
-the record of which experts a rank holds, low-rank adapters of grouped experts, and products over static buffers. The
-rows come from a token dispatcher (dispatch.py).
+ExpertShard, which says which experts a rank holds, low-rank adapters of grouped experts, and products over static
+buffers. A token dispatcher (dispatch.py) provides the rows.
 
 Shapes: R rows, H hidden, F width of one expert, e experts of this rank, E experts of all ranks, r width of adapters.
 
 [Note: static experts]
-With moe_expert_rank_capacity_factor the rows lie in a buffer of C rows, of which the device alone knows how many are
-live, R. The products read R from the offsets on the device. The activation gets it as num_rows and is the stash's
-operator, since a plain activation would compute all C rows. Rows from R on hold any bytes, and so do their gradients.
+With moe_expert_rank_capacity_factor the rows lie in a buffer of C rows. R of them are live, and only the device knows
+R. The products read R from the offsets on the device. The activation receives it as num_rows and is an operator of the
+stash, since a plain activation would compute all C rows. Rows from R on hold any bytes, and so do their gradients.
 A stash saves the live rows for backward in pages. If the pool has no pages left, it drops tensors that backward can
 recompute: first act, from gate_up and the weights, then gate_up, from the rows. `_static_forward` declares the rows to
-the stash and tells it how to recompute them. A recomputed gate_up has the same bits, since recompute_gate_up computes
-the same operations in the same order as `_static_fc1`.
+the stash and tells it how to recompute them. A recomputed gate_up has the same bits, because recompute_gate_up runs the
+same operations in the same order as `_static_fc1`.
 """
 
 import math
@@ -54,7 +54,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from megatron.core.weight_matrices import MatrixWindow
 
-# Checkpoint keys, with which grouped and sequential experts read each other's.
+# Checkpoint keys. Grouped and sequential experts share them, so each can load the other's checkpoints.
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
 
@@ -74,9 +74,8 @@ class GroupedMLP(MegatronModule):
     2. The activation, times the routing weight of each row: act [R, F].
     3. fc2, a product for each expert: [R, H].
 
-    Saves the rows, gate_up, the weights and act for backward. bias1: [e, 2F], bias2: [e, H], where linear layers have
-    biases; bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of both products, or
-    None.
+    Saves the rows, gate_up, the weights and act for backward. bias1: [e, 2F], bias2: [e, H], with add_bias_linear;
+    bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of both products, or None.
     """
 
     bias1: nn.Parameter | None
@@ -102,7 +101,7 @@ class GroupedMLP(MegatronModule):
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.static_activation = static_activation(config) if is_static else None
         hidden = config.hidden_size
-        # Megatron's shapes. In memory they are [e, H, 2F] and [e, F, H].
+        # These are Megatron's shapes. The memory is that of [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
         self.weight2 = empty_parameter(num_local_experts * self.ffn_hidden_size, hidden, config=config)
         set_tensor_model_parallel_attributes(self.weight1, True, 1, 1)
@@ -143,7 +142,7 @@ class GroupedMLP(MegatronModule):
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
         permuted_probs: [R], fp32 or parameter dtype. group: saves the rows of a static buffer for backward. Returns
-        [R, H], parameter dtype. With a static buffer, C in place of R.
+        [R, H], parameter dtype. With a static buffer, C replaces R.
         """
         offsets = row_offsets(tokens_per_expert)
         if self.static_activation is not None:
@@ -153,7 +152,7 @@ class GroupedMLP(MegatronModule):
             )
             return output, None
         gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
-        # The weight is applied where rows are narrowest to save.
+        # The weight is applied to act, because its rows are the narrowest to save for backward.
         act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))  # [R, F]
         output = grouped_gemm(act, self.weight2, offsets=offsets)  # [R, H]
         if self.bias2 is not None:
@@ -175,7 +174,7 @@ class GroupedMLP(MegatronModule):
 
     @property
     def _bias2_share(self) -> float:
-        # Each rank of an expert has all of bias2 and adds its share, since the results of the ranks are summed.
+        # Each rank of an expert holds all of bias2 and adds a share, since the results of these ranks are summed.
         return 1 / self.shard.num_parts
 
     # The same over a static buffer. See [Note: static experts].
@@ -311,8 +310,8 @@ class SequentialMLP(MegatronModule):
         mark_experts(self)
         for bias in (expert.linear_fc2.bias for expert in experts):
             if bias is not None and self.shard.num_parts > 1:
-                # Each rank of an expert has the whole bias and adds a share of it in forward. The gradient of the whole
-                # bias is num_parts times that of the share.
+                # Each rank of an expert holds the whole bias and adds a share of it in forward. The gradient of the
+                # whole bias is num_parts times the gradient of the share.
                 bias.register_hook(partial(torch.mul, self.shard.num_parts))
 
     def forward(
@@ -329,7 +328,7 @@ class SequentialMLP(MegatronModule):
         outputs = []
         for expert, rows, scale in zip(self.local_experts, inputs, weights, strict=True):
             output, bias = expert(rows, scale)
-            # Each rank of an expert adds its share, since the results of the ranks are summed.
+            # Each rank of an expert adds a share of the bias, since the results of these ranks are summed.
             outputs.append(output if bias is None else output + bias / self.shard.num_parts)
         return torch.cat(outputs), None
 
@@ -354,7 +353,7 @@ class SequentialMLP(MegatronModule):
 
 
 def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
-    """Reads the rows of each expert on the host. NOTE: synchronizes, as the sequential reference alone does."""
+    """Reads the rows of each expert on the host. NOTE: synchronizes; only the sequential reference does this."""
     counts: list[Any] = tokens_per_expert.tolist()
     return counts
 
@@ -364,7 +363,7 @@ def _counts_sync(tokens_per_expert: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """The experts that a rank holds, from first_expert on, and the part of each, one of num_parts.
+    """The experts that a rank holds, starting at first_expert, and which of num_parts parts of each it holds.
 
     num_experts: experts of the whole layer.
     """
@@ -395,10 +394,10 @@ def mark_experts(experts: nn.Module) -> None:
 
 
 class ExpertAdapter(MegatronModule):
-    """The low-rank adapters of all experts of a rank, for one of the products: alpha / r B A x is added to it.
+    """The low-rank adapters of all experts of a rank for one of the products. Adds alpha / r B A x to the product.
 
     lora_a: [e, I, r], random; lora_b: [e, r, O], initially zero. I and O are the widths of the product's input and
-    output. Checkpoints have the keys of sequential experts' adapters. lora.py has the adapters of linear layers.
+    output. Checkpoint keys are the same as for adapters of sequential experts. lora.py has adapters of linear layers.
     """
 
     def __init__(
@@ -429,7 +428,7 @@ class ExpertAdapter(MegatronModule):
     def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
         """Returns this rank's pieces of the stored tensors, output before input: A [E, r, I], and B [E, O, r].
 
-        key: the linear layer's name with a trailing dot. halves: suffixes of B, which is one tensor for each.
+        key: the linear layer's name with a trailing dot. halves: suffixes of B, which is stored as one tensor for each.
         """
         (inputs, outputs), rank, experts = self.sizes, self.rank, self.num_local_experts
         all_experts, first = self.shard.num_experts, self.shard.first_expert
@@ -467,7 +466,7 @@ class ExpertAdapter(MegatronModule):
 
 # --- Static buffers: activations and products of live rows ---
 
-# (activation_func, gated_linear_unit) -> the kernels' name of both together.
+# (activation_func, gated_linear_unit) -> the name of this combination in the kernels.
 _ACTIVATIONS = {
     (F.silu, True): "swiglu",
     (F.gelu, True): "geglu",
@@ -493,8 +492,8 @@ def static_activation(config: TransformerConfig) -> ActivationForm:
 def _static_product(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: memory of [e, I, O] -> [C, O].
 
-    On the GPU it uses the kernels that would recompute the result. On the CPU it is torch's product, where the gradient
-    of the weight can be accumulated directly into its owner's buffer.
+    On the GPU it uses the kernels that would recompute the result. On the CPU it uses torch's product, which can
+    accumulate the gradient of the weight directly into its owner's buffer.
     """
     if rows.device.type == "cpu":
         return grouped_gemm(rows, weight, offsets=offsets)
@@ -504,7 +503,7 @@ def _static_product(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 def _static_adapted(
     product: Tensor, rows: Tensor, *, adapter: ExpertAdapter | None, offsets: Tensor
 ) -> tuple[Tensor, ...]:
-    """Adds the adapter's result to the product: [C, O]; returns it and the product of rows with A: [C, r], if any."""
+    """Adds the adapter's result to the product: [C, O]. Returns it and, with an adapter, the rows times A: [C, r]."""
     if adapter is None:
         return (product,)
     low = _static_product(rows, adapter.lora_a, offsets=offsets)

@@ -24,7 +24,7 @@ def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
     rows: [R, I], sorted by expert; weight: any shape with the memory of [e, I, O], same float dtype; offsets: [e],
     int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. Rows after the last expert's are
-    not read; the result and the gradient hold any bytes there. On a GPU only fp64 reads the device on the host.
+    not read; the result and the gradient hold any bytes there. NOTE: on a GPU, fp64 waits for the device.
     """
     if rows.device.type == "cpu" and has_grad_owner(weight):
         output: Tensor = _GroupedGemm.apply(rows, weight, offsets)
@@ -33,7 +33,7 @@ def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """The grouped product for weights with a gradient owner, to which backward hands over the weight's gradient.
+    """Grouped product for weights with a gradient owner; backward passes the weight's gradient to that owner.
 
     Supports double backward, as its operators do.
     """
@@ -57,7 +57,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _ExpertGrads:
-    """A WeightGrad on the CPU, computed from rows: [R, I], and the output's gradient: [R, O]; shape: the weight's."""
+    """WeightGrad on the CPU, computed from rows: [R, I], and the output's gradient: [R, O]. shape: the weight's."""
 
     rows: Tensor
     grad: Tensor
@@ -92,10 +92,10 @@ def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
 
 def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
     if rows.shape[0] == 0:
-        # No expert of this rank has a row. All gradients must be zeros, where torch's grouped product fails (2.13).
+        # No expert of this rank has a row. All gradients must be zeros; torch's grouped product fails here (2.13).
         return rows @ matrices[0]
     if rows.dtype == torch.float64:
-        # torch's grouped product has no fp64 (2.13); fp64 serves as a reference only.
+        # torch's grouped product does not support fp64 (2.13), which is used as a reference only.
         products = [part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)]
         return F.pad(torch.cat(products), (0, 0, 0, len(rows) - sum(map(len, products))))
     return F.grouped_mm(rows, matrices, offs=offsets)

@@ -34,12 +34,12 @@ class MoELayer(MegatronModule):
     1. `route`: the router chooses and weighs experts for the tokens [T, H]: weights and indices [T, K].
     2. The dispatcher copies each token into K rows, sorted by expert, on the ranks of its experts: [R, H].
     3. `routed_experts_compute`: the experts compute their rows, times the weights: [R, H].
-    4. The dispatcher brings the rows back and sums those of each token: [T, H].
+    4. The dispatcher sends the rows back and sums the rows of each token: [T, H].
     5. `shared_experts_compute`: the shared expert, if there is one, adds its result for every token: [T, H]. With
-       moe_shared_expert_overlap it computes while rows are sent.
+       moe_shared_expert_overlap it runs while rows are sent; see [Note: overlapped exchanges] in dispatch_alltoall.py.
 
-    R is T x K in one rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded, or
-    replayed from CUDA graphs.
+    R is T x K on a single rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded,
+    or replayed from CUDA graphs.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class MoELayer(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """layer_number: from 1, under which the router records its losses. A model sets it again for its layers.
+        """layer_number: from 1, under which the router records its losses; a model sets it when it builds its layers.
 
-        pg_collection: the groups of this rank; None: those of parallel_state, if there are any.
+        pg_collection: the groups of this rank; None means the groups of parallel_state, if there are any.
         """
         super().__init__(config)
         if config.num_moe_experts is None:

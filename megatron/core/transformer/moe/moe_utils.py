@@ -102,12 +102,12 @@ def unpermute(
             raise ValueError("probs is given but routing_map is not: the map selects the weights of the rows")
         _, weights, _ = permute(permuted_tokens.new_empty(probs.shape[0], 0), routing_map, probs, len(sorted_indices))
         assert weights is not None
-        # fp32 weights would promote half-precision rows: the sum is in the rows' dtype, as without weights.
+        # fp32 weights would promote half-precision rows, but the sum must be in the rows' dtype, as without weights.
         permuted_tokens = (permuted_tokens * weights.unsqueeze(-1)).to(permuted_tokens.dtype)
     restored = permuted_tokens.new_zeros(restore_shape)
     return restored.index_add(0, sorted_indices, permuted_tokens)
 
 
 def _true_positions_sync(by_expert: Tensor) -> Tensor:
-    # Their number is a shape, which the host reads from the device.
+    # The number of positions is a shape, so the host waits for the device.
     return by_expert.nonzero().view(-1)

@@ -1,8 +1,9 @@
 """Rows by expert: which row each choice of a token gets, and moving tokens into rows and back.
 
-The orders are index maps, computed on the device. Three kinds: a row for every choice, a row for the choices that an
-expert with a capacity keeps, and a fixed number of rows for each expert. The movements are two autograd functions,
-each the other's gradient. Rows in buffers of a fixed size are in static_rows.py. No communication, no matrix products.
+The orders are index maps, computed on the device. There are three kinds: a row for every choice, a row for the choices
+that an expert with a capacity keeps, and a fixed number of rows for each expert. The movements are two autograd
+functions, each the gradient of the other. static_rows.py has the rows of buffers of a fixed size. There is no
+communication and no matrix product here.
 
 T tokens, H hidden, E experts, K choices of a token, R rows. A slot is one choice of one token: slot t * K + k.
 """
@@ -22,11 +23,11 @@ from megatron.core.transformer.moe.moe_config import CapacityConfig
 
 @dataclass(frozen=True)
 class PermutationMap:
-    """Slots and their rows, sorted by expert. R = T * K rows where every slot has one.
+    """Maps between slots and rows, which are sorted by expert. R is T * K if every slot has a row.
 
     token_of_row, slot_of_row: [R], int64. row_of_slot: [T, K], int64, the inverse. All on the tokens' device.
-    kept: [T, K], bool: slots that have a row; the others point to row 0 and count as zero. None: all slots have one.
-    filled: [R], bool: rows that belong to a slot; the others copy token 0 with weight 0. None: all rows do.
+    kept: [T, K], bool: slots that have a row; the others point to row 0 and count as zero. None if every slot has one.
+    filled: [R], bool: rows that belong to a slot; the others copy token 0 with weight 0. None if every row does.
     """
 
     token_of_row: Tensor
@@ -88,7 +89,7 @@ def order_kept_slots_sync(expert_indices: Tensor, kept: Tensor, *, num_experts: 
 def order_padded_slots(
     expert_indices: Tensor, kept: Tensor, *, num_experts: int, capacity: int
 ) -> tuple[PermutationMap, Tensor]:
-    """Gives each expert `capacity` rows, whatever the routing, so that the host knows every shape.
+    """Gives each expert `capacity` rows, independent of the routing, so that the host knows every shape.
 
     expert_indices: [T, K], int64; kept: [T, K], bool, at most `capacity` for each expert. Returns the map and
     tokens_per_expert [E], int64, on the device.
@@ -103,7 +104,7 @@ def order_padded_slots(
     filled = torch.zeros_like(slot_of_row, dtype=torch.bool)
     filled[rows] = True
     row_of_slot = torch.empty_like(slots)
-    # Row 0 exists for any routing. `kept` excludes dropped slots from sums.
+    # Dropped slots point to row 0, which always exists. `kept` excludes them from sums.
     row_of_slot[slots] = rows.where(rows < num_rows, 0)
     slot_of_row, filled = slot_of_row[:num_rows].where(filled[:num_rows], 0), filled[:num_rows]
     permutation = PermutationMap(
@@ -117,7 +118,7 @@ def order_padded_slots(
 
 
 def count_sorted(sorted_experts: Tensor, num_experts: int) -> Tensor:
-    """Rows of each expert; sorted_experts: [R], int64, ascending -> [E], int64, same device, without a sync."""
+    """Counts the rows of each expert; sorted_experts: [R], int64, ascending -> [E], int64, same device, no sync."""
     experts = torch.arange(num_experts, device=sorted_experts.device)
     # An expert without rows ends where the expert before it ends.
     row_ends = torch.searchsorted(sorted_experts, experts, right=True)
@@ -155,7 +156,7 @@ def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLi
     factor = config.moe_expert_capacity_factor
     if factor is None:
         return lambda probs, expert_indices: None
-    # Zeros are equal weights, with which the first tokens are kept.
+    # With equal weights, here zeros, the first tokens are kept.
     rank = torch.Tensor.detach if config.moe_token_drop_policy == "probs" else torch.zeros_like
 
     def within_capacity(probs: Tensor, expert_indices: Tensor) -> KeptSlots:
@@ -168,7 +169,7 @@ def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLi
 
 
 def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:
-    """Selects the `capacity` slots of each expert with the largest weights; of equal weights, the first tokens.
+    """Selects the `capacity` slots of each expert with the largest weights; among equal weights, the first tokens.
 
     weights: [T, K], float; expert_indices: [T, K], int64. Returns [T, K], bool, on the device, without a sync.
     """
@@ -199,13 +200,13 @@ def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
 def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
     """Sums each token's rows; rows: [R, H], any float dtype -> [T, H], in token order.
 
-    A row that belongs to no slot also gets a gradient, which its weight of 0 cancels.
+    A row that belongs to no slot also receives a gradient, but its weight of 0 makes the gradient 0.
     """
     return _SumRows.apply(rows, permutation.token_of_row, permutation.row_of_slot, permutation.kept)
 
 
 class _GatherRows(torch.autograd.Function):
-    """out[r] = x[token_of_row[r]]; backward gathers and sums K rows a token, instead of scattering into zeros."""
+    """Computes out[r] = x[token_of_row[r]]. Backward gathers and sums K rows per token instead of scattering."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None) -> Tensor:
@@ -220,7 +221,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SumRows(torch.autograd.Function):
-    """out[t] = sum over the kept k of x[row_of_slot[t, k]]; backward is the gather."""
+    """Computes out[t], the sum of x[row_of_slot[t, k]] over the kept k. Backward is the gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None) -> Tensor:
@@ -235,11 +236,11 @@ class _SumRows(torch.autograd.Function):
 
 
 def _sum_rows(x: Tensor, row_of_slot: Tensor, *, kept: Tensor | None) -> Tensor:
-    """[R, H] and [T, K] -> [T, H]: gathers and sums in one pass, accumulating half precision in fp32."""
+    """Gathers and sums in one pass, in fp32 for half precision; x: [R, H]; row_of_slot: [T, K] -> [T, H]."""
     if row_of_slot.shape[1] == 1 and kept is None:
         return x.index_select(0, row_of_slot.view(-1))
     if x.shape[0] == 0:
-        # No slot has a row, so that there is no row 0 to point to.
+        # No slot has a row, so there is no row 0.
         return x.new_zeros(len(row_of_slot), *x.shape[1:])
     # embedding_bag sums rows of a table for each bag: the table is x, and a bag is a token's K rows.
     weights = None if kept is None else kept.to(x.dtype)

@@ -51,8 +51,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(MegatronModule, Drawing):
     """Scores every expert for every token; subclasses choose experts by the scores.
 
-    weight: [E, H]. bias: [E], learned and added to the scores, where linear layers have biases (add_bias_linear); else
-    None.
+    weight: [E, H]. bias: [E], learned and added to the logits, with add_bias_linear; else None.
     """
 
     bias: nn.Parameter | None
@@ -107,15 +106,15 @@ class Router(MegatronModule, Drawing):
         if self.training and self.jitter_eps > 0:
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
         weights, indices = self.routing(self.gating(tokens).view(*hidden_states.shape[:-1], self.num_experts))
-        # The experts multiply in fp32 (fp64 in fp64 models), whichever precision the routing used.
+        # The experts apply the weights in fp32 (fp64 in fp64 models), whatever the precision of the routing.
         return weights.to(torch.promote_types(self.weight.dtype, torch.float32)), indices
 
 
 class TopKRouter(Router):
     """Chooses the K best experts of each token and weighs them by their scores, in the way the configuration selects.
 
-    expert_bias: [E], fp32, added to the scores for the choice alone. The end of each step raises it for experts with
-    few tokens. None without moe_router_enable_expert_bias.
+    expert_bias: [E], fp32, added to the scores for the choice only. At the end of each step it is raised for experts
+    with few tokens and lowered for those with many. None without moe_router_enable_expert_bias.
     """
 
     expert_bias: Tensor | None
@@ -124,9 +123,10 @@ class TopKRouter(Router):
         super().__init__(config, pg_collection)
         self.topk = config.moe_router_topk
         groups = pg_collection or existing_process_groups()
-        # The ranks that hold parts of the same sequences. Each computes a share of a loss, and the gradients of the
-        # shares add up: tensor-parallel ranks sum the router's gradients. Context-parallel ranks average them, which
-        # num_averaged in _add_loss turns into a sum.
+        # Ranks of sequence_group, the tp_cp group, hold parts of the same sequences. Each computes a share of a loss,
+        # and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients. Context-
+        # parallel ranks average them together with data-parallel ones, so _add_loss multiplies a share by the number of
+        # context-parallel ranks, num_averaged. Between data-parallel ranks the average is what is wanted.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
         self.num_averaged = group_size(groups.cp)
         self.training_route, self.evaluation_route = _build_routes(config)
@@ -137,7 +137,7 @@ class TopKRouter(Router):
         self.forces_balance = config.moe_router_force_load_balancing
         bias = None
         if config.moe_router_enable_expert_bias:
-            # fp32 in any model: half precision would round updates of 1e-3 away.
+            # fp32 in any model, because half precision would round away updates of 1e-3.
             bias = torch.zeros(self.num_experts, dtype=torch.float32, device=device_for_buffers(self.weight))
         self.register_buffer("expert_bias", bias)
         self._groups = groups
@@ -163,7 +163,7 @@ class TopKRouter(Router):
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
     def keep_passes(self) -> None:
-        """Makes the recorder record the tokens of each training microbatch separately from now on."""
+        """Makes the recorder also record the tokens of each training microbatch separately from now on."""
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
@@ -185,13 +185,13 @@ class TopKRouter(Router):
         # Evaluation adds no losses and records no counts.
         learning = self.training and torch.is_grad_enabled()
         if learning and self.z_loss_coeff > 0:
-            logits = self._add_z_loss(logits)  # the same values, with one more edge for backward
+            logits = self._add_z_loss(logits)  # the values are unchanged; backward also reaches the loss
         route = self.training_route if self.training else self.evaluation_route
         weights, indices = route(logits, self.expert_bias)
         if learning:
             routed = Routed(logits, indices, num_sequences, self.sequence_group, self._average_counts)
             weights = self._add_balancing_losses(weights, routed)
-            self.aux_losses.count_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
+            self.aux_losses.record_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
@@ -211,12 +211,12 @@ class TopKRouter(Router):
     def _add_loss(self, activation: Tensor, loss: Tensor, *, name: str, coeff: float) -> Tensor:
         """Records a loss and attaches it; activation: [T, E] or [T, K], float; loss: [], this rank's share.
 
-        Returns the activation with an edge to the loss.
+        Returns the activation, through which backward also reaches the loss.
         """
-        # The log shows the mean over ranks.
+        # The log averages over ranks, so a share is scaled to a whole loss.
         self.aux_losses.record(name, loss / coeff * self.num_shares, layer_number=self.layer_number)
         if self.config.calculate_per_token_loss:
-            # The main loss is then a sum over tokens, which the end of the step divides by their number.
+            # The main loss is then a sum over tokens, and gradients are divided by their number at the end of the step.
             loss = loss * (len(activation) * self.num_shares)
         else:
             loss = loss * self.num_averaged
@@ -224,7 +224,7 @@ class TopKRouter(Router):
 
 
 class _LinearIn(torch.autograd.Function):
-    """tokens @ weight.T + bias, computed in `dtype`; saves tokens and weight for backward in their own dtypes."""
+    """Computes tokens @ weight.T + bias in `dtype`; saves tokens and weight for backward in their own dtypes."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -281,7 +281,7 @@ def build_route(
     if score_function == "softmax" and not pre_softmax:
         route: Route = partial(_softmax_of_chosen, choose=choose)
     else:
-        # Softmax scores sum to one over all experts. The others are normalised over the chosen experts.
+        # Softmax scores are used as they are; they sum to one over all experts. Others are normalised over the chosen.
         share = score_function != "softmax" and topk > 1
         route = partial(
             _scores_of_chosen,
@@ -293,7 +293,7 @@ def build_route(
 
 
 def build_sinkhorn_routes(topk: int) -> tuple[Route, Route]:
-    """Builds the route for training, which balances each micro-batch, and the one for evaluation, which does not."""
+    """Builds the route for training, which balances each micro-batch, and the route for evaluation, which does not."""
     score = _SCORES["sigmoid" if topk == 1 else "softmax"]
     plain: _Choose = partial(torch.topk, k=topk, dim=-1)
     evaluation = partial(_scores_of_chosen, score=score, choose=plain, finish=_unchanged)
@@ -305,8 +305,8 @@ def group_limited_topk(
 ) -> tuple[Tensor, Tensor]:
     """Chooses the K best experts within the group_topk best groups of each token.
 
-    A group is ranked by the sum of its scores_per_group best scores. scores: [T, E], fp32 or fp64; a group is a run of
-    E / G neighbours. Returns the scores of the chosen [T, K], same dtype, and their indices [T, K], int64.
+    A group is ranked by the sum of its scores_per_group best scores. scores: [T, E], fp32 or fp64; a group is E / G
+    consecutive experts. Returns the scores of the chosen [T, K], same dtype, and their indices [T, K], int64.
     """
     by_group = scores.unflatten(-1, (num_groups, -1))  # [T, G, E / G]
     group_scores = by_group.topk(scores_per_group, dim=-1).values.sum(dim=-1)  # [T, G]
@@ -316,7 +316,10 @@ def group_limited_topk(
 
 
 def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Scores all experts so that they sum to one per token; logits: [T, E], fp32 or fp64 -> [T, E], same dtype."""
+    """Scores all experts so that the scores of a token sum to one, for the balancing losses.
+
+    logits: [T, E], fp32 or fp64. Returns [T, E], same dtype.
+    """
     scores = _SCORES[score_function](logits)
     return scores if score_function == "softmax" else _normalised(scores)
 
@@ -324,8 +327,8 @@ def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
 def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50) -> Tensor:
     """Scales rows and columns of exp(cost) in turn until the experts share the tokens evenly.
 
-    cost: [T, E], fp32 or fp64. Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. The factors are
-    frozen once those of the columns change by less than `tol` on average, which the device decides without a sync.
+    cost: [T, E], fp32 or fp64. Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors
+    of the columns change by less than `tol` on average, all factors are frozen; the device decides this without a sync.
     """
     num_tokens, num_experts = cost.shape
     # Subtracting the maximum scales a row, which cancels out, and keeps exp from overflowing.
@@ -343,7 +346,7 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50) -> Te
 
 def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> tuple[Tensor, Tensor]:
     assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
-    # Softmax over the chosen: the K weights of a token sum to one.
+    # Softmax over the chosen experts, so that the K weights of a token sum to one.
     chosen, indices = choose(logits)
     return chosen.softmax(dim=-1), indices
 
@@ -377,11 +380,12 @@ def _scaled(logits: Tensor, expert_bias: Tensor | None, *, route: Route, factor:
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
-    # Where softplus is zero the slope of the square root is infinite, and the gradient would be NaN.
+    # The square root has an infinite slope where softplus is zero, and the gradient would be NaN.
     return F.softplus(logits).clamp_min(torch.finfo(logits.dtype).tiny).sqrt()
 
 
 def _normalised(scores: Tensor) -> Tensor:
+    """Divides scores by their sum: scores of the chosen experts in a route, of all experts for balancing losses."""
     return scores / (scores.sum(dim=-1, keepdim=True) + _EPSILON)
 
 

@@ -1,4 +1,9 @@
-"""The shared expert, which every token uses in addition to its routed experts (DeepSeekMoE, arXiv 2401.06066)."""
+"""The shared expert, which every token uses in addition to its routed experts (DeepSeekMoE, arXiv 2401.06066).
+
+With moe_shared_expert_overlap it overlaps with the all-to-all. The overlap is not implemented here: MoELayer.forward
+calls the shared expert between `send` and `finish_dispatch` of the dispatcher, on the main stream. See [Note:
+overlapped exchanges] in dispatch_alltoall.py.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,8 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class SharedExpertMLP(MLP):
     """A dense feed-forward layer of width moe_shared_expert_intermediate_size, the sum of all shared experts' widths.
 
-    gate_weight: [1, H]; each token's result is multiplied by sigmoid(gate_weight x), as in Qwen2-MoE. None without
-    `gate`.
+    gate_weight: [1, H]; each token's result is multiplied by sigmoid(gate_weight x), as in Qwen2-MoE. It is None
+    without `gate`.
     """
 
     def __init__(
@@ -58,6 +63,6 @@ class SharedExpertMLP(MLP):
         if self.gate_weight is None:
             return super().forward(hidden_states, per_token_scale)
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
-        # The gate scales activations. Under sequence parallelism those have all positions and this rank's columns.
+        # The gate scales activations, which under sequence parallelism have all positions and this rank's columns.
         gate = gather_from_sequence_parallel_region(gate, group=self.sequence_group)
         return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)

@@ -1,9 +1,9 @@
 """Rows by expert in buffers of a fixed size, where only the device knows how many rows are live.
 
-As in permutation.py: first the orders, which give each slot a row, then the movements, which are autograd functions,
-each the other's gradient. The operators under the movements have a CPU version here and a Triton kernel in
-triton_rows.py. No shape depends on the routing. The orders never read the device, and the movements never read a row
-beyond the live ones, so that those rows may hold any bytes.
+As in permutation.py, the orders come first, which give each slot a row, then the movements: two autograd functions,
+each the gradient of the other. Their operators have a CPU version here and a Triton kernel in triton_rows.py. No shape
+depends on the routing. The orders never read the device on the host, and the movements never read rows beyond the live
+ones, so those rows may hold any bytes.
 
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.
@@ -33,9 +33,11 @@ class StaticOrder:
     """Slots and their rows in a buffer, all on one device.
 
     slot_of_row, token_of_row: [C], int64, -1 for padding. row_of_slot: [T, K], int64, -1 for a slot without a row.
-    rows_per_group: [G], int64. By expert: the rows of each expert in the buffer, padding included. By rank: the slots
-    of each expert of each rank, whether or not they have a row.
-    rows_needed: [1], int64: the size that the buffer, or each rank's part of it, needs so that no slot is lost.
+    rows_per_group: int64, one count per expert, with a meaning that depends on the order. From order_by_expert it is
+    [e]: the rows that each expert of this rank has in the buffer, alignment included. From order_by_rank it is
+    [ranks * e]: the slots that chose each expert of each rank, including slots that got no row.
+    rows_needed: [1], int64: the smallest buffer, or from order_by_rank the smallest part of each rank, that would have
+    a row for every slot.
     """
 
     slot_of_row: Tensor
@@ -46,7 +48,7 @@ class StaticOrder:
 
 
 def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, alignment: int = 1) -> StaticOrder:
-    """Packs the rows of the experts, each expert's padded to a multiple of `alignment` rows.
+    """Packs the rows of the experts, each padded to a multiple of `alignment` rows.
 
     expert_indices: [T, K], int64; slots outside 0 to num_experts - 1 get no row. capacity: C, a multiple of alignment.
     Slots of one expert keep their order.
@@ -54,7 +56,7 @@ def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, 
     experts, slots = _sorted_slots(expert_indices, num_experts)
     wanted = aligned_rows(count_sorted(experts, num_experts), alignment)
     ends = wanted.cumsum(0)
-    # One more entry, the end of the last expert, for slots of no expert.
+    # The last entry, the end of all experts, is for slots of no expert.
     starts = torch.cat([ends - wanted, ends[-1:]])
     rows = starts[experts] + place_in_group(experts)
     rows = rows.where((experts < num_experts) & (rows < capacity), capacity)
@@ -65,7 +67,7 @@ def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, 
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
-    """Gives each rank a part of rows_per_rank rows, within which rows are sorted by expert and padding is last.
+    """Gives each rank a part of rows_per_rank rows. Within a part rows are sorted by expert, and padding is last.
 
     expert_indices: [T, K], int64; slots outside 0 to num_experts - 1 get no row. Each rank has the same number of
     experts, numbered consecutively.
@@ -90,8 +92,8 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
     """Returns the local expert of each row that the ranks sent, and e for padding.
 
-    rows_per_group: [ranks, e], int64: the slots of each rank for each expert, of which the first rows_per_rank were
-    sent. Returns [ranks * rows_per_rank, 1], int64.
+    rows_per_group: [ranks, e], int64: the slots of each rank for each expert; a rank sent its first rows_per_rank
+    slots. Returns [ranks * rows_per_rank, 1], int64.
     """
     num_ranks, num_experts = rows_per_group.shape
     place = torch.arange(rows_per_rank, device=rows_per_group.device).expand(num_ranks, -1).contiguous()
@@ -113,7 +115,7 @@ def _sorted_slots(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Ten
 def _order(
     slots: Tensor, rows: Tensor, *, shape: torch.Size, num_rows: int, rows_per_group: Tensor, rows_needed: Tensor
 ) -> StaticOrder:
-    """Inverts the map; rows: [T * K], the row of each of `slots`, num_rows for none; shape: [T, K]."""
+    """Inverts the map; rows: [T * K], the row of each slot in `slots`, num_rows for none; shape: [T, K]."""
     # Slots without a row are written to one extra row, which is cut off below.
     slot_of_row = slots.new_full((num_rows + 1,), -1)
     slot_of_row[rows] = slots
@@ -128,7 +130,7 @@ def _order(
 
 
 def gather_live_rows(x: Tensor, source_of_row: Tensor, *, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
-    """Copies x[source_of_row[r]] into row r of a buffer, zeros where that is -1; rows from R on hold any bytes.
+    """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1; rows from R on hold any bytes.
 
     x: [T, W], any float dtype; source_of_row: [C], int64; row_of_slot: [T, K], int64, the inverse, -1 for none;
     num_rows: [1], int64, R; all on one device. Returns [C, W], x's dtype.
@@ -226,16 +228,16 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
         return (
             rows.index_select(0, row_of_slot.view(-1)) if one_each else F.embedding_bag(row_of_slot, rows, mode="sum")
         )
-    # One bag for each token, with the rows that it has.
+    # One bag for each token, with as many rows as the token has.
     ends = there.sum(dim=1).cumsum(0)
     return F.embedding_bag(row_of_slot[there], rows, F.pad(ends[:-1], (1, 0)), mode="sum")
 
 
 def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
-    """NOTE: reads a tensor on the host, which is the device of this version."""
+    """Returns R, at most the rows of the buffer. NOTE: reads memory of the CPU, so nothing waits for a device."""
     return max(0, min(int(num_rows.item()), rows.shape[0]))
 
 
 def _padding_rows_sync(live: Tensor) -> Tensor:
-    # The number of padding rows is a shape, which costs no wait on the CPU. The Triton kernel writes zeros row by row.
+    # The number of padding rows is a shape, but nothing waits on the CPU. The Triton kernel writes zeros row by row.
     return (live < 0).nonzero().view(-1)

@@ -1,6 +1,6 @@
 """Triton kernels of static_rows.py's operators, and their launchers, which have the operators' names.
 
-Numbers of rows do not specialize a kernel, so that a change of them compiles nothing.
+Kernels are not specialized on numbers of rows, so another number causes no compilation.
 """
 # mypy: allow-untyped-defs
 
