@@ -1,11 +1,14 @@
-"""What experts lacked in a void step, and how its message says so; who grows by how much is expert_memory.py's."""
+"""The shortfall of experts in a discarded step, and the message about it. expert_memory.py decides what grows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Lack(NamedTuple):
-    """What a rank's step needed, and what there was: a capacity factor, or pages for those tensors."""
+    """Required and available size in a rank's step: capacity factors, or numbers of pages.
+
+    pages_for: the tensors that lacked pages, in words; None for a capacity factor.
+    """
 
     needed: float
     given: float
@@ -13,7 +16,10 @@ class Lack(NamedTuple):
 
 
 def lacking_words(ranks: Sequence[Lack | None]) -> str:
-    """What was lacking, each thing once, with the ranks that lacked it and the worst of them; ranks: by number."""
+    """Describes the shortfalls: one clause for each kind, with its ranks and the largest need.
+
+    ranks: shortfall of each rank, in the order of ranks; None if it had none.
+    """
     clauses = []
     for pages_for in dict.fromkeys(lack.pages_for for lack in ranks if lack is not None):
         found = {rank: lack for rank, lack in enumerate(ranks) if lack is not None and lack.pages_for == pages_for}

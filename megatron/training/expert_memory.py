@@ -1,6 +1,6 @@
-"""ExpertMemory: buffers and pages of a rank's static expert layers, from step to step: planned, watched and grown.
+"""ExpertMemory: plans, checks and grows the buffers and pages of a rank's static expert layers from step to step.
 
-What a layer does in a step is expert_step.py's, sizes are sizing.py's, when a step runs again is step_runner.py's.
+expert_step.py has the work of a layer within a step, sizing.py computes sizes, step_runner.py decides on retries.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from megatron.training.stash_figures import StepFigures, rows_by_group
 from megatron.training.stash_pool import open_pool
 from megatron.training.step_runner import ExpertOverflowError
 
-# Steps of so many lengths keep their stashes: lengths that take turns come back, those of a ramp-up do not.
+# Plans are kept for this many numbers of microbatches. Numbers that alternate return, those of a ramp-up do not.
 _MAX_PLANS = 8
 
 
@@ -72,21 +72,21 @@ class _Plan:
 class ExpertMemory:
     """The expert buffers and stash of one rank; every rank has one, even if its stage holds no experts.
 
-    1. prepare: allocates pages for a step of the run, after the checkpoint was loaded with what it learned.
+    1. prepare: allocates pages for a step of the run, after a checkpoint with learned sizes was loaded.
     2. begin_step: fixes the order of the step's passes and empties buffers and pages.
-    3. void_flags: whether rows or pages were lacking; if they were on any rank, call grow_sync and begin_step again.
-    4. end_step: reads and records what the step needed.
-    Attributes: step, what the layers share. last_step: the figures of the last complete training step. epoch: rises
-    whenever a step that was captured in a CUDA graph may not be replayed any more, as its shapes, the pool, the stash
-    for its number of microbatches or that one's order have changed; ask after begin_step. A reserve that grows does not
-    count. Ranks may differ in it. release_graphs: called when pages or buffers are about to be replaced, to drop the
-    graphs that use them.
+    3. void_flags: whether rows or pages were missing. If so on any rank, call grow_sync and then begin_step again.
+    4. end_step: reads and records the needs of the step.
+    step: the ExpertStep that the layers share. last_step: figures of the last complete training step. epoch: increases
+    when steps captured in a CUDA graph can no longer be replayed, because shapes, the pool, the stash for a number of
+    microbatches or the order of that stash changed; read it after begin_step. A larger reserve does not change it, and
+    ranks may have different epochs. release_graphs: called before pages or buffers are replaced, to drop the graphs
+    that use them.
     """
 
     def __init__(
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
-        """tokens_per_rank: T, of a microbatch. expert_ranks: how many share the experts."""
+        """tokens_per_rank: T of a microbatch. expert_ranks: number of ranks that share the experts."""
         assert config.moe_expert_rank_capacity_factor is not None, "without it experts have as many rows as come"
         self.last_step: StepFigures | None = None
         self.epoch = 0
@@ -103,26 +103,26 @@ class ExpertMemory:
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
         self._capacity_factor = config.moe_expert_rank_capacity_factor
         self._is_measured = False
-        # Whether steps keep to the schedule's order of groups.
+        # Whether steps follow the schedule's order of groups.
         self._is_planned = True
         self._is_training = True
         self._voids = 0
-        # What the stash is planned for; None: sizes may have changed since.
+        # Number of microbatches that the stash is planned for; None if sizes may have changed since.
         self._num_microbatches: int | None = None
-        self._plans: dict[int, _Plan] = {}  # over the same pool, by number of microbatches, the latest at the end
-        self._longest_pages = 0  # of a balanced step, the longest so far: factors of pools are multiples of it
+        self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
+        self._longest_pages = 0  # pages of the longest balanced step so far; pool factors are multiples of it
         self.needs = self._needs(None)
 
     @property
     def stash(self) -> PagedStash | None:
-        """The stash in which the rows of this rank's experts wait for backward; None: they stay in their buffers."""
+        """The stash that saves rows of this rank's experts for backward; None if whole buffers are saved."""
         return self.step.stash
 
     def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
-        """Makes the pool for steps of so many microbatches; learned: what a checkpoint knows of sizes. Collective.
+        """Allocates the pool for steps of that many microbatches; learned: sizes from a checkpoint. Collective.
 
-        Returns what the stash of each stage saves, for the log. Raises ValueError on all ranks where it could never
-        have an effect, and where a rank has too little memory for it.
+        Returns log lines with the memory that the stash of each stage saves. Raises ValueError on all ranks if the
+        stash could never have an effect, or if a rank has too little memory for it.
         """
         lines = learned_lines(self._config, learned)
         self.adopt(learned.for_expert_ranks(self._learned.expert_ranks))
@@ -141,12 +141,12 @@ class ExpertMemory:
         return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
 
     def pool_layout_for(self, num_microbatches: int) -> PoolLayout | None:
-        """The pool that `prepare` opens for steps of so many microbatches where nothing is learned yet; opens none."""
+        """Returns the layout of the pool that `prepare` would allocate without learned sizes. Allocates nothing."""
         self.needs = self._needs(num_microbatches)
         return self._layout(None)
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
-        """Prepares buffers and stash for the passes of a step, also of one that runs again or follows an error."""
+        """Prepares buffers and stash for the passes of a step, including a retry or a step after an error."""
         self.step.begin()
         self._is_training = not forward_only
         if self._is_training and num_microbatches != self._num_microbatches:
@@ -157,13 +157,13 @@ class ExpertMemory:
             self.epoch += self.stash.order.events is not order
 
     def void_flags(self) -> Tensor:
-        """Whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
+        """Returns whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
         missing = self.step.rows_missing > 0
         void = torch.zeros_like(missing) if self.stash is None else self.stash.void.view(1) > 0
         return torch.cat([missing, void]).double()
 
     def end_step(self) -> None:
-        """Records the needs of a step or an evaluation in which nothing was lacking."""
+        """Records the needs of a step or an evaluation that did not overflow."""
         if self._is_training:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
@@ -172,24 +172,24 @@ class ExpertMemory:
                 self._follow(self.stash)
 
     def _follow(self, stash: PagedStash) -> None:
-        """Adapts the stash to a step that departed from the plan, or had fuller passes than pages are reserved for."""
+        """Adapts the stash to a step that departed from the plan, or that had more rows than pages are reserved for."""
         if self._is_planned and stash.order.departed:
-            # Layers that keep nothing, such as frozen ones below all that is trained: what runs says the order.
+            # Some layers save nothing, e.g. frozen ones below all trained ones. The order is then learned from steps.
             self._is_planned = False
             self._forget_plans()
-            # Not by way of _plan: on other ranks nothing may have departed.
+            # _plan is collective, and on other ranks the order may not have departed.
             self._keep_plan(self._stash_over(stash.pool))
         else:
             stash.raise_reserved_share(max(stash.reserved_share, self._expected_share()))
 
     def grow_sync(self, *, iteration: int) -> str:
-        """More rows or pages on all ranks, after a verdict that any lacked them; returns a line for the log.
+        """Grows buffers or pools on all ranks, after any rank overflowed; returns a line for the log. Collective.
 
-        Raises ExpertOverflowError on all ranks under the policy "error". Collective. NOTE: reads the device.
+        Raises ExpertOverflowError on all ranks under the policy "error". NOTE: reads the device.
         """
-        # Evaluations are in no step's figures.
+        # The figures of a step do not include evaluations.
         self._voids += self._is_training
-        everyone = gather_objects(self._lacking_sync(), dist.group.WORLD)
+        everyone = gather_objects(self._needed_sizes_sync(), dist.group.WORLD)
         lacking = lacking_words([lack for lack, _ in everyone])
         grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))
         if self._config.moe_paged_stash_overflow_policy == "error":
@@ -202,7 +202,7 @@ class ExpertMemory:
         return f"from now on {growth}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
-        """Takes over what earlier steps, other ranks or a checkpoint learned: nothing becomes smaller."""
+        """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller."""
         self._learned = self._learned.merged(sizes)
         before, self._capacity_factor = self._capacity_factor, capacity_factor(self._capacity_factor, self._learned)
         if self._capacity_factor != before:
@@ -217,7 +217,7 @@ class ExpertMemory:
 
     @property
     def _max_rows(self) -> int:
-        """C, of every layer."""
+        """C, which is the same for every layer."""
         return self._dispatchers[0].budget.rows_of_rank(self._tokens)
 
     def _needs(self, num_microbatches: int | None) -> StepNeeds:
@@ -227,9 +227,9 @@ class ExpertMemory:
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
-        """The stash for steps of so many microbatches; a pool that is large enough stays, with its stashes.
+        """Builds the stash for steps of that many microbatches. A pool that is large enough stays, with its stashes.
 
-        Collective, whatever is kept here: other ranks may have kept less.
+        Collective, even if this rank has the plan already, since other ranks may have dropped theirs.
         """
         plan = self._plans.get(num_microbatches)
         self._num_microbatches, self.needs = num_microbatches, plan.needs if plan else self._needs(num_microbatches)
@@ -239,7 +239,7 @@ class ExpertMemory:
         pool = None
         if self.stash is not None:
             pool = self.stash.pool
-            # The next stash clears the pool: no release of this one may run after that.
+            # The next stash resets the pool, and no release of this one may run after that.
             self.stash.join()
         old = None if pool is None else pool.layout
         with all_ranks_agree(), flags_named_in_errors():
@@ -247,11 +247,11 @@ class ExpertMemory:
         if layout != old:
             if self._plans:
                 self._forget_plans()
-            # Before the new one is made: there may not be room for both.
+            # Dropped before the new pool is allocated, because memory may not suffice for both.
             self.step.stash = pool = plan = None
             pool = open_pool(self._device, layout, config=self._config)
         else:
-            # Other ranks may make theirs.
+            # Takes part in the collective, because other ranks may allocate pools.
             open_pool(self._device, None, config=self._config)
         if plan is None:
             stash = None if pool is None else self._stash_over(pool)
@@ -273,7 +273,7 @@ class ExpertMemory:
     def _forget_plans(self) -> None:
         self._plans.clear()
         self.epoch += 1
-        # Graphs refer to their stash, and so to its pages, and hold memory of their own: what grows next needs both.
+        # Graphs keep their stash with its pages alive, and own memory. The growth that follows needs both.
         self.release_graphs()
 
     def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
@@ -299,19 +299,22 @@ class ExpertMemory:
 
     @property
     def _prefetch_groups(self) -> int:
-        # A graph of one layer cannot bring back another one's rows.
+        # A graph of one layer cannot restore the rows of another one.
         return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
-        """Returns the share of C rows that a pass is expected to have."""
+        """Returns the share of the C rows that a pass is expected to fill."""
         most = max(self._learned.rows_share.values(), default=0.0)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
-    def _lacking_sync(self) -> tuple[Lack | None, LearnedSizes]:
-        """Returns this rank's shortfall and the sizes that would have been enough. NOTE: reads the device."""
+    def _needed_sizes_sync(self) -> tuple[Lack | None, LearnedSizes]:
+        """Returns this rank's shortfall and the sizes that would have been enough. NOTE: reads the device.
+
+        Missing rows grow the capacity factor, missing pages the pool.
+        """
         needed = float(self.step.factor_needed)
         if int(self.step.rows_missing) > 0:
-            # More than any routing can bring would make no buffer larger.
+            # Beyond largest_factor no routing needs more rows, and buffers would not become larger.
             largest = self._dispatchers[0].budget.largest_factor
             grown = LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
             return Lack(needed, self._capacity_factor), grown
@@ -327,12 +330,13 @@ class ExpertMemory:
         self._learn_rows(rows.values())
         is_short = self._expected_share() > self.stash.reserved_share
         if self._has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
-            # Others took the pages, as fewer rows were expected: the reserve that is made of these rows is enough.
+            # The pool is large enough, but gate_up and act took pages because fewer rows were expected. The reserve
+            # for the rows just learned is enough.
             return lack, LearnedSizes()
         return lack, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def _figures_sync(self) -> StepFigures:
-        """NOTE: reads the device, which the verdict has just waited for."""
+        """Returns the figures of the step. NOTE: reads the device, which has finished the step."""
         needs, rows = self.needs, rows_by_group(self.step.passes, self.step.rows.tolist())
         occupancy = None if self.stash is None else self.stash.pool.occupancy_sync()
         return StepFigures(
@@ -346,7 +350,7 @@ class ExpertMemory:
             pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
             balanced_pages=self._longest_pages,
             capacity_factor=self._capacity_factor,
-            # Buffers hold whole rows, so that a factor may be enough for a little more than it says.
+            # Sizes of buffers are rounded up, so a factor may suffice for a slightly larger need.
             factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
             voids=self._voids,
             events=tuple(needs.events),
@@ -356,20 +360,20 @@ class ExpertMemory:
         )
 
     def _remember(self, figures: StepFigures) -> None:
-        """The most rows that a pass of each layer had; a first measured peak makes the pool anew where it counts."""
+        """Learns the most rows of a pass of each layer. With factors below 0, the first step replaces the pool."""
         self._learn_rows(figures.rows)
         config = self._config
         if (
             not self._is_measured
             and min(config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu) < 0
         ):
-            # The next step makes a pool as large as this one's peak asks for.
+            # The next step allocates a pool for the peak of this one.
             self._forget_plans()
             self.step.stash = self._num_microbatches = None
         self._is_measured = True
 
     def _learn_rows(self, rows: Iterable[int]) -> None:
-        """rows: live ones of each expert forward of the step, in order."""
+        """Learns each layer's share of rows; rows: live rows of each expert forward of the step, in order."""
         shares: dict[int, float] = {}
         for layer, live in zip(self.step.passes, rows):
             shares[layer] = max(shares.get(layer, 0.0), live / self._balanced_rows)
@@ -377,7 +381,7 @@ class ExpertMemory:
 
 
 def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:
-    """The command line that would have given them."""
+    """Returns the flags that would give these sizes."""
     in_bytes = config.moe_paged_stash_buffer_bytes is not None
     factors = (
         ("--moe-expert-rank-capacity-factor", sizes.capacity_factor, ""),

@@ -1,12 +1,14 @@
-"""StepRunner: forward and backward of a step, again from the same start until no rank lost anything in them.
+"""StepRunner: runs forward and backward of a step, and retries them from the same start while any rank overflowed.
 
-What can be lost, and what grows then, is the StepMemory's; the optimizer's step is training.py's.
+expert_memory.py implements StepMemory, which detects overflows and grows. training.py runs the optimizer's step.
 
-[Note: void steps] Experts in buffers of a fixed size may get more rows than these hold, or find no page for what their
-backward needs. They go on with what they have, and raise a flag on the device. The sum over all ranks, which travels
-with the statistics of the step, says on every rank alike that the step is void: gradients and losses are wrong, and may
-be NaN. It must leave no trace: all ranks go back to where it began, grow, and run it again, before anything that counts
-has moved. What moves once a step (router biases, schedules, counters, checkpoints) therefore comes after the verdict.
+[Note: discarded steps]
+Experts in buffers of a fixed size may receive more rows than a buffer holds (expert overflow), or find no page for an x
+that backward needs (stash overflow). They continue without these rows and set a flag on the device. The flags are
+summed over all ranks together with the statistics of the step, so every rank learns that the step overflowed: its
+gradients and losses are wrong, and may be NaN. The step is discarded and must leave no trace. All ranks restore the
+state at its start, grow what was too small, and run it again. State that changes once per step (router biases,
+schedules, counters, checkpoints) is therefore updated only after this decision.
 """
 
 import argparse
@@ -30,45 +32,46 @@ from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.step_statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step_update import StepUpdate
 
-# A rerun grows to what the void one needed, or by a fixed share: what so many do not reach, none will.
+# A retry has the sizes that the discarded attempt needed, or sizes grown by a fixed share. A step that still overflows
+# after this many retries would never succeed.
 _MAX_RERUNS = 8
 
-# From the reports of this rank's passes and its flags.
+# (reports of this rank's passes, its overflow flags) -> the statistics of the step over all ranks.
 _Judge = Callable[[Reports, torch.Tensor | None], StepStatistics]
 
 
 class ExpertOverflowError(RuntimeError):
-    """A step lost rows or pages, and may not or cannot run again with more; raised on every rank, with no update."""
+    """A step overflowed, and growing is forbidden or impossible. Raised on every rank, before any update."""
 
 
 class StepMemory(Protocol):
-    """The memory of experts whose buffers have a fixed size; see [Note: void steps]."""
+    """The memory of experts whose buffers have a fixed size; see [Note: discarded steps]."""
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
-        """Called before the passes of a step or of an evaluation's iteration, also before they run again."""
+        """Called before the passes of a step or of an evaluation's iteration, and before each retry."""
         ...
 
     def void_flags(self) -> torch.Tensor:
-        """[2], fp64, on the device: 1 where this rank's step is void, by rows over budget and by inputs without pages.
+        """Returns [2], fp64, on the device: 1 for an expert overflow on this rank, and 1 for a stash overflow; else 0.
 
-        After the passes, once or more.
+        Called after the passes, once or more.
         """
         ...
 
     def grow_sync(self, *, iteration: int) -> str:
-        """Grows what was too small, after a void step whose traces are gone; returns a line for the log. Collective.
+        """Grows buffers or pools that overflowed, once the step is discarded; returns a line for the log. Collective.
 
-        Raises ExpertOverflowError on all ranks where it may not or cannot.
+        Raises ExpertOverflowError on all ranks if growing is forbidden or impossible.
         """
         ...
 
     def end_step(self) -> None:
-        """Called after a step that was not void; after an error, begin_step may follow without it."""
+        """Called after a step that did not overflow. After an error, begin_step may follow without it."""
         ...
 
 
 class StepGraph(Protocol):
-    """Runs the passes from CUDA graphs, of a whole step or of its parts."""
+    """Runs the passes from CUDA graphs, of a whole step or of parts of it."""
 
     @property
     def failure(self) -> str | None:
@@ -77,7 +80,7 @@ class StepGraph(Protocol):
 
     @property
     def may_break_off(self) -> bool:
-        """Whether a call may raise CaptureFailedError, so that the start of the step has to be kept."""
+        """Whether a call may raise CaptureFailedError, so that the state at the start of the step must be kept."""
         ...
 
     def __call__(
@@ -90,7 +93,7 @@ class StepGraph(Protocol):
         ...
 
     def drop_graphs(self) -> None:
-        """Lets go of all graphs and their memory; later steps are captured anew."""
+        """Releases all graphs and their memory; later steps are captured again."""
         ...
 
 
@@ -98,9 +101,9 @@ class StepGraph(Protocol):
 class StepRunner:
     """Runs the passes of steps and evaluations over this rank's chunks.
 
-    update: what follows the passes of a step that counts; None for a run that only evaluates.
-    memory: None where nothing can be lost. graph: None where passes are launched one by one. With neither, passes run
-    once, and nothing of the step's start is kept.
+    update: runs after the passes of a step that is not discarded; None for a run that only evaluates. memory: None if
+    nothing can overflow. graph: None if passes run eagerly. Without both, passes run once, and the state at the start
+    of the step is not kept.
     """
 
     args: argparse.Namespace
@@ -121,14 +124,15 @@ class StepRunner:
         iteration: int,
         exit_reasons: Callable[[], Sequence[bool]],
     ) -> tuple[Reports, StepStatistics]:
-        """Forward and backward of a training step: what this rank's losses report, and what all ranks know. Collective.
+        """Runs forward and backward of a training step. Collective.
 
-        update_sync is to follow. iteration: the step's number, for messages. exit_reasons: asked when
-        the passes are done. NOTE: reads the device, see StatisticsExchange. Raises ExpertOverflowError on all ranks.
+        Returns the reports of this rank's losses, and the statistics over all ranks. The caller then calls update_sync.
+        iteration: the step's number, for messages. exit_reasons: called after the passes. NOTE: reads the device, see
+        StatisticsExchange. Raises ExpertOverflowError on all ranks.
         """
 
         def judge(reports: Reports, void_flags: torch.Tensor | None) -> StepStatistics:
-            # Anew after each run: a signal may come in one that is void.
+            # Asked after each attempt, because a signal may arrive during a discarded one.
             reasons = exit_reasons()
             return self.statistics.reduce_step_sync(
                 reports,
@@ -141,19 +145,18 @@ class StepRunner:
         return self._run_sync(iterator, judge, num_microbatches=num_microbatches, iteration=iteration)
 
     def update_sync(self) -> tuple[bool, float, float | None]:
-        """Finalizes gradients and updates parameters after train_sync; returns what MegatronOptimizer.step does.
+        """Finalizes gradients and updates parameters after train_sync; returns the result of MegatronOptimizer.step.
 
-        Collective. NOTE: reads the device, see there.
+        Collective. NOTE: reads the device, as that method does.
         """
         assert self.update is not None, "a run that only evaluates updates nothing"
         return self.update.run_sync()
 
     def evaluate_sync(self, iterator: Iterator[Any] | None, *, num_microbatches: int, iteration: int) -> Reports:
-        """Forward of one global batch, without gradients; what this rank's losses report of it. Collective.
+        """Runs forward of one global batch without gradients; returns the reports of this rank's losses. Collective.
 
-        With a memory, ranks agree after each batch, in a small all-reduce that a run without one does not need: if they
-        agreed once an evaluation, as on its losses, all of its batches would have to be kept. iteration, NOTE and
-        errors: as for train_sync.
+        With a memory, ranks agree on overflows after each batch, in a small all-reduce. Agreeing once per evaluation
+        would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
         """
 
         def judge(_: Reports, void_flags: torch.Tensor | None) -> StepStatistics:
@@ -198,17 +201,17 @@ class StepRunner:
             grown.append(self.memory.grow_sync(iteration=iteration))
             what = "an evaluation after iteration" if forward_only else "iteration"
             print_rank_0(f"  {what} {iteration} was void and runs again ({statistics.overflow}): {grown[-1]}")
-            # Last, as whatever grew may have drawn numbers.
+            # Last, because growing may have drawn random numbers.
             start.go_back()
 
     def _run_from(self, start: "_Start", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
-        """Runs the passes over the batches of `start`; eagerly where they could not be captured. Collective."""
+        """Runs the passes over the batches of `start`; if their capture fails, runs them eagerly. Collective."""
 
         def run() -> Reports:
             if self.memory is not None:
                 self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
             if self.update is not None and not forward_only:
-                # Of a step that an error ended before its update.
+                # Drops the leftovers of a step that an error ended before its update.
                 self.update.forget()
             return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
 
@@ -224,18 +227,18 @@ class StepRunner:
         return run()
 
     def forget_gradients(self) -> None:
-        """Drops those of passes that do not count, also what is on its way to other ranks. Collective."""
+        """Drops the gradients of a discarded step, including reductions in flight. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
-        # One of the chunks of a scheduler speaks for all; begins an iteration anew, as zero_grad does.
+        # Resets each scheduler once, through any of its chunks; this begins an iteration, as zero_grad does.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()
         if self.update is not None:
             self.update.forget()
 
     def _run_passes(self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool) -> list[Any]:
-        """Runs the passes over the next batches; returns what the losses of the last stage report."""
+        """Runs the passes over the next batches; returns the reports of the losses on the last stage."""
         for inner in unwrap_model(list(self.model)):
-            # Of passes that were void, or that an error broke off.
+            # Drops records of passes that were discarded, or that an error ended.
             if isinstance(inner, RecordsAuxLosses):
                 inner.aux_losses.forget_step()
         with self.timers("forward-backward", log_level=1):
@@ -250,9 +253,12 @@ class StepRunner:
             )
 
     def _of_chunks(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
-        """Returns the same batches for each chunk that reads any: the ends of the pipeline, for tokens and labels."""
+        """Returns an iterator over the same batches for each chunk, or None for a chunk that reads none.
+
+        The ends of the pipeline read batches, for tokens and labels.
+        """
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
-        # Attention in the middle needs masks and borders of documents: read again, which is cheaper than sent along.
+        # Attention in the middle needs masks and document boundaries. Reading them there is cheaper than sending them.
         everywhere = self.args.reset_attention_mask
         readers = [
             chunk
@@ -261,20 +267,20 @@ class StepRunner:
         ]
         if iterator is None or len(readers) < 2:
             return [iterator if chunk in readers else None for chunk in range(num_chunks)]
-        # All have read equally far when the step ends, so that the copies of one step suffice.
+        # At the end of the step all have read the same number of batches, so the copies hold those of one step at most.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
         return [copies.get(chunk) for chunk in range(num_chunks)]
 
 
 class _Start:
-    """The state at the start of a step: its batches, None for a stage that reads none, and random generators."""
+    """State at the start of a step: its batches, None for a stage that reads none, and the random generators."""
 
     def __init__(self, iterator: Iterator[Any] | None) -> None:
         self.batches = None if iterator is None else KeptBatches(iterator)
         self._generators = capture_rng()
 
     def go_back(self) -> None:
-        """Whoever runs the step again reads and draws the same."""
+        """Restores the start, so that a retry reads the same batches and draws the same random numbers."""
         restore_rng(self._generators)
         if self.batches is not None:
             self.batches.rewind()

@@ -212,7 +212,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-# Methods of Tensor that return values to the host. Other methods that do so call an operator that is refused.
+# Methods of Tensor that return values to the host. A method that is not listed here calls an operator that is refused.
 _READS = frozenset(
     "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ __complex__ __repr__ __format__ "
     "__contains__ is_nonzero".split()

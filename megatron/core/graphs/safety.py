@@ -3,10 +3,10 @@
 It watches code that runs on tensors of the CPU or on fake tensors of any device. graphs/refusals.py has the tables of
 refused operations with their reasons. Graphs are made elsewhere.
 
-[Note: what is watched] A TorchFunctionMode sees functions and methods of torch with their arguments. Some of them call
-no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, also those of backward. A profile
-function sees other calls: of streams, events, generators and barriers. Nothing inside an operator is watched, since a
-GPU has another kernel for it.
+[Note: what is watched] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
+those that call no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, in backward too. A
+profile function sees calls that neither mode sees: of streams, events, generators and barriers. The inside of an
+operator is not watched, since a GPU has another kernel for it.
 These watch the thread of the region. In other threads only methods of Tensor that read values are watched, and only for
 tensors that the region allocates or writes; other tensors are those of checkpoints and of data loading. Work that such
 a thread launches on the device is not seen.

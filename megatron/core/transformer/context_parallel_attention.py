@@ -250,12 +250,18 @@ _EXCHANGES: dict[str, type[KeyValueExchange]] = {"p2p": Ring, "all_gather": Gath
 
 
 def _message(pair: KeysAndValues) -> Tensor:
-    """Concatenates key and value, whose widths may differ, into one message: [elements]."""
+    """Concatenates key and value, whose widths may differ, into one message: [elements].
+
+    Ring and Gather send keys and values in this form, and _ScatteredReturn their gradients.
+    """
     return torch.cat((pair.key.flatten(), pair.value.flatten()))
 
 
 def _inside(message: Tensor, *, like: KeysAndValues) -> KeysAndValues:
-    """Returns views of a message as key and value with the shapes of `like`."""
+    """Returns views of a message as key and value with the shapes of `like`; the inverse of _message.
+
+    Both exchanges use it for blocks, and both returns for gradients.
+    """
     border = like.key.numel()
     return KeysAndValues(message[:border].view(like.key.shape), message[border:].view(like.value.shape))
 

@@ -85,7 +85,7 @@ def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tu
         if not any(rank.memory.void_flags().any() for rank in ranks):
             break
         voids += 1
-        with _gathering([rank.memory._lacking_sync() for rank in ranks]):
+        with _gathering([rank.memory._needed_sizes_sync() for rank in ranks]):
             for rank in ranks:
                 rank.memory.grow_sync(iteration=voids)
     for rank in ranks:

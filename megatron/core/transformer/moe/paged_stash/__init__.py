@@ -1,4 +1,4 @@
-"""Paged stash: keeps live rows that experts save for backward in pages. Needs torch and NumPy, and Triton on GPUs."""
+"""Paged stash: stores the live rows that experts save for backward in pages. Needs torch, NumPy, and Triton on GPUs."""
 
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.expert_ops import (

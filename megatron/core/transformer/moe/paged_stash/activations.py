@@ -52,7 +52,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class ActivationForm:
-    """Activation by name, and the clamp and offset of a gated one.
+    """An activation by name, with clamp and offset for a gated one.
 
     Raises ValueError for an unknown name, and for a plain activation with a clamp or an offset.
     """
@@ -69,7 +69,7 @@ class ActivationForm:
 
     @property
     def activation(self) -> Activation:
-        """Activation of that name."""
+        """The activation with this name."""
         return activation_of(self.name)
 
     def limited(self, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -86,7 +86,7 @@ class ActivationForm:
 
 
 def activation_of(name: str) -> Activation:
-    """Returns the activation of that name. Raises ValueError for an unknown one."""
+    """Returns the activation with this name. Raises ValueError for an unknown one."""
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation ({name!r}) must be one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
@@ -130,7 +130,7 @@ def act_gradient_rows(
         incoming = grad[chunk].to(gate.dtype)
         weight = 1 if scale is None else scale[chunk, None].to(gate.dtype)
         grad_gate = _destination(grad_gate_up[chunk, :ffn], gate.dtype)
-        value = activation.value(gate, grad_gate)  # lies there until its gradient does
+        value = activation.value(gate, grad_gate)  # in the memory that the gradient will overwrite
         if up is None or given_up is None:
             if grad_scale is not None:
                 grad_scale[chunk] = (incoming * value).sum(1)

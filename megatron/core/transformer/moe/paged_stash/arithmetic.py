@@ -86,7 +86,7 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peak bytes on the device that wait for backward, without and with a stash.
+    """Peak bytes on the device that are saved for backward, without and with a stash.
 
     static_bytes: without a stash, whole buffers of max_rows rows. With a stash: arena_bytes, the device tier, plus
     working_set_bytes, the whole buffers of the running group and of the prefetched ones.

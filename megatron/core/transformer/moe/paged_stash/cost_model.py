@@ -1,8 +1,8 @@
 """Estimated savings and costs of stashing, in bytes and seconds, from sizes alone. arithmetic.py counts pages.
 
-Letters: H hidden, F ffn of one expert, N rows of a group, S pairs of (layer, micro-batch) kept for backward at the same
-time, b bytes that a row saves for backward, c capacity factor. Without a stash a layer keeps c x N rows, because static
-buffers are made for the worst case. These estimates help to choose sizes. The pool of a run counts its real use.
+Letters: H hidden, F ffn of one expert, N rows of a group, S pairs of (layer, micro-batch) saved for backward at the
+same time, b bytes that a row saves for backward, c capacity factor. Without a stash a layer saves c x N rows, because
+static buffers are sized for the worst case. These estimates help to choose sizes. The pool of a run counts real use.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Step at whose peak S = live_groups groups of N = num_rows rows each are kept for backward."""
+    """Shape of a step at whose peak S = live_groups groups of N = num_rows rows each are saved for backward."""
 
     expert: ExpertShape
     num_rows: int
@@ -82,7 +82,7 @@ class StepShape:
 
     @property
     def dropless_bytes(self) -> int:
-        """S N b: buffers as large as the live rows. The host must know these, so shapes are not static."""
+        """S N b: bytes of buffers that hold exactly the live rows. Shapes are then not static."""
         return self.live_groups * self.group_bytes
 
     @property
@@ -113,7 +113,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """Seconds of work on one group of num_rows rows. It costs less time if it overlaps with other work."""
+    """Seconds of work on one group of num_rows rows, without any overlap with other work."""
 
     expert: ExpertShape
     num_rows: int

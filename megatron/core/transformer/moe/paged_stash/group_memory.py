@@ -1,13 +1,13 @@
-"""Memory of one expert group's saved rows, which go into pages when its forward ends and come back before its backward.
+"""Memory of one expert group's saved rows: copied into pages at the end of its forward, and back before its backward.
 
 saved_tensors.py decides which tensors belong to a group. stash.py decides which group is next.
 
-[Note: side streams] The planning kernel takes pages on the stash stream, and it alone writes the heads of the rings.
-The release kernel returns pages on the restore stream, and it alone writes the tails. So a stash and a restore may run
+[Note: side streams] The planning kernel allocates pages on the stash stream, and only it writes the heads of the rings.
+The release kernel returns pages on the restore stream, and only it writes the tails. So a stash and a restore may run
 at the same time. With a single stream, the prefetch of the next group would wait for stashes that nothing depends on.
 All work on either stream first waits for the main stream:
-- stash: the experts' kernels may still be writing its sources. Its plan also has to find the pages free that backward
-  returned, as the reserve assumes; the main stream waited for these releases before it ran backward.
+- stash: the experts' kernels may still be writing its sources. Its plan must also see the pages that backward has
+  released, because the reserve counts on them. The main stream waited for these releases before it ran backward.
 - restore: kernels launched earlier on the main stream may still read the memory of its targets, because the allocator
   hands out memory in the order of the main stream.
 A reset clears the pool on the main stream. So the main stream waits for both streams before it, and both wait for the
@@ -71,8 +71,8 @@ class GroupMemory:
 class GroupPages:
     """Pages of a group. The finalizer that releases them refers to this object, so it must not refer to the group.
 
-    stashed: end of the copy into pages. arrived: end of the copy back and of the pages' release. targets: memory that
-    the copy back writes to.
+    stashed: event at the end of the copy into pages. arrived: event at the end of the copy back and of the pages'
+    release. targets: memory that the copy back writes to.
     """
 
     group: PageGroup
@@ -120,9 +120,9 @@ class Recomputation:
 class Reading:
     """Copy into pages that the main stream has not waited for.
 
-    copied: end of the copy, None on the CPU. sources: memory that the copy reads, kept until then; empty on the CPU,
-    where the copy is done. versions: for each block, its RestoredBlock and the versions of its tensors at the launch of
-    the copy.
+    copied: event at the end of the copy, None on the CPU. sources: memory that the copy reads, kept until then; empty
+    on the CPU, where the copy is done. versions: for each block, its RestoredBlock and the versions of its tensors when
+    the copy was launched.
     """
 
     copied: torch.Event | None
@@ -130,7 +130,7 @@ class Reading:
     versions: list[tuple[RestoredBlock, list[VersionOf]]]
 
     def note_changes(self) -> None:
-        """Invalidates the blocks that were written to since, because the copy may have read either value."""
+        """Invalidates blocks that were written to since the launch, because the copy may have read either value."""
         for memory, versions in self.versions:
             changes = (version.change() for version in versions)
             memory.change = memory.change or next((change for change in changes if change is not None), None)
@@ -193,8 +193,8 @@ class PageKeeper:
                 self.pool.stash(pages.group, sources, num_programs=self._num_programs)
         finally:
             copied = self._stash_stream.record()
-            # The rows of a captured group are restored in another graph, which runs after the whole of this one. Its
-            # capture would fail at an event of this capture.
+            # The rows of a captured group are restored in another graph, which runs after this graph has ended. Waiting
+            # for an event of this capture would make the other capture fail.
             pages.stashed = None if is_captured else copied
             # The allocator must not hand out this memory before the main stream has waited for the copy. Otherwise the
             # copy would read what later kernels of the main stream write to it.
@@ -276,7 +276,7 @@ class PageKeeper:
                 pass
 
     def forget_groups(self) -> None:
-        """Makes groups that were stashed so far hold nothing that could be released or waited for."""
+        """Forgets all groups stashed so far: their pages are not released, and their copies not waited for."""
         self.generation += 1
         self._gone.clear()
         self.forget_copies()
@@ -342,8 +342,8 @@ class PageKeeper:
     def _give_back(self, pages: GroupPages) -> None:
         if not pages.is_given_back:
             self.pool.release(pages.group)
-            # Recorded after the release, and not only after the copy: once the main stream has waited for it, the next
-            # plan must find these pages free, as the reserve assumes, and another group may get the room in the table.
+            # Recorded after the release, not only after the copy. Once the main stream has waited for this event, the
+            # next plan must see these pages as free, and another group may get the entries in the page table.
             pages.arrived = self._restore_stream.record()
             # Set last: after an interruption all of this is repeated, and a second release does nothing.
             pages.is_given_back = True

@@ -20,7 +20,7 @@ class PagedStashManager(PagedStash):
 
 
 def paged_stash_reset(enabled: bool = True, *, manager: PagedStash) -> None:
-    """Call before each step; enabled: False for a step that stashes nothing, such as an evaluation."""
+    """Prepares the next step; enabled: False for a step that stashes nothing, such as an evaluation."""
     manager.reset(enabled=enabled)
 
 
@@ -32,7 +32,7 @@ def get_paged_stash_context(
     avg_num_tokens: int | None = None,
     manager: PagedStash,
 ) -> AbstractContextManager[StashGroup]:
-    """Around an expert group's forward.
+    """Wraps an expert group's forward.
 
     num_tokens_tensor: [1] or scalar, int64 or int32, on the device. avg_num_tokens: ignored, as the pool has its size.
     Raises ValueError if max_num_tokens or num_tokens_tensor is missing.
@@ -45,7 +45,7 @@ def get_paged_stash_context(
 
 
 def paged_stash_group_start(tensor: Tensor, *, manager: PagedStash) -> Tensor:
-    """Call before a group's context: waits for copies of earlier groups. Returns the tensor, any shape and dtype."""
+    """Waits for copies of earlier groups, before a group's context. Returns the tensor, any shape and dtype."""
     manager.join()
     return tensor
 
@@ -56,5 +56,5 @@ def paged_stash_group_commit(tensor: Tensor, name: str | None = None) -> Tensor:
 
 
 def check_paged_stash_overflow(*, manager: PagedStash) -> Tensor:
-    """PagedStash.void: above 0 if the step's gradients are wrong; scalar, int64, on the device."""
+    """Returns PagedStash.void: above 0 if the step's gradients are wrong; scalar, int64, on the device."""
     return manager.void

@@ -1,8 +1,9 @@
 """Sizes, priorities and records that the host code of the stash shares with its kernels. Holds no tensors.
 
 [Note: pages] A page is page_bytes bytes of one arena. Ids 0 .. device_pages - 1 are device pages, the next host_pages
-ids are host pages. A tensor with R live rows takes ceil(R * row_bytes / page_bytes) pages. Its rows follow each other
-in them without gaps and may straddle pages, whatever their dtype or width.
+ids are host pages, so a kernel infers the tier from the id. A tensor with R live rows takes
+ceil(R * row_bytes / page_bytes) pages. Its rows are stored in them without gaps and may straddle pages. Copies move
+bytes, so rows of any dtype and width are stored in this way.
 """
 
 import enum
@@ -24,7 +25,7 @@ class Priority(enum.IntEnum):
 
 
 class Tier(enum.Enum):
-    """Kind of memory that pages lie in. Kernels infer it from the page id."""
+    """Kind of memory that pages lie in. Kernels infer it from the page id; see [Note: pages]."""
 
     DEVICE = "device"
     HOST = "host"
@@ -64,7 +65,7 @@ class PoolLayout:
         return -(-num_bytes // self.page_bytes)
 
     def encode(self) -> list[int]:
-        """Returns the layout as the operators take it."""
+        """Returns the layout in the form that operators expect."""
         return [self.page_bytes, self.device_pages, self.host_pages]
 
 
@@ -181,14 +182,14 @@ class PlacedTensor:
     slot: int
 
     def encode(self) -> "EncodedTensor":
-        """Returns the tensor as the operators take it."""
+        """Returns the tensor in the form that operators expect."""
         spec = self.spec
         sizes = spec.row_bytes, spec.pitch_bytes, spec.max_rows, spec.tokens_per_row, int(spec.priority)
         return EncodedTensor(*sizes, self.table_start, self.slot)
 
 
 class EncodedTensor(NamedTuple):
-    """The integers of a PlacedTensor, in the order in which operators take them."""
+    """The integers of a PlacedTensor, in the order that operators expect."""
 
     row_bytes: int
     pitch_bytes: int
@@ -203,7 +204,7 @@ INTS_PER_TENSOR = len(EncodedTensor._fields)
 
 
 def encode_tensors(tensors: Iterable[PlacedTensor]) -> list[int]:
-    """Concatenates the integers of a group's tensors, as the operators take them."""
+    """Concatenates the integers of a group's tensors, in the form that operators expect."""
     return [number for tensor in tensors for number in tensor.encode()]
 
 

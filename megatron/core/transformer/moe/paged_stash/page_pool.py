@@ -8,11 +8,15 @@
     pool.release(group)
     pool.close_group(group)
 
-cpu_kernels.py and triton_kernels.py implement the operators. group_memory.py decides when they run.
+cpu_kernels.py implements the operators for the CPU, triton_kernels.py for GPUs. group_memory.py decides when they run.
+
+Both tiers are memory that kernels can address, i.e. device memory and page-locked host memory: on a GPU a page is read
+and written at its address. Storage that has no address, such as a file, could therefore not be a third tier.
 
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
-tail that is read too early merely hides free pages. All work of a pool has to be joined before its reset.
+tail that is read too early merely hides free pages. See [Note: two ends of a ring] in triton_kernels.py. All work of a
+pool must be joined before its reset.
 
 [Note: persistent buffers] On a GPU, restored rows lie in memory of the caching allocator. On the CPU they lie in
 buffers that are reused, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has
@@ -44,7 +48,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 # Restored rows keep the original's offset from a multiple of this many bytes. Kernels choose their vector loops by
 # alignment, and another loop may give other bits.
 RESTORE_ALIGNMENT = 64
-GROUPS_PER_SLAB = 16  # if all are as large as the one that the slab is made for
+GROUPS_PER_SLAB = 16  # if all have the size of the group that the slab is allocated for
 CLOSED = -1
 _HUGE_PAGE_BYTES = 2**21
 # Advice of Linux's madvise(2): use huge pages from now on, and collapse existing pages immediately.
@@ -53,7 +57,7 @@ _HUGEPAGE, _COLLAPSE = 14, 25
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """The part of a group that one call of an operator takes: positions in the specs, and the encoded tensors."""
+    """The part of a group that one operator call processes: positions in the specs, and the encoded tensors."""
 
     indices: list[int]
     tensors: list[int]
@@ -63,9 +67,9 @@ class OperatorCall:
 class PageGroup:
     """Tensors that are planned, copied and released together.
 
-    tensors: in the order of the specs. waits: events that the stream of its first plan has to wait for, because the
-    previous owner of the room may still read its records until then. generation: number of the pool's resets before the
-    group was opened, or CLOSED. is_fixed: the group belongs to a CUDA graph and is never closed.
+    tensors: in the order of the specs. waits: events that the stream of its first plan must wait for, because until
+    then the previous owner of the table entries may still read its records. generation: number of the pool's resets
+    before the group was opened, or CLOSED. is_fixed: the group belongs to a CUDA graph and is never closed.
     """
 
     tensors: list[PlacedTensor]
@@ -126,7 +130,7 @@ class PagePool:
         self.generation = -1
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device)
-        # Owned by the pool, because stashes that take turns over it can share the buffers.
+        # Owned by the pool, because stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device)
         self.reset()
 
@@ -359,7 +363,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Room:
-    """A range of a slab's table entries and of its slots."""
+    """A range of a slab's table entries, and a range of its slots."""
 
     start: int
     slot: int

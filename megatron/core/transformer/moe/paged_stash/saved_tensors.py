@@ -6,11 +6,12 @@ A *row tensor* has a dimension of max_rows rows, and this dimension is the outer
 bytes after row r - 1, and its values lie within `extent` <= pitch bytes. Views of one memory that have the same pitch
 and fit into one row become one Block, e.g. the halves of gate_up, or a tensor that two operators save.
 
-[Note: guessed rows] Autograd tells which tensors it saves, but not their meaning. A tensor whose outermost size is
+[Note: guessed rows] Autograd reports which tensors it saves, but not their meaning. A tensor whose outermost size is
 max_rows may hold rows, or it may be a weight whose size happens to be max_rows. Its graph decides. A tensor made from
 parameters alone is a weight. A tensor whose graph reaches an embedding, or a plain tensor that requires grad, is an
-activation. `weight * mask` and `x @ weight` for an x without grad have graphs of the same kind. Such a tensor counts as
-rows unless its size may be that of a weight. In that case it is unclear, and only the user can tell.
+activation. `weight * mask`, and `x @ weight` for an x without grad, have graphs of the same kind: parameters, and
+tensors without grad. Such a tensor counts as rows, unless one of those parameters has max_rows as its leading size or
+an operation on them could have produced that size. It is then unclear, and only the user can tell.
 """
 
 import enum
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-# References to a tensor inside `pack` that nobody else refers to: the call's, the parameter's and getrefcount's own.
+# References to a tensor inside `pack` if no other code refers to it: the caller's, the argument `tensor` of `pack`, and
+# the argument of getrefcount.
 _OWN_REFERENCES = 3
 # Nodes that pick rows of their input. Their output is an activation, even if the input is a weight.
 _EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
@@ -38,10 +40,10 @@ _DEPTH = 64
 
 
 class RowTensors(enum.Enum):
-    """The rule by which a context takes saved tensors for rows."""
+    """The rule by which a context decides which saved tensors are rows."""
 
     DECLARED = "the tensors that `rows` or `mark` named before autograd saved them"
-    GUESSED = "also others of max_rows rows, unless they are weights; see [Note: guessed rows]"
+    GUESSED = "also others with max_rows rows, unless they are weights; see [Note: guessed rows]"
 
 
 class StashGroup:
@@ -76,15 +78,14 @@ class StashGroup:
         self._elsewhere: set[str] = set()  # devices other than the pool's on which autograd saved rows
         self._declared: list[torch.UntypedStorage] = []
         self._kept: list[torch.UntypedStorage] = []
-        # Whether max_rows is also the outermost size of a weight, and whether it is another size of anything saved.
+        # Whether max_rows is also the outermost size of a weight, and whether any saved tensor has it as another size.
         self._has_weights = self._has_such_sizes = False
 
     def keep(self, *tensors: Tensor) -> None:
-        """Declares that tensors are no rows although their outermost size is max_rows. Call it before their use.
+        """Declares that tensors are not rows although their outermost size is max_rows. Call it before their use.
 
-        Meant for weights that autograd's graph cannot tell from activations: buffers, plain tensors, casts of frozen
-        weights.
-        tensors: any shape and dtype; views of them count too.
+        It is meant for weights that autograd's graph cannot distinguish from activations: buffers, plain tensors, casts
+        of frozen weights. tensors: any shape and dtype; views of them count too.
         """
         if self._group is not None:
             self._kept += [tensor.untyped_storage() for tensor in tensors]
@@ -92,7 +93,7 @@ class StashGroup:
             self._has_weights = self._has_weights or any(row_view(weight, self._max_rows) for weight in weights)
 
     def rows(self, *tensors: Tensor) -> None:
-        """Declares tensors that hold rows, whatever else has the same size. Call it before they are used.
+        """Declares that tensors hold rows, even if other tensors have the same size. Call it before their use.
 
         tensors: any shape and dtype; views of them count too. Parameters are never rows.
         """
@@ -137,14 +138,17 @@ class StashGroup:
         self._marks.append(Mark(snapshot, priority, tokens_per_row, recompute, needed))
 
     def pack(self, tensor: Tensor) -> "SavedTensor":
-        """Autograd's pack hook. Takes row tensors, and keeps others or passes them on. tensor: any shape and dtype."""
+        """Autograd's pack hook. Collects row tensors, and keeps others or passes them to outer hooks.
+
+        tensor: any shape and dtype.
+        """
         assert self._group is not None, "hooks without a group"
         # An operator that saves its output makes a new object. Its inputs are also referenced elsewhere.
         is_given = tensor._base is not None or sys.getrefcount(tensor) > _OWN_REFERENCES
         origin = self._origin(tensor)
-        may_have_rows = type(tensor) is Tensor and tensor.device == self._device and origin is not Origin.WEIGHTS
+        may_have_rows = type(tensor) is Tensor and tensor.device == self._device and origin is not Origin.NOT_ROWS
         rows = row_view(tensor, self._max_rows) if may_have_rows else None
-        if tensor.device != self._device and origin is not Origin.WEIGHTS and row_view(tensor, self._max_rows):
+        if tensor.device != self._device and origin is not Origin.NOT_ROWS and row_view(tensor, self._max_rows):
             self._elsewhere.add(str(tensor.device))
         is_matrix = tensor.dim() > 1 and tensor.is_floating_point() and tensor.layout is torch.strided
         sizes = tensor.shape if is_matrix else ()
@@ -199,16 +203,19 @@ class StashGroup:
         self._with_rows, self._others, self._marks, self._kept, self._declared = [], [], [], [], []
 
     def _origin(self, tensor: Tensor) -> "Origin":
-        """Returns the declared origin of a saved tensor's memory, or else the origin in autograd's graph."""
+        """Returns the declared origin of a saved tensor's memory, or else the origin in autograd's graph.
+
+        With RowTensors.DECLARED, undeclared tensors are not rows.
+        """
         if _is_among(tensor, self._kept):
-            return Origin.WEIGHTS
+            return Origin.NOT_ROWS
         origin = origin_of(tensor, self._max_rows)
-        if origin is Origin.WEIGHTS:
+        if origin is Origin.NOT_ROWS:
             self._has_weights = self._has_weights or row_view(tensor, self._max_rows) is not None
         elif _is_among(tensor, self._declared):
             return Origin.ROWS
         elif self._takes is RowTensors.DECLARED:
-            return Origin.WEIGHTS
+            return Origin.NOT_ROWS
         return origin
 
     def _refuse_unclear(self) -> None:
@@ -255,9 +262,9 @@ class Mark:
 class Origin(enum.Enum):
     """Kind of data that a tensor was made from."""
 
-    WEIGHTS = "parameters alone"
-    ROWS = "activations, or tensors that are no weights by their size"
-    UNCLEAR = "parameters and tensors without grad, of which either may have given it its size"
+    NOT_ROWS = "parameters alone; or declared as no rows, or not declared where only declared tensors are rows"
+    ROWS = "activations; or no parameter in its graph can have given it its size; or declared as rows"
+    UNCLEAR = "parameters and tensors without grad, either of which may have given it its size"
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -268,7 +275,7 @@ def is_parameter(tensor: Tensor) -> bool:
 def origin_of(tensor: Tensor, max_rows: int) -> Origin:
     """Finds the origin of a tensor, any shape and dtype, with outermost size max_rows. See [Note: guessed rows]."""
     if is_parameter(tensor):
-        return Origin.WEIGHTS
+        return Origin.NOT_ROWS
     if tensor.grad_fn is None:
         return Origin.ROWS
     level: list[torch.autograd.graph.Node] = [tensor.grad_fn]
@@ -296,7 +303,7 @@ def origin_of(tensor: Tensor, max_rows: int) -> Origin:
             seen.update(below)
         level, depth = list(dict.fromkeys(below)), depth + 1
     if not has_constants:
-        return Origin.WEIGHTS
+        return Origin.NOT_ROWS
     return Origin.UNCLEAR if may_be_weight else Origin.ROWS
 
 
@@ -306,7 +313,7 @@ def _makes(
     earlier: list[tuple[torch.autograd.graph.Node, int]],
     max_rows: int,
 ) -> bool:
-    """Tells whether the node's output has a leading size of max_rows from joining, cutting or transposing inputs."""
+    """Tells whether the node produced a leading size of max_rows by joining, splitting or transposing its inputs."""
     if name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
         # The leading size of a transposed parameter is another size of the parameter.
         turned = [getattr(one, "variable", None) for one, _ in earlier]
@@ -435,8 +442,8 @@ class VersionOf:
 class SavedTensor:
     """Object that autograd saves instead of a tensor.
 
-    `snapshot` is the saved tensor, or `packed` is the result of the outer hooks, until the context ends. They stay if
-    the stash does not take the tensor. The bytes of a stashed tensor are restored into `memory`.
+    Until the context ends, either `snapshot` is the saved tensor, or `packed` is the result of the outer hooks. They
+    stay if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`.
     """
 
     __slots__ = (
@@ -470,7 +477,7 @@ class SavedTensor:
         self.packed = pack(tensor)
 
     def take_late(self, mark: Mark) -> bool:
-        """Records the rows of a tensor that was marked after it was saved. Returns whether this is part of it."""
+        """Records the rows if the mark, made after this tensor was saved, covers it. Returns whether it does."""
         if self.snapshot is None or not self.may_have_rows or mark.snapshot.rows is None:
             return False
         rows = row_view(self.snapshot.tensor, mark.snapshot.rows.num_rows)
@@ -499,7 +506,7 @@ class Block:
     num_rows: int
     mark: Mark | None = None
     saved: list[SavedTensor] = field(default_factory=list)
-    is_source: bool = False  # of a needed tensor that can be recomputed
+    is_source: bool = False  # source of a tensor that backward needs and that can be recomputed
 
     @staticmethod
     def of(snapshot: Snapshot, mark: Mark | None = None) -> "Block":
@@ -522,7 +529,7 @@ class Block:
         return (self.num_rows - 1) * self.pitch + self.end - self.start
 
     def bytes_of_rows(self, device: torch.device) -> Tensor:
-        """Returns the storage from the first row's first byte to the last row's last: [num_bytes], uint8."""
+        """Returns the storage's bytes from the start of the first row to the end of the last: [num_bytes], uint8."""
         return torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage, self.start, (self.num_bytes,), (1,))
 
     def is_cut_like(self, other: "Block") -> bool:
@@ -557,7 +564,7 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
     for found, one in sorted(located, key=lambda pair: (pair[0].start, -pair[0].end)):
         _check(one.snapshot)
         _place(found, blocks).saved.append(one)
-    # The least important first, because a needed tensor makes its sources needed.
+    # The least important first, because the sources of a needed tensor are needed too.
     for block in sorted(blocks, key=lambda block: -block.spec.priority):
         if block.mark is not None and (block.saved or block.is_source):
             _check(block.mark.snapshot)

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, StashEvent, layer_name
 
-# Smallest growth of a pool that was too small, as a share of its size, so that a few reruns reach any size.
+# Smallest growth of a pool that was too small, as a share of its size, so that a few retries reach any size.
 _LEAST_GROWTH = Fraction(1, 2)
 # Room for somewhat more than the failed step needed.
 HEADROOM = Fraction(11, 10)
@@ -287,7 +287,7 @@ def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> f
 
 
 def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
-    """Returns log lines on settings that a resumed run exceeds, because it had to grow before its checkpoint."""
+    """Returns log lines on settings that a resumed run exceeds, because pools or buffers grew before its checkpoint."""
     # Any growth exceeds a size that was given in bytes. A tier that is no longer wanted does not grow.
     device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
     host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf

@@ -1,7 +1,8 @@
 """StashOrder: the order in which expert groups run forward and backward in a step, and predictions of the next events.
 
-The predictions are advice only. A wrong one costs time or memory, but changes no result. stash.py acts on them. This
-file holds no tensors and no streams.
+An expert group is the experts of one layer in one forward, i.e. in one micro-batch. It has nothing to do with process
+groups. A wrong prediction costs time or memory, but changes no result. stash.py acts on the predictions. This file
+holds no tensors and no streams.
 """
 
 import enum
@@ -17,7 +18,7 @@ MAX_EVENTS = 2**17
 
 
 def layer_name(layer: int) -> str:
-    """Returns the name of a layer's expert group. layer: from 1, over the whole model."""
+    """Returns the name of the expert groups of a layer. layer: from 1, over the whole model."""
     return f"layer {layer}"
 
 
@@ -27,7 +28,7 @@ def layer_of(name: str) -> int:
 
 
 class EventKind(enum.Enum):
-    """Pass of a group."""
+    """Which pass of a group an event is."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -35,7 +36,7 @@ class EventKind(enum.Enum):
 
 @dataclass(frozen=True)
 class StashEvent:
-    """Pass of one expert group. instance: number of earlier forwards with the same name in the step."""
+    """Forward or backward of one expert group. instance: number of earlier forwards with the same name in the step."""
 
     kind: EventKind
     name: str
@@ -55,8 +56,8 @@ class StashOrder:
 
     1. A list of events predicts the step. It is the given list, or else that of the last finished step.
     2. Once an event is not the next one of the list, the list is not used until the step ends. The prediction is then
-       that the backward of a group is followed by that of the group that ran forward just before it. This holds within
-       a micro-batch of any schedule.
+       that backward visits groups in the reverse order of their forwards. This holds within a micro-batch of any
+       schedule.
     3. finish_step() begins the next step, with the given list, or else with the events just seen.
 
     A step may end before its list does, have no list, or have groups that never run backward, without an error. A step
@@ -73,7 +74,7 @@ class StashOrder:
 
     @property
     def events(self) -> tuple[StashEvent, ...]:
-        """List that this step began with. It is the same object as long as the list does not change."""
+        """List of events that this step began with. It is the same object as long as the list does not change."""
         return self._events
 
     @property
@@ -105,7 +106,11 @@ class StashOrder:
         return following.kind is EventKind.BACKWARD and following.group == event.group
 
     def upcoming_backwards(self, event: StashEvent, count: int) -> list[StashEvent]:
-        """Returns up to `count` backwards after this event, in order, before the first whose forward has not run."""
+        """Returns the next backward events after this event, in order, at most `count` of them.
+
+        Stops before a group whose forward has not run yet, since it has nothing to restore. PagedStash passes its
+        prefetch_groups as `count`.
+        """
         position = self._position(event)
         return self._guess(event, count) if position is None else self._listed_after(position, count)
 

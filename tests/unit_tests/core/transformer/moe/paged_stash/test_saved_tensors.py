@@ -43,10 +43,10 @@ def test_what_is_made_of_parameters_alone_is_a_weight() -> None:
     frozen = nn.Parameter(torch.randn(C, C), requires_grad=False)
     weights = [weight, weight.t(), weight[:, :3], weight.bfloat16().t(), torch.stack([weight, weight * weight])]
     for one in (*weights, frozen, frozen.t()):
-        assert origin_of(one, C) is Origin.WEIGHTS
+        assert origin_of(one, C) is Origin.NOT_ROWS
     activations = [x, x @ weight, (x @ weight).exp(), F.embedding(torch.arange(C), weight), weight[torch.arange(C)]]
     for one in (*activations, x.requires_grad_() * 1.0):
-        assert origin_of(one, C) is not Origin.WEIGHTS
+        assert origin_of(one, C) is not Origin.NOT_ROWS
 
 
 class Keep(torch.autograd.Function):
