@@ -27,9 +27,9 @@ _PATIENCE = 4
 class ParamState(Enum):
     """Whether this rank's copy of the parameters has the values of the ranks that own them.
 
-    STALE: owners have updated them. IN_FLIGHT: their gather was launched. ARRIVED: gathered on this rank, perhaps not
-    on others. CURRENT: gathered on all ranks. All ranks enter and leave CURRENT at the same point of the program; the
-    other states may differ between ranks.
+    STALE: the owners have updated them, and no gather was launched yet. IN_FLIGHT: the gather was launched. ARRIVED:
+    gathered on this rank, and other ranks may still wait for their gather. CURRENT: gathered on all ranks. Only CURRENT
+    is the same on all ranks, which enter and leave it at the same point of the program.
     """
 
     CURRENT = "current"

@@ -30,7 +30,8 @@ from megatron.core.tensor_parallel.param_attributes import (
 )
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
-# Spare messages that a pool keeps: two in flight and one that is being filled. Without overlap more may be in use.
+# The most closed messages that a pool keeps for reuse. With overlap no more are open at a time: two in flight and one
+# that is being filled. Without overlap more may be open, and the smallest are freed when they are closed.
 _MOST_SPARE = 3
 
 
@@ -543,14 +544,14 @@ class BucketLifetimeGrads(GradStorage):
         }
         self._gaps = _gaps(bucket.layout.span.numel, [part.span for part in bucket.ranges])
         # The open message, and the parameters whose gradients it holds.
-        self._flat: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
         self._filled: set[nn.Parameter] = set()
         self._in_flight: deque[_Reduction] = deque()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the bucket's gradients in memory: accumulating, in flight and reduced."""
-        held = [self._flat, self._total.sum, *(one.flat for one in self._in_flight)]
+        held = [self._message, self._total.sum, *(one.flat for one in self._in_flight)]
         return sum(one.untyped_storage().nbytes() for one in held if one is not None)
 
     def accumulate(self, param: nn.Parameter) -> None:
@@ -590,19 +591,19 @@ class BucketLifetimeGrads(GradStorage):
 
     def launch(self, *, is_last: bool) -> None:
         self._writers.join()
-        flat = self._open()
+        message = self._open()
         for param, part in self._range_of.items():
             if param not in self._filled:
-                part.view_of(flat).zero_()
+                part.view_of(message).zero_()
         for gap in self._gaps:
-            flat[gap].zero_()
+            message[gap].zero_()
         if self._sent_scale != 1.0:
-            flat.mul_(self._sent_scale)
+            message.mul_(self._sent_scale)
         if self._checks is not None:
-            self._checks.measure([(part.name, part.view_of(flat)) for part in self._range_of.values()])
+            self._checks.measure([(part.name, part.view_of(message)) for part in self._range_of.values()])
         into = self._total.place_for(is_first=not self._in_flight, is_last=is_last)
-        self._in_flight.append(_Reduction(flat, self._bucket.reduce(flat, into=into), into))
-        self._flat = None
+        self._in_flight.append(_Reduction(message, self._bucket.reduce(message, into=into), into))
+        self._message = None
         self._filled.clear()
 
     def settle(self) -> None:
@@ -632,8 +633,8 @@ class BucketLifetimeGrads(GradStorage):
         self._total.hold()
 
     def launch_second_round(self, *, is_last: bool) -> None:
-        if self._flat is not None:
-            keep_for_current_stream(self._flat)
+        if self._message is not None:
+            keep_for_current_stream(self._message)
         self.launch(is_last=is_last)
 
     def advance(self) -> None:
@@ -688,12 +689,12 @@ class BucketLifetimeGrads(GradStorage):
     # Inside.
 
     def _open(self) -> torch.Tensor:
-        while self._flat is None:
-            self._flat = self._memory.open(self._bucket.layout.span.numel)
-            if self._flat is None:
-                # The memory is in flight: a parameter has a second gradient in the same backward pass.
+        while self._message is None:
+            self._message = self._memory.open(self._bucket.layout.span.numel)
+            if self._message is None:
+                # Its memory is in flight: a parameter has a second gradient in the same backward pass.
                 self.settle()
-        return self._flat
+        return self._message
 
     def _mark_filled(self, param: nn.Parameter) -> None:
         self._writers.note()
@@ -705,9 +706,9 @@ class BucketLifetimeGrads(GradStorage):
             one.handle.wait()
             self._memory.close(one.flat)
         self._in_flight.clear()
-        if self._flat is not None:
-            self._memory.close(self._flat)
-        self._flat = None
+        if self._message is not None:
+            self._memory.close(self._message)
+        self._message = None
         self._memory.reset()
         self._total.reset()
         self._filled.clear()
@@ -715,12 +716,13 @@ class BucketLifetimeGrads(GradStorage):
 
 
 class MessagePool:
-    """A pool of message buffers of one dtype and device, for gradients whose memory is freed after their reduction.
+    """Allocates the messages of buckets, all of one dtype on one device; on a CPU it reuses closed ones.
 
-    On a CPU, freed memory of this size returns to the system, and zeroing its pages when it is allocated again costs a
-    tenth of a step. An accelerator's allocator caches freed memory for each stream.
+    On a CPU, freed memory of this size returns to the operating system, which zeroes its pages when it is allocated
+    again; that costs a tenth of a step. On an accelerator nothing is pooled here, because torch's allocator caches
+    freed memory for each stream.
 
-    is_kept: keeps a few closed buffers, also between steps; every buffer must then be closed.
+    is_kept: on a CPU, keeps a few closed messages, also between steps; every message must then be closed.
     """
 
     is_reused = False
@@ -731,7 +733,7 @@ class MessagePool:
         self._is_kept = is_kept and device.type == "cpu"
         # In ascending order of size.
         self._spare: list[torch.Tensor] = []
-        # Whole buffers by address; `open` returns a view of each.
+        # Whole messages by address; `open` returns a view of each, which may be shorter.
         self._in_use: dict[int, torch.Tensor] = {}
 
     def split_scale(self, scale: float) -> tuple[float, float]:
@@ -742,7 +744,7 @@ class MessagePool:
         """Returns an uninitialised message: [numel], the pool's dtype."""
         place = next((place for place, spare in enumerate(self._spare) if spare.numel() >= numel), None)
         if place is None:
-            # A buffer too small for this message is too small for the same bucket's next message, too.
+            # All spare ones are too small. The smallest makes room for this one, which a later message can reuse.
             del self._spare[:1]
             whole = torch.empty(numel, dtype=self._dtype, device=self._device)
         else:
@@ -762,37 +764,37 @@ class MessagePool:
 
 
 class KernelMemory:
-    """Persistent memory of a bucket's gradients, to which kernels add without the gradient scale.
+    """The one, persistent message of a bucket, to which kernels add gradients without the gradient scale.
 
-    Zero before each backward pass. flat: [bucket elements], the gradients' dtype.
+    Zero before each backward pass. message: [bucket elements], the gradients' dtype.
     """
 
     is_reused = True
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self._flat, self._is_open = flat, False
-        self.persistent = [flat]
+    def __init__(self, message: torch.Tensor) -> None:
+        self._message, self._is_open = message, False
+        self.persistent = [message]
 
     def split_scale(self, scale: float) -> tuple[float, float]:
         """Splits the gradient scale into factors applied when gradients are added and when the whole is sent."""
         return 1.0, scale
 
     def open(self, numel: int) -> torch.Tensor | None:
-        """Returns the memory, [numel], the gradients' dtype; None while it is in flight."""
+        """Returns the message, [numel], the gradients' dtype; None while it is in flight."""
         if self._is_open:
             return None
         self._is_open = True
-        return self._flat
+        return self._message
 
     def close(self, message: torch.Tensor) -> None:
-        """Zeroes the memory, [numel], the gradients' dtype, after its reduction."""
+        """Zeroes the message, [numel], the gradients' dtype, after its reduction."""
         self._is_open = False
         message.zero_()
 
     def reset(self) -> None:
         """Zeroes gradients that kernels may have added."""
         self._is_open = False
-        self._flat.zero_()
+        self._message.zero_()
 
 
 class ShardSum:
@@ -844,8 +846,9 @@ class ShardSum:
 class ReleasedSum:
     """A sum that is released to hooks and an optimizer in backward, and freed after they have used it.
 
-    The last backward pass of an iteration leaves the sum in its message. Gradients that become ready later cannot be
-    added to it, unless the sum is held to the end of the iteration.
+    The last backward pass of an iteration completes the sum and leaves it in the message of that pass, without a copy.
+    Gradients that become ready later can be added to it only after `hold`, which keeps the sum to the end of the
+    iteration.
     """
 
     persistent: Sequence[torch.Tensor] = ()
@@ -877,7 +880,7 @@ class ReleasedSum:
         elif into is not None:
             self.sum = into
         else:
-            # Cloned, so that the sum does not keep the whole message alive while further messages are opened.
+            # A held shard is cloned. As a view it would keep the whole message alive, while more are opened.
             self.sum = total.clone() if self._is_held and self._bucket.settings.is_sharded else total
         self._has_sum = True
 
@@ -949,39 +952,39 @@ class StagedParams:
     def __init__(self, bucket: _ParamAndGradBucket) -> None:
         self._bucket = bucket
         self.dtype = bucket.settings.comm_dtype or bucket.param_data.dtype
-        self._stage: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
 
     def own_shard(self) -> torch.Tensor:
         """This rank's part of the message, [shard elements], `dtype`, to which an optimizer writes its update."""
-        if self._stage is None:
-            self._stage = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
-        return shard_of(self._stage, self._bucket.settings.group)
+        if self._message is None:
+            self._message = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
+        return shard_of(self._message, self._bucket.settings.group)
 
     def message(self) -> torch.Tensor:
-        """The gather buffer: [bucket elements], `dtype`, which already holds this rank's shard."""
-        if self._stage is None:
+        """The message of the gather: [bucket elements], `dtype`, which already holds this rank's shard."""
+        if self._message is None:
             self.fill()
-        assert self._stage is not None, "fill allocates it"
-        return self._stage
+        assert self._message is not None, "fill allocates it"
+        return self._message
 
     def fill(self) -> None:
         """Copies this rank's current parameters into its part of the message."""
         self.own_shard()
-        assert self._stage is not None, "own_shard allocates it"
+        assert self._message is not None, "own_shard allocates it"
         for part in self._bucket.ranges:
             own = part.span.intersection(self._bucket.owned_part)
             if own.numel:
                 start = part.start + own.start - part.span.start
                 here = ParamRange(part.name, part.param, own, start)
-                here.view_of(self._stage).copy_(elements_of(here))
+                here.view_of(self._message).copy_(elements_of(here))
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Copies the gathered parameters into the buffer and frees the message."""
-        if self._stage is not None:
+        if self._message is not None:
             for part in self._bucket.ranges:
-                elements_of(part).copy_(part.view_of(self._stage))
-            self._stage = None
+                elements_of(part).copy_(part.view_of(self._message))
+            self._message = None
 
 
 def elements_of(part: ParamRange) -> torch.Tensor:

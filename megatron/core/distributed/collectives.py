@@ -43,10 +43,11 @@ class Handle(Protocol):
         ...
 
     def advance_early(self) -> bool:
-        """Calls `advance` if that would not block the host and need not be deferred to `wait`.
+        """Starts the second stage if the first has ended, for handles that may do so before `advance` or `wait`.
 
-        Returns whether `advance` has nothing left to do. Ranks may call it at different times, but must advance their
-        handles in the same order.
+        These are sums over several optimizer instances with ReductionPolicy.side, if they need not be repeatable; other
+        handles do nothing. Returns whether nothing is left to start early. Never blocks the host. Ranks may call it at
+        different times, but must advance their handles in the same order.
         """
         ...
 
@@ -85,7 +86,11 @@ class ReductionPolicy:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a tensor in flight keeps its input until `advance` or `wait`, so that it can be reduced again."""
+        """Whether a tensor in flight keeps its input until `advance` or `wait`, so that it can be reduced again.
+
+        If so, launch_second_round of PersistentGrads discards the first reduction and repeats it with the late
+        gradients, and `abandon` discards it instead of waiting for its result.
+        """
         return self.deterministic
 
 
@@ -128,7 +133,10 @@ def reduce_bucket_(
 
 @record_function("gather_shards_")
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
-    """Starts to gather `flat`, [N], any dtype, contiguous, in place: rank r sends the r-th of equal parts."""
+    """Starts to gather `flat`, [N], any dtype, contiguous, in place: rank r sends the r-th of equal parts.
+
+    Gathers parameters, and the sums of gradients after the reduce-scatter of a rank-ordered all-reduce.
+    """
     if group_size(group) == 1:
         return _Done()
     if not _is_on_host(flat):
@@ -323,7 +331,8 @@ class _Slice:
 class _OrderedReduceScatter(_Handle):
     """Sums this rank's shard of `flat` in rank order, in place or into another tensor; see [Note: rank order].
 
-    Sends slices to bound the memory for received values. Two are in flight from the start, and `wait` sends the others.
+    Every reduce-scatter on the CPU, over gloo, takes this path, not only those that must be deterministic. Sends slices
+    to bound the memory for received values. Two are in flight from the start, and `wait` sends the others.
     """
 
     @record_function("_OrderedReduceScatter")

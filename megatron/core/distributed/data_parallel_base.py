@@ -1,6 +1,7 @@
-"""_BaseDataParallel: the interface of a model chunk wrapped for data parallelism, and checks that all wrappers share.
+"""_BaseDataParallel: the interface of a model chunk wrapped for data parallelism.
 
-Training loops, optimizers and users' hooks use it; distributed_data_parallel.py and torch_fsdp2.py implement it.
+Also what both wrappers share: checks, and gradient_scale, the factor of gradients before their sum. Training loops,
+optimizers and users' hooks use it; distributed_data_parallel.py and torch_fsdp2.py implement it.
 """
 
 from abc import abstractmethod
@@ -204,23 +205,28 @@ def check_params(module: nn.Module) -> None:
 
 
 def gradient_scale(
-    group: dist.ProcessGroup | None,
-    groups: ProcessGroupCollection,
+    reduce_group: dist.ProcessGroup | None,
+    pg_collection: ProcessGroupCollection,
     *,
     config: ModelParallelConfig,
     ddp_config: DistributedDataParallelConfig,
 ) -> float:
-    """Returns the factor of every gradient before its sum over `group`, the ranks that hold the parameter.
+    """Returns the factor by which every gradient is multiplied before it is summed over ranks.
 
-    The sum is then the mean over data-parallel ranks. With per-token loss the factor is 1: _divide_by_tokens
-    (finalize_model_grads.py) divides the sum later, and is_completed_later (grad_hooks.py) defers hooks until then.
+    reduce_group: the ranks that hold the parameter, over which its gradients are summed: dp_cp, or expt_dp for experts.
+    pg_collection: all groups of this rank.
+
+    The sum is divided by the size of dp_cp, for experts too, which makes it the mean over data-parallel ranks. With
+    average_in_collective the collective itself divides by the size of reduce_group, and the factor is the rest. With
+    per-token loss the factor is 1: _divide_by_tokens (finalize_model_grads.py) divides the sum later, and
+    is_completed_later (grad_hooks.py) defers hooks until then.
     """
     if config.calculate_per_token_loss:
         return 1.0
-    # An expert already receives tokens of every data-parallel rank, so its gradient is divided by the number of dense
-    # replicas, too.
-    replicas = group_size(groups.dp_cp)
-    return group_size(group) / replicas if ddp_config.average_in_collective else 1.0 / replicas
+    # Not the size of expt_dp for experts. With expert parallelism the experts of a rank process the tokens of all ranks
+    # of the expert-parallel group, so their gradient is already the sum over these ranks.
+    replicas = group_size(pg_collection.dp_cp)
+    return group_size(reduce_group) / replicas if ddp_config.average_in_collective else 1.0 / replicas
 
 
 def expert_ranks_differ(groups: ProcessGroupCollection) -> bool:

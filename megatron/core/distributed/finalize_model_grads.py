@@ -69,8 +69,9 @@ def complete_model_grads(
     _divide_by_tokens(
         [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
     )
-    # In a separate loop: the two stages have the tied weight in different chunks, so that collectives over other groups
-    # in between could deadlock.
+    # After the collectives over other groups, in a loop of its own. The first stage has the tied embedding weight in
+    # its first chunk, the last stage in its last chunk. In one loop over chunks, these two stages would launch the sum
+    # of its gradient and the other collectives in different orders, which could deadlock.
     for chunk in chunks:
         _reduce_shared_grads(chunk, groups.embd)
     for chunk in chunks:
@@ -121,7 +122,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
 
 
 def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
-    """Sums the gradient of a tied weight over `group`, the first and the last stage.
+    """Sums the gradient of the tied (shared) embedding weight over `group`, embd: the first and the last stage.
 
     A sum of two numbers has the same bits in any order, so the copies stay bit-identical.
     """

@@ -1,6 +1,8 @@
 """Users' hooks on reduced gradients, and the release of reduced buckets to them and to an optimizer in backward.
 
-The optimizer receives each bucket after the hooks. scheduler.py decides when a bucket is reduced.
+Hooks of this package on the gradients that autograd accumulates, before any reduction, are in param_hooks.py.
+scheduler.py decides when a bucket is reduced. To release a bucket is to pass it to the hooks and then to the
+`consumer`, which is an optimizer in backward (GradConsumer). With release_gradients its memory is freed afterwards.
 
 [Note: hooks by name] Torch's own hooks on a parameter are lost when the parameter is replaced, and fire for gradients
 that are not reduced yet. Hooks are therefore stored here, by the parameter's name. Hooks that a parameter has when it
@@ -121,7 +123,7 @@ class ReadyBucket:
         following = places[-1] + 1
         bound = self.slices[following].span.start if following < len(self.slices) else self.grad.numel()
         start = members[0].span.start
-        # Includes the padding, because update kernels give the same bits only on aligned ranges.
+        # Ends after the last parameter's padding. Kernels round the elements before an unaligned end differently.
         held = [one.span.padded_end for one in members if one.span.numel]
         part = Span(start, min(held[-1], bound) - start if held else 0)
         moved = [replace(one, span=Span(one.span.start - start, one.span.numel)) for one in members]

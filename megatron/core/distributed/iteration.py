@@ -2,8 +2,9 @@
 
 This file launches no collective over gradients or parameters. The code that does records it in a CollectiveTrace first.
 
-[Note: trace] A hash of all collectives that one pipeline stage launches, which its ranks compare once a step. When
-debugging, ranks also compare each launch before it. Usage, over one stage:
+[Note: trace] Two checks find ranks that launch different collectives. CollectiveTrace.check_agreed compares a hash of
+all launches of a pipeline stage once a step, in the agreement at its end. With --ddp-debug, _SideChannel.compare also
+compares each launch before anything is sent, which works even if the collective would hang. Usage, over one stage:
 
     trace = CollectiveTrace(stage_group)  # debug: CollectiveTrace(stage_group, debug_timeout_s=300.0), collective
     trace.name_bucket("chunk 0 dense 3", ["layer.weight"])  # once a bucket, for messages
@@ -33,7 +34,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 RESET = "reset_iteration() was called after an error"
 
 _NAMES_SHOWN = 3
-_KEPT_LAUNCHES = 1000  # launches of each rank kept in the store: how far it may be ahead of a rank in other groups
+# Launches of each rank whose entries stay in the store. Over groups without a slower rank, a rank may be ahead of it by
+# this many launches before the slower rank misses an entry.
+_KEPT_LAUNCHES = 1000
 _LONGEST_PAUSE = 0.05  # seconds between two queries of the store
 
 
@@ -70,6 +73,9 @@ class _Entry:
 
 class CollectiveTrace:
     """The launches of one stage, in order. Every rank of the stage must record the same sequence.
+
+    The launches of bucket groups that differ between ranks of the stage, such as groups of experts that some ranks have
+    frozen, are not recorded and therefore not compared: correct sequences differ in them.
 
     group: the ranks of the stage; None means this rank alone. debug_timeout_s: seconds that a rank waits before each
     launch for the other ranks of the launch's group, to compare their entries before anything is sent; None compares
@@ -267,9 +273,10 @@ class Iteration:
         self._phase = _Phase.STEPPED
 
     def step(self) -> None:
-        """Agrees with the other ranks that the optimizer updates. Collective after `finish` if there is an optimizer.
+        """Agrees that no rank has reset the iteration since `finish`. Collective then, if there is an optimizer.
 
-        Raises RemoteRankError if another rank has reset the iteration since `finish`.
+        Whether gradients are finite, and so whether the optimizer updates, is not a part of this agreement. Raises
+        RemoteRankError if another rank has reset the iteration since `finish`.
         """
         if self._phase is _Phase.STEPPED:
             return

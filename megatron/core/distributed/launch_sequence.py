@@ -50,7 +50,8 @@ class LaunchSequence:
     def add(self, is_present: Sequence[bool]) -> range:
         """Adds groups and returns their numbers. They precede all others, as later parts of a model are added later.
 
-        is_present: for each new group, whether this rank has it. Groups of other ranks only count as ready.
+        is_present: for each new group, whether this rank has it. A group that only other ranks have always counts as
+        ready here, so that groups after it need not wait for it.
         """
         new = range(len(self.order), len(self.order) + len(is_present))
         self._absent.update(number for number, here in zip(new, is_present) if not here)

@@ -1,4 +1,6 @@
-"""Hooks on the gradients of parameters, and the end of the backward that runs them.
+"""Hooks on the gradients that autograd accumulates on this rank, and the end of the backward that runs them.
+
+Users' hooks on reduced gradients are in grad_hooks.py.
 
 ParamHooks calls its owner with each parameter whose gradient is accumulated; the owner processes the gradient.
 BackwardEnd calls its owner at the end of a backward. OutermostBackward distinguishes a backward from those that

@@ -1,10 +1,11 @@
 """CollectiveScheduler: launches the collectives of a pipeline stage, in the same order on every rank.
 
-[Note: launch order] Ranks must launch matching collectives in the same order, but the order in which gradients become
-ready and parameters are needed may differ between ranks and steps. All gathers and reductions of a stage therefore have
-one total order, gathers before reductions, and each rank launches a growing prefix of it. A rank's own data determines
-only the prefix's length. At the end of an iteration, one small all-reduce tells all ranks whether any rank aborted it,
-which gradients were late and whether to change the order.
+[Note: launch order] Ranks must launch matching collectives in the same order. They cannot launch in the order in which
+gradients become ready and parameters are needed, because that order may differ between ranks and steps. So all gathers
+and reductions of a stage have one order, the same on all ranks, with gathers before reductions. It may change only
+between iterations. Each rank launches in this order, and its own gradients and forwards only determine how soon. At the
+end, one small all-reduce tells all ranks whether any rank aborted the iteration, which gradients were late and whether
+to change the order.
 
 Ranks with different experts may have different groups, because some ranks' experts may be frozen. Every rank numbers
 the groups of all ranks.
@@ -12,11 +13,12 @@ the groups of all ranks.
 For gradients that are reduced in each backward, see [Note: backward passes] in launch_sequence.py.
 
 [Note: several schedulers] Two wrappers, or two optimizers, may use the same process groups, each with its own
-scheduler. Gradients of both may become ready in one backward, in a different order on each rank. If the iterations of
-two schedulers overlap in time, both therefore defer: reductions are launched at the end of a backward or in `finish`,
-gathers with the update. At the end of a backward, schedulers launch in the order in which they were built, so each
-rank's backward must reach both. When an iteration begins, the deferred gathers of the other schedulers are launched.
-Schedulers whose iterations do not overlap, or that use different process groups, launch early as usual.
+scheduler. Gradients of both may become ready in one backward, in a different order on each rank. Therefore two
+schedulers whose iterations overlap in time both defer their launches. Reductions are then launched at the end of a
+backward or in `finish`, and gathers together with the optimizer's update, not in forward. At the end of a backward,
+schedulers launch in the order in which they were built, so each rank's backward must reach both. When an iteration
+begins, the deferred gathers of the other schedulers are launched. Schedulers whose iterations do not overlap, or that
+use different process groups, launch early as usual.
 """
 
 import logging
@@ -98,8 +100,8 @@ class CollectiveScheduler:
         self.trace = self.iteration.trace
         self._overlap = overlap_grad_reduce
         self._passes = _BackwardPasses(reduce_scope, max_in_flight=max_in_flight)
-        # With several backward passes late gradients only wait for the next one, so even the first iteration may launch
-        # early.
+        # Armed: launches early from the first iteration on, although its order is a guess. If each backward pass
+        # reduces, a gradient that is late because of a wrong guess is reduced by the next pass, or in `finish`.
         self._sequence = LaunchSequence(is_armed=reduce_scope is not ReduceScope.ITERATION)
         self._groups: list[_ParamAndGradBucketGroup] = []
         # This rank's groups; other ranks of the stage may have more.
@@ -141,6 +143,7 @@ class CollectiveScheduler:
         numbers = self._sequence.add([name in own for name in names])
         self._passes.add_chunk(numbers)
         for number, group in ((number, own[name]) for number, name in zip(numbers, names) if name in own):
+            # Other groups are not recorded, see CollectiveTrace.
             is_everywhere = group.name in same_everywhere
             group.attach(
                 number,
@@ -394,7 +397,7 @@ class CollectiveScheduler:
             chunk.zero_grads()
 
     def step(self) -> None:
-        """Agrees that the optimizer may update; once an iteration, between `finish` and the update. Collective.
+        """Agrees that no rank has reset the iteration; once an iteration, between `finish` and the update. Collective.
 
         Raises RemoteRankError on the ranks that did not call `reset` since `finish` if another rank did, and
         RuntimeError if `finish` was not called.
@@ -422,8 +425,9 @@ class CollectiveScheduler:
     def gather_order(self) -> list[_ParamAndGradBucketGroup]:
         """All groups, about in the order in which forward needs their parameters; the same on all ranks.
 
-        The reverse of the reductions' order, which LaunchSequence learns. Gathers launch a prefix of it.
+        Gathers are launched in this order.
         """
+        # LaunchSequence learns the order of reductions, which is that of backward: the reverse of forward's.
         return self._in_order()[::-1]
 
     def mark_stale(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
@@ -455,7 +459,10 @@ class CollectiveScheduler:
                 group.param_state = ParamState.CURRENT
 
     def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
-        """Waits until a group's parameters may be read; prefetch: also launches the next group's gather."""
+        """Waits until a group's parameters may be read.
+
+        Launches the gathers of all stale groups up to this one in gather_order; prefetch: also the next one's.
+        """
         if group.param_state in (ParamState.CURRENT, ParamState.ARRIVED):
             group.arrival.wait()
             return

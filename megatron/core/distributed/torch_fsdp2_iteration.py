@@ -5,12 +5,15 @@ that end (EndOfBackwardRelease), or one by one in the last backward (StreamingRe
 torch_fsdp2_shards.py.
 
 [Note: units in backward] A unit is released when torch has launched the reduction of the next one, so that on a GPU the
-gradients of one are reduced while the next is computed. `release` releases the rest. A unit that is released has had as
-many backwards as forwards, so this backward does not need its parameters again, and they may be updated. Forwards that
-backward recomputes are not counted; their backwards are those of forwards that are. A forward without a backward defers
-its unit to the end. Parameters that torch gathers ahead are of units whose backward is pending, or are discarded. If a
-gradient becomes ready after its unit was released, it is refused, and the next iteration releases all units at its end
-and counts how often each is reduced.
+gradients of one are reduced while the next is computed. `release` releases the rest.
+
+A unit is released only after as many backwards as forwards. Backward then does not need its parameters again, and they
+may be updated. Forwards that backward recomputes are not counted, because each shares its backward with the forward
+that it repeats. A unit with a forward that has no backward is released at the end. Torch may gather the parameters of a
+unit ahead of time; the unit's backward is then still pending, or torch discards what it gathered.
+
+If a gradient becomes ready after its unit was released, it is refused. The next iteration then releases all units at
+its end, and counts how often each is reduced.
 """
 
 from collections import deque
@@ -34,7 +37,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 class UnitRelease(Protocol):
     """Policy for the release of units to hooks and optimizer.
 
-    error: an error that a hook or an optimizer raised in backward, stored until the iteration ends. is_evaluating:
+    error: an error that a hook or an optimizer raised in backward, deferred to the end of the iteration. is_evaluating:
     whether the whole model runs a forward that has no backward.
     """
 
@@ -222,9 +225,8 @@ class EndOfBackwardRelease:
 class StreamingRelease:
     """Releases each unit in the last backward of an iteration and then frees its gradients.
 
-    See [Note: units in backward]. An error of a hook or an optimizer is kept until the end of the iteration, when all
-    ranks agree on it; before that the other ranks are in torch's collectives. units: the groups of each trained
-    unit.
+    See [Note: units in backward]. An error of a hook or an optimizer is deferred to the end of the iteration, when all
+    ranks agree on it; before that the other ranks are in torch's collectives. units: the groups of each trained unit.
     """
 
     def __init__(
@@ -239,18 +241,18 @@ class StreamingRelease:
         self._buffers, self._hook_runner, self._checks = buffers, hook_runner, checks
         self._units = [_WatchedUnit(unit, groups, owner=self) for unit, groups in units.items()]
         # Units whose last reduction is launched and that are not released yet.
-        self._reduced: deque[_WatchedUnit] = deque()
+        self._launched: deque[_WatchedUnit] = deque()
         # Whether this iteration counts how often units are reduced, and releases none in backward.
         self._is_counting = False
-        self._kept = _KeptError()
+        self._deferred = _DeferredError()
 
     @property
     def error(self) -> Exception | None:
-        return self._kept.error
+        return self._deferred.error
 
     def begin(self) -> None:
-        self._reduced.clear()
-        self._kept.error = None
+        self._launched.clear()
+        self._deferred.error = None
         for unit in self._units:
             unit.begin()
         for buffer in self._buffers:
@@ -269,7 +271,7 @@ class StreamingRelease:
             if not unit.is_released:
                 unit.release(self._hook_runner)
         self._is_counting = False
-        self._reduced.clear()
+        self._launched.clear()
 
     def _refuse(self, unit: "_WatchedUnit") -> None:
         """Raises RuntimeError for a gradient of a unit that was released already."""
@@ -282,22 +284,23 @@ class StreamingRelease:
             "load a checkpoint then"
         )
 
-    def _mark_reduced(self, unit: "_WatchedUnit") -> None:
+    def _mark_launched(self, unit: "_WatchedUnit") -> None:
+        """Records that torch has launched a reduction of a unit, and releases the unit before it."""
         if not self.is_last_backward:
             return
         unit.num_reductions += 1
-        if self._is_counting or unit.num_pending > 0 or unit.num_reductions < unit.expected or unit in self._reduced:
+        if self._is_counting or unit.num_pending > 0 or unit.num_reductions < unit.expected or unit in self._launched:
             return
-        self._reduced.append(unit)
-        if len(self._reduced) > 1:
-            self._release_in_backward(self._reduced.popleft())
+        self._launched.append(unit)
+        if len(self._launched) > 1:
+            self._release_in_backward(self._launched.popleft())
 
     def _release_in_backward(self, unit: "_WatchedUnit") -> None:
         unit.settle(self._checks)
-        if self._kept.error is None:
-            with self._kept:
+        if self._deferred.error is None:
+            with self._deferred:
                 unit.release(self._hook_runner)
-        if self._kept.error is not None:
+        if self._deferred.error is not None:
             # Neither this unit nor those after it reach hooks and optimizer.
             unit.drop()
 
@@ -351,14 +354,14 @@ class _WatchedUnit:
         for group in self.groups:
             group.open()
 
-    def _backward_ends(self, is_reduced: bool) -> None:
+    def _backward_ends(self, is_launched: bool) -> None:
         self.num_pending = max(0, self.num_pending - 1)
-        if is_reduced:
-            self._owner._mark_reduced(self)
+        if is_launched:
+            self._owner._mark_launched(self)
 
 
-class _KeptError:
-    """Keeps an error raised in its block, for later."""
+class _DeferredError:
+    """Stores an error raised in its block instead of raising it; `error`: to be raised later."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
