@@ -1,7 +1,8 @@
 """Adam over flat ranges of numbers in any form of storage: its state, one step, and FusedRule for AdamW and SGD.
 
 adam_step is the only implementation of a step, for DistributedFusedAdam and for the rules of MegatronOptimizer. Norm,
-clipping and loss scale are in optimizer.py, forms of storage in stored_floats.py.
+clipping and loss scale are in optimizer.py for the latter, and in ShardScaling (fused_adam_grads.py) for the former.
+Forms of storage are in stored_floats.py.
 
 [Note: ends of parameters] A vectorised kernel computes the elements after the last whole vector of a tensor one by one,
 and rounds them differently. For a parameter to have the bits of torch.optim, the kernel must see its end. The `ranges`
@@ -48,7 +49,7 @@ HOST_CHUNK = 1 << 20
 
 
 class Masters(Enum):
-    """Form of the numbers that are stepped and then rounded to the parameters."""
+    """The numbers that are stepped and then rounded to the parameters."""
 
     # No masters: the parameters themselves are stepped.
     NONE = auto()
@@ -60,7 +61,7 @@ class Masters(Enum):
 
 @dataclass(frozen=True)
 class StateForm:
-    """Form of storage of a flat range's state.
+    """Settings that choose the form of storage (see stored_floats.py) of a flat range's state; for FlatAdam.of_form.
 
     dtype: of moments and masters, except that masters with remainders are fp32. is_scaled: 16-bit states with a scale
     for every 64 numbers. bf16 has the exponent range of fp32, so it is stored without a scale even then.
@@ -91,7 +92,7 @@ class FlatAdam:
 
     @classmethod
     def of_form(cls, model: torch.Tensor, form: StateForm) -> "FlatAdam":
-        """Builds the state of parameters in a form.
+        """Builds the state of parameters with the storage that `form` chooses.
 
         model: the parameters, [N], fp32, fp64, fp16 or bf16, referenced and stepped in place unless the form has a
         copy. Raises ValueError for an invalid form, for remainders of parameters other than bf16, and for scaled states
@@ -109,8 +110,8 @@ class FlatAdam:
         like, shape = main.read(0, 0), (main.numel,)
         return cls(
             main,
-            _stored(like.new_zeros(shape, dtype=form.dtype), form, wide=like.dtype),
-            _stored(like.new_zeros(shape, dtype=form.dtype), form, wide=like.dtype),
+            _storage(like.new_zeros(shape, dtype=form.dtype), form, wide=like.dtype),
+            _storage(like.new_zeros(shape, dtype=form.dtype), form, wide=like.dtype),
             like.new_zeros((), dtype=torch.float32),
         )
 
@@ -169,12 +170,12 @@ class GradScale:
 
 
 class GradUse(Enum):
-    """Treatment of the gradients of a step with a divisor."""
+    """Whether an update may overwrite the gradients that it divides."""
 
-    # Gradients are not changed.
+    # The gradients keep their values.
     READ = auto()
-    # The kernel may overwrite gradients by their quotients in a step that is not skipped, which saves a copy. Torch's
-    # kernel does so with gradients of the dtype that it computes in.
+    # Unless the step is skipped, the gradients may hold their quotients afterwards, which saves a copy. Torch's kernel
+    # overwrites gradients of the dtype in which it computes.
     DIVIDE = auto()
 
 
@@ -455,14 +456,14 @@ def _main_of(model: torch.Tensor, form: StateForm) -> StoredFloats:
         wide = torch.promote_types(torch.promote_types(model.dtype, form.dtype), torch.float32)
         return Plain(model) if model.dtype == wide else Rounded(model, wide)
     wide = torch.promote_types(form.dtype, torch.float32)
-    main = _stored(torch.empty_like(model, dtype=form.dtype), form, wide=wide)
+    main = _storage(torch.empty_like(model, dtype=form.dtype), form, wide=wide)
     size = piece_elements(main)
     for start in range(0, main.numel, size):
         main.write(start, model[start : start + size].to(wide))
     return main
 
 
-def _stored(tensor: torch.Tensor, form: StateForm, *, wide: torch.dtype) -> StoredFloats:
+def _storage(tensor: torch.Tensor, form: StateForm, *, wide: torch.dtype) -> StoredFloats:
     if tensor.dtype == wide:
         return Plain(tensor)
     return ScaledHalf(tensor) if form.is_scaled and tensor.dtype == torch.float16 else Rounded(tensor, wide)

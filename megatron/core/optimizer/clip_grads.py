@@ -1,7 +1,7 @@
 """Norm, clipping and zero count of gradients, on one rank and over all ranks that hold parts of the model.
 
 Three functions with Megatron's names are for scripts. The optimizer uses GradStats, which counts each logical element
-once; optimizer.py applies the clip factor in the update itself.
+once; optimizer.py applies the clip factor in the update itself. `group` always means a process group here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,15 +151,17 @@ class GradStats:
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
         # A rank without gradients takes part in the sums on the same device as the others.
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
-        # If so, there is one list, in the parameters' order, and one collective. Groups of shards are not considered,
-        # because ranks of all stages must agree on the answer, and some may have no shards.
-        self._one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
+        # Whether the same ranks hold all dense and all expert parameters. Experts then count as dense: their gradients
+        # are in the dense list, in the parameters' order, and one collective is enough. The groups over which shards
+        # are distributed may still differ. They are ignored here, because ranks of all stages must find the same
+        # answer, and some have no shards.
+        self._is_one_group = groups.mp is groups.tp_ep_pp or group_size(groups.mp) == group_size(groups.tp_ep_pp) == 1
         # All ranks of a group have the same buffers.
         shards = {buffer.is_expert: buffer.data_parallel_group for buffer in buffers if buffer.is_sharded}
         dense_shards = shards.get(False)
         # Experts without a separate buffer are among the dense parameters.
         expert_shards = shards.get(True, dense_shards)
-        self._dense_groups = [dense_shards or (expert_shards if self._one_group else None), groups.mp]
+        self._dense_groups = [dense_shards or (expert_shards if self._is_one_group else None), groups.mp]
         self._expert_groups = [expert_shards, groups.tp_ep_pp]
         self._parts = {run: self._parts_of(run) for run in self._runs}
 
@@ -218,7 +220,7 @@ class GradStats:
     def join_zeros(self, parts: Sequence[PartialStat]) -> Tensor:
         """Returns the exact zeros in the gradients of all parts: [], int64. Collective."""
         total = _sum_over_ranks(torch.stack([part.dense for part in parts]).sum(), self._dense_groups)
-        if self._one_group:
+        if self._is_one_group:
             return total
         return total + _sum_over_ranks(torch.stack([part.experts for part in parts]).sum(), self._expert_groups)
 
@@ -248,7 +250,7 @@ class GradStats:
         return _owns_elements(param, self._groups.expt_tp if param_facts(param).is_expert else self._groups.tp)
 
     def _with_experts(self, param: Tensor) -> bool:
-        return not self._one_group and param_facts(param).is_expert
+        return not self._is_one_group and param_facts(param).is_expert
 
     def _parts_of(self, run: FlatParamRange) -> list[_CountedPart]:
         """Returns the elements of a flat range that this rank counts, neighbours joined."""
@@ -287,7 +289,7 @@ class GradStats:
         expert_groups: Sequence[dist.ProcessGroup | None],
     ) -> Tensor:
         total = _total_of_norms(torch.cat([part.dense for part in parts]), 2, groups=dense_groups)
-        if not self._one_group:
+        if not self._is_one_group:
             norms = torch.cat([part.experts for part in parts])
             of_experts = _total_of_norms(norms, 2, groups=expert_groups)
             total = torch.linalg.vector_norm(torch.stack([total, of_experts]), 2)

@@ -340,9 +340,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **scaling: Any) -> Any:
         """Reduces remaining gradients and updates the parameters; returns the closure's result. Collective.
 
-        grad_scaler: a torch.amp.GradScaler, whose `step` is called and calls this method. Gradients keep the values
-        used by the update until zero_grad, so another step may reuse them. Raises RuntimeError if a scaler searched for
-        infinities before the gradients were reduced.
+        grad_scaler: a torch.amp.GradScaler, whose `step` is called and calls this method. Until zero_grad the gradients
+        stay as the update used them, divided by the loss scale and clipped, so another step may reuse them. Raises
+        RuntimeError if a scaler searched for infinities before the gradients were reduced.
         """
         # Not a named argument: torch's scaler warns about optimizers that have one, and passes its scale otherwise.
         scaler = scaling.pop("grad_scaler", None)

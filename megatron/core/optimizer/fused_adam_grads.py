@@ -1,8 +1,9 @@
-"""Gradients of a DistributedFusedAdam: from param.grad to buckets, and the factors that an update applies.
+"""Gradients of a DistributedFusedAdam: from param.grad to buckets, and the divisor that an update applies.
 
 GradAccumulator processes autograd's gradients and detects the end of a backward; a GradProxy in param.grad lets loss
-scalers find the reduced gradients; ShardScaling has their factors and norm. The buckets of a parameter are in
-fused_adam_params.py, the order of their messages is in megatron/core/distributed.
+scalers find the reduced gradients; ShardScaling has their divisor (loss scale and clipping) and norm. The buckets of a
+parameter, and the scale that makes sums over ranks means, are in fused_adam_params.py; the order of their messages is
+in megatron/core/distributed.
 """
 
 import gc
@@ -24,7 +25,8 @@ from megatron.core.optimizer.fused_adam_params import ShardedParams
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
-# A search in unreduced gradients finds only this rank's infinities, so that only some ranks would skip the step.
+# The error where a scaler has searched for infinities in gradients that are not reduced. These are this rank's alone,
+# so only some ranks would skip the step.
 _UNSEEN = (
     "GradScaler has not seen the reduced gradients, only those of no_sync or set by hand, or none: call grad_sync() "
     "before scaler.unscale_ and scaler.step"
@@ -420,9 +422,10 @@ class ShardScaling:
 
     def __init__(self, shards: dist.ProcessGroup | None, device: torch.device) -> None:
         self._shards = shards
-        # Gradients are the shards' values divided by this: [], fp64, because factors are multiplied one by one.
+        # The product of all recorded divisors, [], in fp64, because each one recorded rounds it. The gradients are the
+        # values in the shards divided by it.
         self._divisor = torch.ones((), dtype=torch.float64, device=device)
-        # Known on the host, so that unscaled gradients need no division.
+        # Whether a divisor was recorded; on the host, so that updates without one need neither a division nor a wait.
         self._is_scaled = False
 
     def reset(self) -> None:
@@ -432,14 +435,14 @@ class ShardScaling:
             self._is_scaled = False
 
     def divide(self, by: torch.Tensor) -> None:
-        """Divides all gradients; by: [], any float dtype, on the device."""
+        """Records a divisor of gradients, applied by `fold` or an update; by: [], any float dtype, on their device."""
         self._divisor.mul_(by)
         self._is_scaled = True
 
     def clip(self, max_norm: float, norm: torch.Tensor, *, some: Sequence[torch.Tensor] | None) -> None:
-        """Scales gradients of norm `norm`, [], to at most max_norm.
+        """Clips gradients to max_norm; norm: their norm before, [], any float dtype.
 
-        some: [n] each, any float dtype, scaled immediately; None scales all by the divisor.
+        some: the gradients to clip, [n] each, any float dtype, scaled immediately; None records a divisor of all.
         """
         coefficient = clip_coefficient_on_device(max_norm, norm.double())
         if some is None:

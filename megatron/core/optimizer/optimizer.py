@@ -2,6 +2,11 @@
 
 Either the host decides whether a step updates, or the device, so that a graph can capture the step. flat_params.py
 joins parameters; the update rules are in adam.py and muon.py.
+
+[Note: outcomes of a step] Skipped: `found_inf`, a gradient is not finite; nothing is updated but the loss scale, which
+backs off. Discarded: the caller's `void` tells the device to ignore the step (experts or their stash have overflowed);
+nothing is updated, the loss scale neither. Half done: an error interrupted an update, so that parameters and states are
+of two steps. Whole: they are of one step.
 """
 
 import math
@@ -43,7 +48,7 @@ _BROKEN_UPDATE = (
 
 @dataclass(frozen=True)
 class _StepOutcome:
-    """Numbers of a step. is_discarded: the caller discarded the step, and the other numbers have no meaning."""
+    """Numbers of a step. is_discarded: the other numbers have no meaning; see [Note: outcomes of a step]."""
 
     is_discarded: bool
     found_inf: bool
@@ -96,12 +101,12 @@ class MegatronOptimizer:
     3. otherwise each rule divides by loss scale and clip factor inside its update, without a pass of its own;
     4. 16-bit parameters are written from their fp32 masters.
 
-    `step` decides 2 on the host, which waits for the norm. A graph captures step_on_device instead, which decides on
-    the device. prepare_device_step, step_on_device or a replay of it, and settle_step_sync together give the same bits
-    as `step`.
+    Whether 2 or 3 follows is decided on the host by `step`, which waits for the norm, and on the device by
+    step_on_device, which a graph captures. prepare_device_step, step_on_device or a replay of it, and settle_step_sync
+    together give the same bits as `step`.
 
-    An error inside an update leaves parameters and states of two steps. Every later step and save is then refused until
-    a checkpoint is loaded.
+    An error inside an update leaves it half done. Every later step and save is then refused until a checkpoint is
+    loaded. See [Note: outcomes of a step].
 
     grad_stats: computes the norm of the gradients of `runs`, the flat ranges. device: the model's; None means
     default_device(). State exists from the start, so that training can be saved and resumed even if every step so far
@@ -130,7 +135,7 @@ class MegatronOptimizer:
         for scheduler in self._schedulers:
             scheduler.iteration.has_optimizer = True
         self._grad_stats = grad_stats
-        # The error to raise while parameters and states are of two steps: during an update, and after an error in it.
+        # The error to raise while an update is half done: during it, and after an error in it.
         self._half_done: str | None = None
         # Wrappers refer to it weakly, so it lives as long as this optimizer.
         self._run_states = _RunStates(self._rules)
@@ -190,9 +195,11 @@ class MegatronOptimizer:
         # Before any change on this rank, because others may have caught an error after the reduction of gradients.
         for scheduler in self._schedulers:
             scheduler.step()
-        # One pass finds norm and overflow, because the norm is finite only if every gradient is.
+        # One pass finds norm and overflow, because the norm is finite only if every gradient is. The norm has the same
+        # bits on all ranks, so they decide alike without a message. `_decide` decides the same way in a graph.
         with self.config.timers("optimizer-clip-main-grad", log_level=1):
             scaled_norm = read_norm_sync(self._grad_stats.norm())
+        # Also lowers the loss scale, so another reason to skip, such as a limit of the norm, needs a flag of its own.
         found_inf = not math.isfinite(scaled_norm)
         grad_norm = scaled_norm / self._loss_scale
         divisor = self._loss_scale / self._clip_coefficient(grad_norm)
@@ -211,9 +218,11 @@ class MegatronOptimizer:
         return True, grad_norm, num_zeros
 
     def prepare_device_step(self) -> None:
-        """Writes the learning rates to the device; call before step_on_device and before each replay of it.
+        """Prepares an update on the device; call before step_on_device and before each replay of it.
 
-        Raises the RuntimeError and ValueError of `step`, and ValueError if weight decay has changed since the capture.
+        Checks what `step` checks, and copies the learning rates to the device (prepare_update, refresh_rates of each
+        rule). Raises the RuntimeError and ValueError of `step`, and ValueError if weight decay has changed since the
+        capture.
         """
         self._prepare_step()
         decays = self._weight_decays()
@@ -285,7 +294,7 @@ class MegatronOptimizer:
             rule.update(scale, chosen)
 
     def mark_half_done(self, error: str) -> None:
-        """Records that parameters and states are of two steps; error: message of the errors until they are whole."""
+        """Records that an update is half done; error: the message of errors until parameters and states are whole."""
         self._half_done = error
 
     # Parameters and states.
@@ -401,7 +410,7 @@ class MegatronOptimizer:
 
     @contextmanager
     def _whole_update(self) -> Iterator[None]:
-        """Surrounds an update; after an error inside, parameters and states count as half updated."""
+        """Surrounds an update; after an error inside, the update is half done."""
         self.mark_half_done(_BROKEN_UPDATE)
         yield
         self._half_done = None
@@ -412,7 +421,7 @@ class MegatronOptimizer:
         self._grad_stats.forget()
 
     def _check_whole(self) -> None:
-        """Raises RuntimeError if parameters and states are of two steps."""
+        """Raises RuntimeError if an update is half done."""
         if self._half_done is not None:
             raise RuntimeError(self._half_done)
 

@@ -175,7 +175,7 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
         _check_steps_sync(shard.ranges, loaded)
     for part in shard.ranges:
         part.adam.step.copy_(loaded[part.index].step)
-        for kind, stored in _stored(part.adam).items():
+        for kind, stored in _by_kind(part.adam).items():
             _write(part, stored, source=loaded[part.index].sources.get(kind))
     _update_groups(shard.param_groups, groups)
 
@@ -224,7 +224,7 @@ def range_values(part: StateRange, stored: StoredFloats) -> torch.Tensor:
     return _read(stored, part.range.span.start, shape=(part.range.span.numel,), stride=(1,))
 
 
-def _stored(adam: FlatAdam) -> dict[str, StoredFloats]:
+def _by_kind(adam: FlatAdam) -> dict[str, StoredFloats]:
     return {MASTERS: adam.main, **adam.moments}
 
 
@@ -238,7 +238,7 @@ def _spread_state(param: nn.Parameter, parts: Sequence[StateRange]) -> dict[str,
     state: dict[str, torch.Tensor] = {}
     state[STEP] = SpreadTensor((), [HeldBox(whole(()), partial(_step_of, p)) for p in parts[:1]], dtype=torch.float32)
     for kind in (EXP_AVG, EXP_AVG_SQ, MASTERS):
-        held = [one for part in parts for one in _held_boxes(part, _stored(part.adam)[kind])]
+        held = [one for part in parts for one in _held_boxes(part, _by_kind(part.adam)[kind])]
         state[kind] = SpreadTensor(param.shape, held, dtype=dtype)
     return state
 
@@ -294,7 +294,10 @@ class _Source:
 
 
 class _Loaded:
-    """The loaded entry of one parameter. sources: by kind; without masters if these are set to the parameters."""
+    """The loaded entry of one parameter. sources: its values by kind.
+
+    MASTERS is absent if the state dict has no masters. They are then copied from the parameters.
+    """
 
     def __init__(self, entry: _Entry, name: str) -> None:
         self.sources = {kind: _Source(value) for kind, value in entry.items()}

@@ -1,7 +1,9 @@
 """StoredFloats: storage of an optimizer's numbers, possibly in fewer bits than it computes with.
 
-Every form is read and written as fp32 or fp64, and has a multiple of BLOCK elements. adam.py uses them for masters and
-moments.
+A form of storage is one of the classes Plain, Rounded, ScaledHalf and WithRemainder. Each is read and written as fp32
+or fp64, and has a multiple of BLOCK elements. Two functions choose the forms of Adam's moments: zeros_beside, here, for
+MegatronOptimizer by a dtype, and _storage in adam.py for DistributedFusedAdam by a StateForm. Masters are built by the
+functions *_masters here, and by _main_of in adam.py.
 """
 
 from collections.abc import Iterator
@@ -207,7 +209,7 @@ def remainder_masters(model: torch.Tensor) -> StoredFloats:
 def zeros_beside(main: StoredFloats, dtype: torch.dtype) -> StoredFloats:
     """Returns zeros for a moment of `main`, stored as bf16, as scaled fp16, or in the dtype in which `main` is read.
 
-    These are the moments of MegatronOptimizer; DistributedFusedAdam builds its own from a StateForm.
+    For MegatronOptimizer; the moments of DistributedFusedAdam are chosen by a StateForm (adam.py).
     """
     like = main.read(0, 0)
     if dtype == torch.bfloat16:
