@@ -507,7 +507,7 @@ class UpdateRule(Protocol):
 class _Chunk:
     """Elements [start, end) of a range."""
 
-    run: FlatParamRange
+    param_range: FlatParamRange
     start: int
     end: int
 
@@ -522,10 +522,10 @@ class FusedRule:
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
-        self._members = [[run for run in runs if run.group == key] for key in groups]
+        self._members = [[one for one in runs if one.group == key] for key in groups]
         self._group_of = _numbers_of(self._members)
         torch_groups = [
-            {"params": [run.stepped for run in members], **key.values(config)}
+            {"params": [param_range.stepped for param_range in members], **key.values(config)}
             for key, members in zip(groups, self._members)
         ]
         assert config.lr is not None
@@ -541,7 +541,7 @@ class FusedRule:
             self._states = _AdamStates(config, self.runs)
         self._rates = [_rates_of(members) for members in self._members]
         self.refresh_rates()
-        on_host = [run for run in self.runs if _place(run).type == "cpu"]
+        on_host = [param_range for param_range in self.runs if _place(param_range).type == "cpu"]
         self._overlapped = frozenset(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
         self._copies = _HostCopies(on_host) if self._overlapped else None
 
@@ -557,15 +557,15 @@ class FusedRule:
         """Steps the rule's ranges that are in `runs`. State on the host does not support scale.skip."""
         every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
         for settings, members in zip(every, self._members):
-            chosen = [run for run in members if run in runs and run not in self._overlapped]
+            chosen = [one for one in members if one in runs and one not in self._overlapped]
             self._states.step(chosen, settings, scale=scale)
-            for run in chosen:
-                run.write_model()
+            for param_range in chosen:
+                param_range.write_model()
         if self._copies is not None:
             # Last, so that updates on a GPU run while the host computes.
-            chosen = [run for run in self.runs if run in runs and run in self._overlapped]
+            chosen = [one for one in self.runs if one in runs and one in self._overlapped]
             for chunk, grad in self._copies.chunks(chosen):
-                self._states.step_chunk(chunk, grad, every[self._group_of[chunk.run]], scale=scale)
+                self._states.step_chunk(chunk, grad, every[self._group_of[chunk.param_range]], scale=scale)
             self._states.count_chunks(chosen, scale=scale)
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
@@ -595,32 +595,33 @@ class _Settings:
 class _AdamStates:
     """AdamW's states of ranges, stepped by adam_step."""
 
-    def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange]) -> None:
+    def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
         exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
         self._of = {
-            run: FlatAdam.of_masters(run.main, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq) for run in runs
+            one: FlatAdam.of_masters(one.main, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
+            for one in param_ranges
         }
 
-    def step(self, runs: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
+    def step(self, param_ranges: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
         # Some states of a group may be in the host's memory.
         for place in settings.rates:
-            updates = [AdamUpdate(self._of[run], run.grad) for run in runs if _place(run) == place]
+            updates = [AdamUpdate(self._of[one], one.grad) for one in param_ranges if _place(one) == place]
             adam_step(updates, settings.of_adam(place), scale=scale, grads=GradUse.DIVIDE)
 
     def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
         """Steps a chunk by its gradient: [n], any float dtype; call count_chunks after all chunks of a range."""
-        state, place = self._of[chunk.run], _place(chunk.run)
+        state, place = self._of[chunk.param_range], _place(chunk.param_range)
         rates = settings.of_adam(place)
         (count,) = _next_counts([state], rates)
         scaled = _Scaled(_divisor_on(scale, place), scale.skip)
         _step_piece(state, grad, rates, start=chunk.start, count=count, scaled=scaled, grads=GradUse.DIVIDE)
 
-    def count_chunks(self, runs: Sequence[FlatParamRange], *, scale: GradScale) -> None:
-        if runs:
-            _count([self._of[run] for run in runs], skip=scale.skip)
+    def count_chunks(self, param_ranges: Sequence[FlatParamRange], *, scale: GradScale) -> None:
+        if param_ranges:
+            _count([self._of[param_range] for param_range in param_ranges], skip=scale.skip)
 
-    def moments(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        return self._of[run].moments
+    def moments(self, param_range: FlatParamRange) -> dict[str, StoredFloats]:
+        return self._of[param_range].moments
 
     def step_counts(self) -> list[torch.Tensor]:
         return [state.step for state in self._of.values()]
@@ -629,19 +630,19 @@ class _AdamStates:
 class _SgdStates:
     """SGD's momenta of ranges whose masters are fp32 or fp64, stepped by torch's kernel."""
 
-    def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange]) -> None:
+    def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
         # A momentum of zeros has the same first step as torch, which begins without a momentum.
-        self._momenta = {run: zeros_beside(run.main, torch.float32) for run in runs if config.sgd_momentum > 0}
+        self._momenta = {one: zeros_beside(one.main, torch.float32) for one in param_ranges if config.sgd_momentum > 0}
 
-    def step(self, runs: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
+    def step(self, param_ranges: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
         whole = []
-        for run in runs:
-            grad, like, size = run.grad, run.main.read(0, 0), piece_elements(run.main)
+        for param_range in param_ranges:
+            grad, like, size = param_range.grad, param_range.main.read(0, 0), piece_elements(param_range.main)
             if (grad.dtype, grad.device) == (like.dtype, like.device):
-                whole.append((_Chunk(run, 0, run.main.numel), grad))
+                whole.append((_Chunk(param_range, 0, param_range.main.numel), grad))
                 continue
-            for start in range(0, run.main.numel, size):
-                chunk = _Chunk(run, start, min(start + size, run.main.numel))
+            for start in range(0, param_range.main.numel, size):
+                chunk = _Chunk(param_range, start, min(start + size, param_range.main.numel))
                 self.step_chunk(chunk, grad[chunk.start : chunk.end], settings, scale=scale)
         if whole:
             self._step_together(whole, settings, scale=scale)
@@ -650,11 +651,11 @@ class _SgdStates:
         """Steps a chunk by its gradient: [n], any float dtype."""
         self._step_together([(chunk, grad)], settings, scale=scale)
 
-    def count_chunks(self, runs: Sequence[FlatParamRange], *, scale: GradScale) -> None:
+    def count_chunks(self, param_ranges: Sequence[FlatParamRange], *, scale: GradScale) -> None:
         """Does nothing: SGD counts no steps."""
 
-    def moments(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        return {"momentum_buffer": self._momenta[run]} if run in self._momenta else {}
+    def moments(self, param_range: FlatParamRange) -> dict[str, StoredFloats]:
+        return {"momentum_buffer": self._momenta[param_range]} if param_range in self._momenta else {}
 
     def step_counts(self) -> list[torch.Tensor]:
         return []
@@ -664,8 +665,8 @@ class _SgdStates:
     ) -> None:
         """Steps chunks of one device by their gradients: [n] each, any float dtype and device."""
         # `read` returns views of the storage, which the kernel changes in place.
-        mains = [chunk.run.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
-        momenta = [self._momenta.get(chunk.run) for chunk, _ in chunks]
+        mains = [chunk.param_range.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
+        momenta = [self._momenta.get(chunk.param_range) for chunk, _ in chunks]
         device = mains[0].device
         sgd(
             mains,
@@ -684,17 +685,17 @@ class _SgdStates:
 
 
 def _numbers_of(groups: Sequence[Sequence[FlatParamRange]]) -> dict[FlatParamRange, int]:
-    return {run: number for number, members in enumerate(groups) for run in members}
+    return {param_range: number for number, members in enumerate(groups) for param_range in members}
 
 
-def _place(run: FlatParamRange) -> torch.device:
+def _place(param_range: FlatParamRange) -> torch.device:
     """Returns the device on which a range is updated: that of its masters, which may be the host."""
-    return run.main.read(0, 0).device
+    return param_range.main.read(0, 0).device
 
 
-def _rates_of(runs: Sequence[FlatParamRange]) -> dict[torch.device, torch.Tensor]:
+def _rates_of(param_ranges: Sequence[FlatParamRange]) -> dict[torch.device, torch.Tensor]:
     """Allocates a learning rate on each device of the ranges, for kernels: [], fp64 on the CPU, else fp32."""
-    types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, runs)}
+    types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, param_ranges)}
     return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
 
 
@@ -708,27 +709,27 @@ class _HostCopies:
     direction has two buffers and, on a GPU, a stream.
     """
 
-    def __init__(self, runs: Sequence[FlatParamRange]) -> None:
-        device = next((run.grad.device for run in runs), torch.device("cpu"))
-        longest = min(HOST_CHUNK, max((run.main.numel for run in runs), default=0))
+    def __init__(self, param_ranges: Sequence[FlatParamRange]) -> None:
+        device = next((one.grad.device for one in param_ranges), torch.device("cpu"))
+        longest = min(HOST_CHUNK, max((one.main.numel for one in param_ranges), default=0))
         self._to_host, self._to_device = CopyStream(device), CopyStream(device)
-        grad_bytes = longest * max((run.grad.element_size() for run in runs), default=0)
-        param_bytes = longest * max((run.model.element_size() for run in runs), default=0)
+        grad_bytes = longest * max((one.grad.element_size() for one in param_ranges), default=0)
+        param_bytes = longest * max((one.model.element_size() for one in param_ranges), default=0)
         self._grads = [host_bytes(grad_bytes, device) for _ in range(2)]
         self._params = [host_bytes(param_bytes, device) for _ in range(2)]
         # The last copy out of each parameter buffer.
         self._sent: list[Any] = [None, None]
 
-    def chunks(self, runs: Sequence[FlatParamRange]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
+    def chunks(self, param_ranges: Sequence[FlatParamRange]) -> Iterator[tuple[_Chunk, torch.Tensor]]:
         """Iterates over the chunks of ranges, each with its gradient on the host: [n], the buffer's dtype.
 
         The caller updates a chunk's masters before it requests the next one; then the parameters are written from them.
         Work that is launched on the device after the last chunk sees all new parameters.
         """
         todo = [
-            _Chunk(run, start, min(start + HOST_CHUNK, run.main.numel))
-            for run in runs
-            for start in range(0, run.main.numel, HOST_CHUNK)
+            _Chunk(one, start, min(start + HOST_CHUNK, one.main.numel))
+            for one in param_ranges
+            for start in range(0, one.main.numel, HOST_CHUNK)
         ]
         fetched = [self._fetch(chunk, slot) for slot, chunk in enumerate(todo[:1])]
         for index, chunk in enumerate(todo):
@@ -742,17 +743,17 @@ class _HostCopies:
             self._to_device.main_waits_for(sent)
 
     def _fetch(self, chunk: _Chunk, slot: int) -> tuple[torch.Tensor, Any]:
-        grad = chunk.run.grad[chunk.start : chunk.end]
+        grad = chunk.param_range.grad[chunk.start : chunk.end]
         on_host = self._grads[slot][: grad.nbytes]
         return on_host.view(grad.dtype), self._to_host.copy(on_host, grad.view(torch.uint8))
 
     def _send(self, chunk: _Chunk, slot: int) -> None:
-        run = chunk.run
-        if not run.is_copy or isinstance(run.main, WithRemainder):
+        param_range = chunk.param_range
+        if not param_range.is_copy or isinstance(param_range.main, WithRemainder):
             return
-        params = run.model[chunk.start : chunk.end]
+        params = param_range.model[chunk.start : chunk.end]
         on_host = self._params[slot][: params.nbytes]
         # The previous copy out of this buffer may still be running.
         self._to_device.host_waits_for(self._sent[slot])
-        on_host.view(params.dtype).copy_(run.main.read(chunk.start, chunk.end))
+        on_host.view(params.dtype).copy_(param_range.main.read(chunk.start, chunk.end))
         self._sent[slot] = self._to_device.copy(params.view(torch.uint8), on_host)

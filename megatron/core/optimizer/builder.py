@@ -79,27 +79,27 @@ def get_megatron_optimizer(
     _check_patterns_match(patterns, [slot.name for slot in slots], groups=groups)
     # Released gradients by buffer; None if gradients are persistent in their buffers.
     handed = {buffer: HandedGrads(buffer) for buffer in buffers} if config.optimizer_in_backward else None
-    runs = build_ranges(
+    ranges = build_ranges(
         buffers,
         keys,
         main_of=_masters(config),
         host_fraction=config.host_fraction,
         grads_of=None if handed is None else {buffer: of_buffer.grad_of for buffer, of_buffer in handed.items()},
     )
-    rules: list[UpdateRule] = [_fused_rule(config, runs, keys=[*grouping.plain_keys(), *keys.values()])]
+    rules: list[UpdateRule] = [_fused_rule(config, ranges, keys=[*grouping.plain_keys(), *keys.values()])]
     if config.optimizer == "muon":
-        of_matrices = [run for run in runs if run.group.is_matrix]
+        of_matrices = [param_range for param_range in ranges if param_range.group.is_matrix]
         matrices = _weight_matrices(model_chunks, split_qkv=config.muon_split_qkv)
         rules.append(MuonRule(config, of_matrices, buffers=buffers, keys=keys, matrices=matrices))
     pieces, device = _logical_pieces(model_chunks), chunks[0].device
     in_backward = None
     if handed is not None:
-        in_backward = UpdatesInBackward(config, groups, handed, runs=runs, logical_pieces=pieces, device=device)
-    stats = in_backward or GradStats(config, groups, buffers, runs=runs, logical_pieces=pieces, device=device)
+        in_backward = UpdatesInBackward(config, groups, handed, runs=ranges, logical_pieces=pieces, device=device)
+    stats = in_backward or GradStats(config, groups, buffers, runs=ranges, logical_pieces=pieces, device=device)
     optimizer = _optimizer_class(config, is_sharded=is_sharded)(
         rules,
         config,
-        runs=runs,
+        runs=ranges,
         model_chunks=chunks,
         grad_stats=stats,
         grad_scaler=_grad_scaler(config),
@@ -146,10 +146,10 @@ def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, 
         )
 
 
-def _fused_rule(config: OptimizerConfig, runs: Sequence[FlatParamRange], *, keys: Sequence[GroupKey]) -> FusedRule:
+def _fused_rule(config: OptimizerConfig, ranges: Sequence[FlatParamRange], *, keys: Sequence[GroupKey]) -> FusedRule:
     # Groups of all parameters, not only of this rank's ranges. A dictionary keeps the order of first appearance.
     groups = list(dict.fromkeys(key for key in keys if not key.is_matrix))
-    return FusedRule(config, [run for run in runs if not run.group.is_matrix], groups=groups)
+    return FusedRule(config, [one for one in ranges if not one.group.is_matrix], groups=groups)
 
 
 def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[MegatronOptimizer]:

@@ -163,7 +163,7 @@ class GradStats:
         expert_shards = shards.get(True, dense_shards)
         self._dense_groups = [dense_shards or (expert_shards if self._is_one_group else None), groups.mp]
         self._expert_groups = [expert_shards, groups.tp_ep_pp]
-        self._parts = {run: self._parts_of(run) for run in self._runs}
+        self._parts = {param_range: self._parts_of(param_range) for param_range in self._runs}
 
     # In a step.
 
@@ -200,7 +200,7 @@ class GradStats:
 
     def norms_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the norm of the gradients of some ranges."""
-        grads = ((run.grad[part.start : part.end], part.with_experts) for run in runs for part in self._parts[run])
+        grads = ((one.grad[part.start : part.end], part.with_experts) for one in runs for part in self._parts[one])
         return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
 
     def join_norms(self, parts: Sequence[PartialStat]) -> Tensor:
@@ -210,7 +210,7 @@ class GradStats:
     def zeros_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the exact zeros in the gradients of some ranges."""
         # By logical piece, so that padding, between parameters and of the vocabulary, does not count.
-        grads = ((member, member.view_of(run.grad)) for run in runs for member in run.params)
+        grads = ((member, member.view_of(one.grad)) for one in runs for member in one.params)
         owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
         dense, experts = self._dense_and_experts(
             (part, self._with_experts(member.param)) for member, parts in owned for part in parts
@@ -229,9 +229,9 @@ class GradStats:
     def params_norm(self) -> float:
         """Returns the 2-norm of all ranges as they are stepped (masters), summed in fp64. Collective."""
         owned = (
-            (_with_norm_of_main(run, part.start, end=part.end), part.with_experts)
-            for run in self._runs
-            for part in self._parts[run]
+            (_with_norm_of_main(one, part.start, end=part.end), part.with_experts)
+            for one in self._runs
+            for part in self._parts[one]
         )
         return read_norm_sync(self.join_norms([self._part_of_norm(owned, accumulate_in=torch.float64)]))
 
@@ -252,10 +252,12 @@ class GradStats:
     def _with_experts(self, param: Tensor) -> bool:
         return not self._is_one_group and param_facts(param).is_expert
 
-    def _parts_of(self, run: FlatParamRange) -> list[_CountedPart]:
+    def _parts_of(self, param_range: FlatParamRange) -> list[_CountedPart]:
         """Returns the elements of a flat range that this rank counts, neighbours joined."""
         parts = []
-        kinds = groupby(run.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param)))
+        kinds = groupby(
+            param_range.params, key=lambda member: (self._owns(member.param), self._with_experts(member.param))
+        )
         for (owned, with_experts), members in kinds:
             spans = [member.span for member in members]
             if owned:
@@ -296,14 +298,14 @@ class GradStats:
         return total
 
 
-def _with_norm_of_main(run: FlatParamRange, start: int, *, end: int) -> Tensor:
+def _with_norm_of_main(param_range: FlatParamRange, start: int, *, end: int) -> Tensor:
     """Returns a tensor that has the norm of masters [start, end): the masters or norms of pieces, [n], fp32 or fp64."""
-    if isinstance(run.main, Plain) and run.main.tensor.device == run.model.device:
-        return run.main.read(start, end)
-    in_range = pieces(run.main, start=start, end=end)
+    if isinstance(param_range.main, Plain) and param_range.main.tensor.device == param_range.model.device:
+        return param_range.main.read(start, end)
+    in_range = pieces(param_range.main, start=start, end=end)
     norms = [torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in in_range]
     # Masters may be in the host's memory; only these few norms are copied to the device.
-    return torch.stack(norms).to(run.model.device)
+    return torch.stack(norms).to(param_range.model.device)
 
 
 def _with_norm_of(param: Tensor) -> Tensor:

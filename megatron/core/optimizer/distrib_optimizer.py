@@ -61,9 +61,9 @@ class DistributedOptimizer(MegatronOptimizer):
         overlap = model_chunks[0].ddp_config
         self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
         self._gathers_after_step = not overlap.overlap_param_gather
-        self._runs_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
-        for run in runs:
-            self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
+        self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
+        for param_range in runs:
+            self._ranges_in.setdefault((param_range.buffer, param_range.bucket), []).append(param_range)
 
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
@@ -111,8 +111,8 @@ class DistributedOptimizer(MegatronOptimizer):
         for scheduler in self._gather_schedulers:
             for group in scheduler.gather_order:
                 places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
-                runs = [run for place in places for run in self._runs_in.get(place, [])]
-                self._step_ranges(scale, runs, rules=rest)
+                ranges = [one for place in places for one in self._ranges_in.get(place, [])]
+                self._step_ranges(scale, ranges, rules=rest)
                 scheduler.start_param_sync([group])
 
 

@@ -392,8 +392,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         itself by its version counter.
         """
         self._order.finish_param_sync(self._shards.groups)
-        for run in self._shards.runs:
-            run.take_model()
+        for owned_range in self._shards.runs:
+            owned_range.take_model()
         self._shards.note_versions()
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
@@ -446,8 +446,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
         self._order.mark_stale(self._shards.groups)
-        for run in self._shards.runs:
-            run.write_model()
+        for owned_range in self._shards.runs:
+            owned_range.write_model()
         self._order.start_param_sync(self._shards.groups)
         self._order.finish_param_sync(self._shards.groups)
         self._shards.note_versions()
@@ -526,8 +526,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
         ranges_in: dict[_ParamAndGradBucket, list[FusedRange]] = {}
-        for run in self._shards.runs:
-            ranges_in.setdefault(run.bucket, []).append(run)
+        for owned_range in self._shards.runs:
+            ranges_in.setdefault(owned_range.bucket, []).append(owned_range)
         under_way: deque[_ParamAndGradBucketGroup] = deque()
         for group in self._order.gather_order:
             # Each group has exactly one bucket.
@@ -536,7 +536,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
                 # A skipped update writes nothing to the message, which is still sent.
                 bucket.staged.fill()
             for key, rate in enumerate(rates):
-                updates = [run.update() for run in ranges_in.get(bucket, ()) if run.key == key]
+                updates = [one.update() for one in ranges_in.get(bucket, ()) if one.key == key]
                 adam_step(updates, rate, scale=scale, grads=grad_use)
             if self._forward is None:
                 self._order.start_param_sync([group])

@@ -226,12 +226,12 @@ class ShardedParams:
     @property
     def runs(self) -> list[FusedRange]:
         """All ranges that this rank owns. Moves parameters into their buffers if needed, see move_in."""
-        return [run for segment in self._segments for run in segment.runs]
+        return [owned_range for segment in self._segments for owned_range in segment.runs]
 
     @property
     def sums(self) -> list[torch.Tensor]:
         """The summed gradients of all ranges that this rank owns: [n] each, any float dtype, views."""
-        return [run.grad for run in self.runs]
+        return [owned_range.grad for owned_range in self.runs]
 
     def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """Returns this rank's reduced gradients, [n] each, of some parameters, any shape and dtype.
@@ -239,8 +239,8 @@ class ShardedParams:
         Raises ValueError for a parameter that is not in the optimizer.
         """
         wanted = set(self.check_own(params))
-        found = ((run, member) for run in self.runs for member in run.members if member.param in wanted)
-        return [member.view_of(run.grad) for run, member in found]
+        found = ((one, member) for one in self.runs for member in one.members if member.param in wanted)
+        return [member.view_of(owned_range.grad) for owned_range, member in found]
 
     @property
     def grad_use(self) -> GradUse:
@@ -274,7 +274,7 @@ class ShardedParams:
     def owned_ranges(self) -> list[StateRange]:
         """Returns the parameter ranges whose state this rank owns."""
         index = {param: place for place, param in enumerate(self.names)}
-        return [StateRange(index[part.param], part, run.state) for run in self.runs for part in run.members]
+        return [StateRange(index[part.param], part, one.state) for one in self.runs for part in one.members]
 
     def persistent_grad(self, param: nn.Parameter) -> torch.Tensor:
         """Returns the persistent memory of a parameter's gradients: [*parameter shape], the dtype of the reduction.
@@ -359,9 +359,9 @@ class ShardedParams:
         """
         changed = {param for param in self.groups_of if param._version != self._versions[param]}
         if changed:
-            for run in self.runs:
-                if any(member.param in changed for member in run.members):
-                    run.take_changes()
+            for owned_range in self.runs:
+                if any(member.param in changed for member in owned_range.members):
+                    owned_range.take_changes()
             self.note_versions()
 
     def note_versions(self) -> None:
@@ -444,7 +444,7 @@ class _Segment:
             by_dtype.setdefault(param.dtype, []).append((param_name, param))
         self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
         self._keys = keys
-        self._runs: list[FusedRange] | None = None
+        self._ranges: list[FusedRange] | None = None
         self._note_addresses()
         self.groups = [
             _ParamAndGradBucketGroup(
@@ -461,14 +461,14 @@ class _Segment:
 
     def move_in(self) -> list[FusedRange]:
         """Moves the parameters into their buffers and builds the states of this rank's ranges, once."""
-        if self._runs is None:
-            self._runs = []
+        if self._ranges is None:
+            self._ranges = []
             for buffer in self.buffers:
                 if self.memory.is_flat:
                     buffer.move_in()
-                self._runs += _runs(buffer, memory=self.memory, keys=self._keys)
+                self._ranges += _fused_ranges(buffer, memory=self.memory, keys=self._keys)
             self._note_addresses()
-        return self._runs
+        return self._ranges
 
     @property
     def is_plain(self) -> bool:
@@ -523,7 +523,9 @@ def _buffer(
     return _ParamAndGradBuffer(kind, members, settings=settings, storage=storage, flats=flats)
 
 
-def _runs(buffer: _ParamAndGradBuffer, *, memory: AdamMemory, keys: Mapping[nn.Parameter, int]) -> Iterator[FusedRange]:
+def _fused_ranges(
+    buffer: _ParamAndGradBuffer, *, memory: AdamMemory, keys: Mapping[nn.Parameter, int]
+) -> Iterator[FusedRange]:
     form = memory.form(buffer.slots[0].param)
     for found in ranges_in(buffer, buffer.owned_spans(), groups=keys):
         bucket, span = buffer.buckets[found.place], found.span

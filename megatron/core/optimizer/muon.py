@@ -62,7 +62,7 @@ class _Part:
     """
 
     unit: _MatrixUnit
-    run: FlatParamRange
+    param_range: FlatParamRange
     start: int
     first: int
     last: int
@@ -113,10 +113,10 @@ class MuonRule:
     ) -> None:
         self.runs = list(runs)
         self._config = config
-        self._momenta = {run: torch.zeros_like(run.stepped) for run in runs}
+        self._momenta = {param_range: torch.zeros_like(param_range.stepped) for param_range in runs}
         placed = [slot for buffer in buffers for slot in buffer.slots if keys[slot.param].is_matrix]
         windows = {slot: matrices.get(slot.name, [_whole(slot.param)]) for slot in placed}
-        self._batches = [batch for buffer in buffers for batch in _plan(buffer, windows, runs=self.runs)]
+        self._batches = [batch for buffer in buffers for batch in _plan(buffer, windows, ranges=self.runs)]
         # By parameter name and matrix.
         self._group_of: dict[tuple[str, MatrixWindow], dict[str, Any]] = {}
         self.optimizer = torch.optim.Optimizer(self._torch_groups(windows, keys), {"lr": config.lr})
@@ -135,7 +135,9 @@ class MuonRule:
             self._group_of[slot.name, window] = groups.setdefault((key, window.matrix_shape), group)
         for part in (part for batch in self._batches for part in batch.parts):
             for window in part.unit.windows:
-                self._group_of[part.unit.name, window]["params"] += _views(part, window, flat=part.of(part.run.stepped))
+                self._group_of[part.unit.name, window]["params"] += _views(
+                    part, window, flat=part.of(part.param_range.stepped)
+                )
         # torch keeps these dictionary objects, and refuses an empty list.
         return list(groups.values()) or [{"params": []}]
 
@@ -149,18 +151,18 @@ class MuonRule:
         divisor = scale.divisor
         assert isinstance(divisor, float), "Muon needs a host decision: see OptimizerConfig.validate_device_step"
         grads = {}
-        for run in self.runs:
+        for param_range in self.runs:
             # 16-bit gradients are converted, which copies them; others are divided in place.
-            grad = run.grad.to(self._momenta[run].dtype)
-            grads[run] = grad.div_(divisor) if divisor != 1.0 else grad
-            self._momenta[run].lerp_(grad, 1 - self._config.muon_momentum)
+            grad = param_range.grad.to(self._momenta[param_range].dtype)
+            grads[param_range] = grad.div_(divisor) if divisor != 1.0 else grad
+            self._momenta[param_range].lerp_(grad, 1 - self._config.muon_momentum)
         for batch in self._batches:
             self._step(batch, grads)
-        for run in self.runs:
-            run.write_model()
+        for param_range in self.runs:
+            param_range.write_model()
 
     def _step(self, batch: _Batch, grads: Mapping[FlatParamRange, torch.Tensor]) -> None:
-        directions = [[self._direction(part, grads[part.run]) for part in parts] for parts in batch.sends]
+        directions = [[self._direction(part, grads[part.param_range]) for part in parts] for parts in batch.sends]
         sizes = [[last - first for _, first, last in ranges] for ranges in batch.receives]
         received = _exchange(batch, directions, sizes=sizes)
         self._orthogonalize(batch, received)
@@ -169,13 +171,13 @@ class MuonRule:
             for window in part.unit.windows:
                 group = self._group_of[part.unit.name, window]
                 rate = group["lr"] * _torch_factor(window.matrix_shape)
-                weights = _views(part, window, flat=part.of(part.run.stepped))
+                weights = _views(part, window, flat=part.of(part.param_range.stepped))
                 for weight, change in zip(weights, _views(part, window, flat=update), strict=True):
                     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
 
     def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:
         """Returns a part's momentum, or Nesterov's interpolation with the gradient: [n], bf16."""
-        momentum = part.of(self._momenta[part.run])
+        momentum = part.of(self._momenta[part.param_range])
         if self._config.muon_nesterov:
             momentum = part.of(grad).lerp(momentum, self._config.muon_momentum)
         return momentum.bfloat16()
@@ -238,14 +240,14 @@ def newton_schulz(matrix: torch.Tensor, *, steps: int) -> torch.Tensor:
 
 
 def _plan(
-    buffer: FlatBuffer, windows: Mapping[ParamSlot, list[MatrixWindow]], *, runs: Sequence[FlatParamRange]
+    buffer: FlatBuffer, windows: Mapping[ParamSlot, list[MatrixWindow]], *, ranges: Sequence[FlatParamRange]
 ) -> Iterator[_Batch]:
     """Yields the batches that this rank sends and receives for the matrices of a buffer."""
     of_slots = (_units_of(e.name, windows.get(e, []), place=e.span.start) for e in buffer.slots)
     units = sorted((unit for of_slot in of_slots for unit in of_slot), key=lambda unit: unit.place)
     group = buffer.data_parallel_group if buffer.is_sharded else None
     ranks, own_rank = group_size(group), group_rank(group)
-    members = [(run, member) for run in runs if run.buffer is buffer for member in run.params]
+    members = [(one, member) for one in ranges if one.buffer is buffer for member in one.params]
     for batch in _batches_of(units, max_elements=_SENT_AT_ONCE * ranks):
         sends: list[list[_Part]] = [[] for _ in range(ranks)]
         receives: list[list[tuple[_MatrixUnit, int, int]]] = [[] for _ in range(ranks)]
@@ -312,11 +314,11 @@ def _ranges_of(unit: _MatrixUnit, layout: BufferLayout, *, is_sharded: bool) -> 
 def _part_of(
     unit: _MatrixUnit, members: Sequence[tuple[FlatParamRange, ParamRange]], *, first: int, last: int
 ) -> _Part:
-    run, member = next(
-        (run, m) for run, m in members if m.name == unit.name and m.start <= first < m.start + m.span.numel
+    param_range, member = next(
+        (one, m) for one, m in members if m.name == unit.name and m.start <= first < m.start + m.span.numel
     )
     place = member.span.start + first - member.start
-    return _Part(unit, run, first, place, place + last - first)
+    return _Part(unit, param_range, first, place, place + last - first)
 
 
 # Messages, views and settings.

@@ -77,7 +77,7 @@ class _FlatState:
 
     kind: str
     stored: StoredFloats
-    run: FlatParamRange
+    param_range: FlatParamRange
 
     def read(self) -> torch.Tensor:
         return self.stored.read(0, self.stored.numel)
@@ -86,7 +86,7 @@ class _FlatState:
         # By parameter, because flat ranges depend on the layout and must not affect checkpoints.
         return [
             tensor
-            for member in self.run.params
+            for member in self.param_range.params
             for tensor in range_tensors(
                 model_pieces[member.name], member.view_of(flat), start=member.start, prefix=state_prefix(self.kind)
             )
@@ -280,8 +280,8 @@ class MegatronOptimizer:
         """
         self._check_whole()
         # Without this check the kernel would silently update memory that the model no longer reads.
-        for run in self._runs:
-            run.check_attached()
+        for param_range in self._runs:
+            param_range.check_attached()
         for rule in self._rules:
             rule.refresh_rates()
 
@@ -309,8 +309,8 @@ class MegatronOptimizer:
 
     def reload_model_params(self) -> None:
         """Sets the fp32 masters to the model's parameters, after a load of weights alone."""
-        for run in self._runs:
-            run.take_model()
+        for param_range in self._runs:
+            param_range.take_model()
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
         """Returns moments and masters of this rank's shard as boxes to save, fp32; model_pieces: by parameter name.
@@ -328,29 +328,32 @@ class MegatronOptimizer:
         yield [tensor for state, flat in zip(states, values) for tensor in state.tensors(flat, model_pieces)]
         for state, flat in zip(states, values):
             state.stored.write(0, flat)
-        for run in self._runs:
+        for param_range in self._runs:
             # A copy that is not a master has no entry in the checkpoint.
-            if run.is_copy and not run.has_master:
-                run.take_model()
+            if param_range.is_copy and not param_range.has_master:
+                param_range.take_model()
         self._make_whole()
 
     @property
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's state: `masters` and `moments` on the device, and both on the host as `host_states`."""
-        by_run = {run: rule.flat_state(run).values() for rule in self._rules for run in rule.runs}
+        by_range = {one: rule.flat_state(one).values() for rule in self._rules for one in rule.runs}
         found = {"masters": 0, "moments": 0, "host_states": 0}
-        for run in self._runs:
-            found["host_states" if run.on_host else "masters"] += run.main.num_bytes if run.is_copy else 0
-            found["host_states" if run.on_host else "moments"] += sum(stored.num_bytes for stored in by_run[run])
+        for param_range in self._runs:
+            masters, moments = ("host_states",) * 2 if param_range.on_host else ("masters", "moments")
+            found[masters] += param_range.main.num_bytes if param_range.is_copy else 0
+            found[moments] += sum(stored.num_bytes for stored in by_range[param_range])
         return found
 
     def _flat_states(self) -> list[_FlatState]:
         states = []
-        by_run = {run: rule.flat_state(run) for rule in self._rules for run in rule.runs}
-        for run in self._runs:
+        by_range = {one: rule.flat_state(one) for rule in self._rules for one in rule.runs}
+        for param_range in self._runs:
             # Without masters, the model's weights are stepped, which the checkpoint has already.
-            masters = {MASTERS: run.main} if run.has_master else {}
-            states += [_FlatState(kind, stored, run) for kind, stored in {**by_run[run], **masters}.items()]
+            masters = {MASTERS: param_range.main} if param_range.has_master else {}
+            states += [
+                _FlatState(kind, stored, param_range) for kind, stored in {**by_range[param_range], **masters}.items()
+            ]
         return states
 
     def state_dict(self) -> dict[str, Any]:
@@ -403,10 +406,10 @@ class MegatronOptimizer:
         if not self._grad_stats.is_updated:
             self.prepare_update()
 
-    def _step_ranges(self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
+    def _step_ranges(self, scale: GradScale, ranges: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
         """Updates ranges in a step, unless they were updated in backward; call it inside `_whole_update`."""
         if not self._grad_stats.is_updated:
-            self.update_ranges(scale, runs, rules=rules)
+            self.update_ranges(scale, ranges, rules=rules)
 
     @contextmanager
     def _whole_update(self) -> Iterator[None]:
@@ -500,8 +503,8 @@ class _RunStates:
         # Keys are known to wrappers: the buffer object and the index of the bucket in it.
         self._found: dict[tuple[object, int], list[tuple[UpdateRule, FlatParamRange]]] = {}
         for rule in rules:
-            for run in rule.runs:
-                self._found.setdefault((run.buffer, run.bucket), []).append((rule, run))
+            for param_range in rule.runs:
+                self._found.setdefault((param_range.buffer, param_range.bucket), []).append((rule, param_range))
         for pairs in self._found.values():
             pairs.sort(key=lambda pair: pair[1].span.start)
 
@@ -509,15 +512,15 @@ class _RunStates:
         """Returns states of a bucket, sorted by place: fp32 or fp64, views of storage in that dtype, else copies."""
         start = place.buffer.owned_spans()[place.layout.index].start
         found = self._found.get((place.buffer, place.layout.index), [])
-        return [state for rule, run in found for state in _states_of(run, rule, bucket_start=start)]
+        return [state for rule, one in found for state in _states_of(one, rule, bucket_start=start)]
 
 
-def _states_of(run: FlatParamRange, rule: UpdateRule, *, bucket_start: int) -> Iterator[RunState]:
-    moments = rule.flat_state(run)
-    for part, settings in rule.settings_in(run):
+def _states_of(param_range: FlatParamRange, rule: UpdateRule, *, bucket_start: int) -> Iterator[RunState]:
+    moments = rule.flat_state(param_range)
+    for part, settings in rule.settings_in(param_range):
         yield RunState(
-            Span(run.span.start - bucket_start + part.start, part.numel),
+            Span(param_range.span.start - bucket_start + part.start, part.numel),
             settings,
-            run.main.read(part.start, part.end),
+            param_range.main.read(part.start, part.end),
             {name: stored.read(part.start, part.end) for name, stored in moments.items()},
         )

@@ -152,9 +152,9 @@ class UpdatesInBackward(GradStats):
         super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
         # Keyed by object, because wrappers pass the same buffers under another type.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
-        self._runs_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
-        for run in runs:
-            self._runs_in.setdefault((run.buffer, run.bucket), []).append(run)
+        self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
+        for param_range in runs:
+            self._ranges_in.setdefault((param_range.buffer, param_range.bucket), []).append(param_range)
         self._clip = config.in_backward_clip
         self._iteration = _Iteration.NONE
         self._taken: set[tuple[FlatBuffer, int]] = set()
@@ -194,12 +194,12 @@ class UpdatesInBackward(GradStats):
             return
         # Before the first change; step() resets it at its end.
         self._optimizer.mark_half_done(_UNFINISHED_STEP)
-        runs = self._runs_in.get(key, [])
+        ranges = self._ranges_in.get(key, [])
         with handed.holding(index, bucket.grad):
             # First, because the kernel may overwrite gradients with scaled ones.
-            zeros = self.zeros_of(runs) if self._config.log_num_zeros_in_grad else None
-            self._counted[key] = _Counted(self.norms_of(runs), zeros)
-            self._optimizer.update_ranges(self._scale_of(bucket.grad, handed.buffer), runs)
+            zeros = self.zeros_of(ranges) if self._config.log_num_zeros_in_grad else None
+            self._counted[key] = _Counted(self.norms_of(ranges), zeros)
+            self._optimizer.update_ranges(self._scale_of(bucket.grad, handed.buffer), ranges)
         bucket.note_written()
 
     # For the optimizer's step.
@@ -214,7 +214,7 @@ class UpdatesInBackward(GradStats):
 
         Raises RuntimeError if a bucket was not released to the optimizer yet.
         """
-        missing = [run for key, runs in self._runs_in.items() if key not in self._taken for run in runs]
+        missing = [one for key, ranges in self._ranges_in.items() if key not in self._taken for one in ranges]
         if missing:
             raise RuntimeError(
                 f"optimizer.step() was called before the gradient of {missing[0].params[0].name} was released: with "
@@ -295,5 +295,5 @@ class UpdatesInBackward(GradStats):
 
     def _in_order(self) -> list[_Counted]:
         """Returns the statistics of all ranges in order, or of an empty list, which still determines a device."""
-        counted = [self._counted[key] for key in self._runs_in]
+        counted = [self._counted[key] for key in self._ranges_in]
         return counted or [_Counted(self.norms_of([]), self.zeros_of([]))]
