@@ -129,7 +129,7 @@ class ExpertMemory:
         if not self._config.moe_paged_stash:
             return lines
         self._plan(num_microbatches)
-        own = "no expert group waits for its backward here"
+        own = "no expert group is stashed here"
         if self.stash is not None:
             layout = self.stash.pool.layout
             own = gain_line(stash_footprint(self._config, self.needs, layout=layout), layout)
@@ -198,7 +198,7 @@ class ExpertMemory:
                 f"{_as_flags(grown, self._config)}, or another policy"
             )
         self.adopt(grown)
-        growth = _as_flags(grown, self._config) or "more pages are kept back for the experts' inputs"
+        growth = _as_flags(grown, self._config) or "more pages are reserved for the experts' inputs"
         return f"from now on {growth}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:

@@ -22,12 +22,12 @@ class CapacityConfig:
 
     moe_expert_capacity_factor: float | None = config_field(
         None,
-        help="Each expert takes at most ceil(tokens x top-k / experts x this) tokens of a micro-batch, the others are "
-        "dropped; unset or negative: none is dropped.",
+        help="Each expert processes at most ceil(tokens x top-k / experts x this) tokens of a micro-batch and drops "
+        "the others; unset or negative: none is dropped.",
     )
     moe_token_drop_policy: str = config_field(
         "probs",
-        help="Which tokens a full expert drops: those with the smallest weights, or those that come last.",
+        help="Which tokens a full expert drops: the ones with the smallest weights, or the last ones.",
         choices=("probs", "position"),
     )
     moe_pad_expert_input_to_capacity: bool = config_field(
@@ -35,8 +35,9 @@ class CapacityConfig:
     )
     moe_expert_rank_capacity_factor: float | None = config_field(
         None,
-        help="Give the experts of a rank buffers of tokens x top-k x this rows, whatever the routing, so that no shape "
-        "depends on it; a step in which more rows came runs again with more room. Unset: as many rows as come.",
+        help="Give the experts of a rank buffers of tokens x top-k x this rows, so that no shape depends on the "
+        "routing; a step with more rows is discarded and retried with larger buffers. Unset: buffers fit the rows that "
+        "arrive.",
     )
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
         None,
         flags=("--num-experts",),
         dest="num_experts",
-        help="Experts of each mixture-of-experts layer; unset: the model is dense.",
+        help="Number of experts of each mixture-of-experts layer; unset: the model is dense.",
         at_least=1,
     )
     moe_layer_freq: int | list[int] | str = config_field(
@@ -62,36 +63,36 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
         parse=partial(parse_layer_pattern, field="moe_layer_freq"),
     )
     moe_ffn_hidden_size: int | None = config_field(
-        None, help="Width inside one expert; unset: that of the dense layers.", at_least=1
+        None, help="Inner width of one expert; unset: the width of the dense layers.", at_least=1
     )
     moe_shared_expert_intermediate_size: int | None = config_field(
         None,
-        help="Width of a shared expert that every token sees, of all of them together; unset: there is none.",
+        help="Total inner width of the shared experts, which every token uses; unset: there are none.",
         at_least=1,
     )
     moe_shared_expert_gate: bool = config_field(
-        False, help="Weigh the shared expert's result per token by a learned sigmoid gate."
+        False, help="Multiply the shared expert's result for each token by a learned sigmoid gate."
     )
     moe_grouped_gemm: bool = config_field(
         False, help="Compute all experts of a rank in one grouped matrix product instead of one after the other."
     )
     moe_token_dispatcher_type: str = config_field(
         "allgather",
-        help="How tokens reach the ranks of their experts: every rank gathers all tokens, or each row is sent to its "
-        "rank. flex leaves that to the library of --moe-flex-dispatcher-backend.",
+        help="How tokens reach the ranks of their experts: every rank gathers all tokens, or each row is sent to the "
+        "rank of its expert. flex uses the library of --moe-flex-dispatcher-backend.",
         choices=("allgather", "alltoall", "flex"),
     )
     moe_flex_dispatcher_backend: str = config_field(
         "deepep",
-        help="What sends rows with --moe-token-dispatcher-type flex, without which it has no effect: the package "
-        "deep_ep, or torch's symmetric memory. hybridep and ncclep are not supported.",
+        help="Library that sends rows with --moe-token-dispatcher-type flex: the package deep_ep, or torch's symmetric "
+        "memory; no effect with other types. hybridep and ncclep are not supported.",
         choices=("deepep", "hybridep", "ncclep", "symm_mem"),
     )
     moe_permute_fusion: bool = config_field(
-        False, help="Bring rows into expert order in one pass, which is how they are moved here with or without it."
+        False, help="Move rows into expert order in one pass. No effect: this is always done."
     )
     moe_shared_expert_overlap: bool = config_field(
-        False, help="Compute the shared expert while rows are being sent to the ranks of their experts."
+        False, help="Compute the shared expert while rows are sent to the ranks of their experts."
     )
 
     def __post_init__(self) -> None:

@@ -32,40 +32,41 @@ def _parse_buffer_bytes(text: str) -> int:
 
 @dataclass(kw_only=True)
 class PagedStashConfig:
-    """The pages in which the live rows of tensors that experts save for backward are kept."""
+    """Settings of the pages that hold the live rows which experts save for backward."""
 
     cli_group: ClassVar[str] = "paged stash"
 
     moe_paged_stash: bool = config_field(
         False,
-        help="Keep for backward only the live rows of the experts' static buffers, in pages of a shared pool: the "
-        "memory of as many rows as came, although no shape depends on the routing.",
+        help="Save only the live rows of the experts' static buffers for backward, in pages of a shared pool. Memory "
+        "then follows the number of rows, although no shape depends on the routing.",
     )
     moe_paged_stash_page_size: int = config_field(
-        64, help="Tokens of hidden size whose bytes make one page of the pool; a power of two.", at_least=1
+        64, help="Page size, in rows of hidden size; a power of two.", at_least=1
     )
     moe_paged_stash_buffer_size_factor_cuda: float = config_field(
         1.1,
-        help="Pages on the device as a multiple of what a step needs if every rank gets as many rows; negative: of "
-        "what the first step needed, or the steps before a checkpoint; 0: none, all rows wait on the host.",
+        help="Pages on the device, as a multiple of the need of a step in which every rank receives the same number of "
+        "rows; negative: of the measured need of the first step, or of the steps before a checkpoint; 0: all pages are "
+        "on the host.",
     )
     moe_paged_stash_buffer_size_factor_cpu: float = config_field(
-        0.0, help="Pages in page-locked host memory, for what the device has no page for; a multiple of the same need."
+        0.0, help="Pages in page-locked host memory, for rows that get none on the device; a multiple of the same need."
     )
     moe_paged_stash_buffer_bytes: int | None = config_field(
         None,
-        help="Bytes of the pages on the device, such as 512MB or 2GiB, whatever the factor for them says.",
+        help="Bytes of the pages on the device, such as 512MB or 2GiB; overrides the factor for the device.",
         at_least=1,
         parse=_parse_buffer_bytes,
     )
     moe_paged_stash_prefetch_layers: int = config_field(
-        1, help="Layers whose rows come back ahead of their backward, each into buffers of full size.", at_least=0
+        1, help="Layers whose rows are restored ahead of their backward, each into buffers of full size.", at_least=0
     )
     moe_paged_stash_overflow_policy: str = config_field(
         "recompute",
-        help="What happens when pages run out: activations are computed again, and the step is run again only if the "
-        "experts' inputs found none; the step is run again with more pages at once; or the run ends. Where rows are "
-        "over budget, the first two run the step again with more.",
+        help="What happens if pages run out. recompute: activations are recomputed, and the step is retried with more "
+        "pages only if the experts' inputs got none. rerun: the step is retried with more pages immediately. error: "
+        "the run ends. If buffers are too small for the rows, the first two retry the step with larger ones.",
         choices=OVERFLOW_POLICIES,
     )
 
@@ -92,8 +93,8 @@ def validate_paged_stash(
         raise ValueError("moe_paged_stash is True but no layer has experts: give num_moe_experts, or drop the stash")
     if moe_expert_rank_capacity_factor is None:
         raise ValueError(
-            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it buffers are as large "
-            "as the rows that come, and there is nothing to save; give a factor such as 2"
+            "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it buffers have no more "
+            "rows than arrive, and a stash saves no memory; give a factor such as 2"
         )
     size = config.moe_paged_stash_page_size
     if size & (size - 1):
@@ -103,8 +104,8 @@ def validate_paged_stash(
     device, host = config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu
     if device == 0 and host == 0 and given is None:
         raise ValueError(
-            "moe_paged_stash_buffer_size_factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0: there would "
-            "be no page; give one of them, such as 1.1 for the device"
+            "moe_paged_stash_buffer_size_factor_cuda is 0 and moe_paged_stash_buffer_size_factor_cpu is 0: the pool "
+            "would have no page; give one of them, such as 1.1 for the device"
         )
     one_page = page_bytes(size, hidden_size=hidden_size, itemsize=itemsize)
     if given is not None and given < one_page:
@@ -123,34 +124,34 @@ def validate_stash_with_activation_memory(
     offload_modules: Sequence[str],
     offloaded_layers: int,
 ) -> None:
-    """Raises ValueError where recompute or offloading leaves the stash no tensors, or handles the same ones.
+    """Raises ValueError if recompute or offloading leaves no tensors to the stash, or handles the same tensors.
 
     has_experts: whether each layer has experts. runs_again: whether each layer is recomputed as a whole.
-    offloaded_layers: how many layers, from the first, are offloaded as a whole.
+    offloaded_layers: number of layers, from the first, that are offloaded as a whole.
     """
     if not config.moe_paged_stash:
         return
     with_experts = [layer for layer, experts in enumerate(has_experts) if experts]
     if all(runs_again[layer] for layer in with_experts):
         raise ValueError(
-            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which then keeps "
+            "moe_paged_stash is True and recompute_granularity is full for every layer with experts, which then saves "
             "nothing to stash: use recompute_method block for fewer layers, or drop the stash"
         )
     if "moe" in recompute_modules:
         raise ValueError(
-            "moe_paged_stash is True and recompute_modules has moe, so that layers with experts keep nothing to stash: "
+            "moe_paged_stash is True and recompute_modules has moe, so layers with experts save nothing to stash: "
             "recompute moe_act instead, or drop the stash"
         )
     both = [module for module in offload_modules if module in ("expert_fc1", "moe_act")]
     if both:
         raise ValueError(
-            f"moe_paged_stash is True and offload_modules has {both[0]}, whose rows the stash keeps: drop one of them; "
+            f"moe_paged_stash is True and offload_modules has {both[0]}, whose rows the stash saves: drop one of them; "
             "moe_paged_stash_buffer_size_factor_cpu gives the stash pages on the host"
         )
     if with_experts[-1] < offloaded_layers:
         raise ValueError(
-            f"moe_paged_stash is True and cpu_offloading_num_layers is {offloaded_layers}, which moves what every "
-            "layer with experts keeps to the host: drop one of them; moe_paged_stash_buffer_size_factor_cpu gives the "
+            f"moe_paged_stash is True and cpu_offloading_num_layers is {offloaded_layers}, which offloads all saved "
+            "tensors of every layer with experts: drop one of them; moe_paged_stash_buffer_size_factor_cpu gives the "
             "stash pages on the host"
         )
 

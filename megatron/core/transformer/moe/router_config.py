@@ -19,41 +19,41 @@ class RouterConfig:
 
     cli_group: ClassVar[str] = "moe"
 
-    moe_router_topk: int = config_field(2, help="Experts that each token goes to.", at_least=1)
+    moe_router_topk: int = config_field(2, help="Number of experts per token.", at_least=1)
     moe_router_score_function: str = config_field(
-        "softmax", help="From router logits to scores.", choices=("softmax", "sigmoid", "sqrtsoftplus")
+        "softmax", help="Function that turns router logits into scores.", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
     moe_router_pre_softmax: bool = config_field(
-        False, help="Weights are a softmax over all experts, instead of one over the chosen."
+        False, help="Compute weights by a softmax over all experts instead of over the chosen ones."
     )
     moe_router_num_groups: int | None = config_field(
-        None, help="Groups of experts, of which each token may use --moe-router-group-topk.", at_least=1
+        None, help="Number of groups of experts; each token may use --moe-router-group-topk of them.", at_least=1
     )
     moe_router_group_topk: int | None = config_field(
-        None, help="Groups that the experts of a token come from: those with the best experts.", at_least=1
+        None, help="Number of groups that the experts of a token may come from: the best ones.", at_least=1
     )
     moe_router_group_score: str = config_field(
         "sum",
-        help="How good a group is: the sum of its best experts' scores (DeepSeek-V3), of as many as a token takes from "
-        "each of its groups, or its best expert's alone (max, DeepSeek-V2).",
+        help="Score of a group: the sum of the scores of its best top-k / group-topk experts (sum, DeepSeek-V3), or "
+        "the score of its best expert (max, DeepSeek-V2).",
         choices=("sum", "max"),
     )
     moe_router_topk_scaling_factor: float | None = config_field(
-        None, help="Factor of all routing weights.", more_than=0
+        None, help="Factor that all routing weights are multiplied by.", more_than=0
     )
     moe_router_dtype: str | None = config_field(
         None,
-        help="Precision of the routing, its matrix product included; unset: the product is in the model's precision.",
+        help="Precision of the routing, including its matrix product; unset: the product is in the model's precision.",
         choices=("fp32", "fp64"),
     )
     moe_router_enable_expert_bias: bool = config_field(
-        False, help="Balance by a bias that is added to an expert's scores for the choice, not for the weight."
+        False, help="Balance loads by a bias that is added to an expert's scores for the choice, not for the weight."
     )
     moe_router_bias_update_rate: float = config_field(
-        _BIAS_UPDATE_RATE, help="What a step adds to the bias of an expert with few tokens.", at_least=0
+        _BIAS_UPDATE_RATE, help="Amount by which a step changes the bias of an expert.", at_least=0
     )
     moe_router_load_balancing_type: str | list[str] = config_field(
-        "aux_loss", help="How the router is kept balanced.", choices=LOAD_BALANCING_TYPES, nargs="+"
+        "aux_loss", help="Method, or methods, of balancing the experts' loads.", choices=LOAD_BALANCING_TYPES, nargs="+"
     )
     moe_aux_loss_coeff: float | list[float] = config_field(
         0.0,
@@ -71,7 +71,7 @@ class RouterConfig:
         less_than=1,
     )
     moe_router_force_load_balancing: bool = config_field(
-        False, help="For benchmarks: route by noise instead of the logits, which loads all experts alike."
+        False, help="For benchmarks: route by noise instead of the logits, so that all experts have equal loads."
     )
     moe_per_layer_logging: bool = config_field(False, help="Log each layer's router losses and tokens per expert.")
 

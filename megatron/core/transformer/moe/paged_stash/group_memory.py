@@ -303,7 +303,7 @@ class PageKeeper:
         if generation != self.generation:
             raise RuntimeError(
                 f"backward of the expert group {event.name!r}, forward {event.instance} of its step: its rows were in "
-                "the stash when reset() gave all pages back; run its forward again"
+                "the stash when reset() freed all pages; run its forward again"
             )
 
     def _current(self, group: GroupMemory) -> GroupPages:

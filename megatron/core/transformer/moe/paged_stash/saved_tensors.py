@@ -127,7 +127,7 @@ class StashGroup:
         if droppable != (recompute is not None) or droppable != bool(sources):
             raise ValueError(
                 f"priority {priority.name} with {'a' if recompute else 'no'} recompute and {len(sources)} sources: "
-                "GATE_UP and ACT need both to be computed again, INPUT takes neither"
+                "GATE_UP and ACT need both for their recomputation, INPUT takes neither"
             )
         if tokens_per_row < 1:
             raise ValueError(f"tokens_per_row ({tokens_per_row}) must be at least 1")
@@ -603,8 +603,8 @@ def _need(source: Snapshot, blocks: list[Block], *, priority: Priority) -> None:
     blocks[index].is_source = True
     if blocks[index].spec.priority >= priority:
         raise ValueError(
-            f"a source of shape {list(source.tensor.shape)} has priority {blocks[index].spec.priority.name}, what is "
-            f"computed from it {priority.name}: a source must be more important"
+            f"a source of shape {list(source.tensor.shape)} has priority {blocks[index].spec.priority.name}, the "
+            f"tensor computed from it {priority.name}: a source must be more important"
         )
 
 

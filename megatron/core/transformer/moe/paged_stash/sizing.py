@@ -316,7 +316,7 @@ def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:
     if not any({event.group for event in events} - resident_groups(events) for events in stages):
         raise ValueError(
             "moe_paged_stash is True but can have no effect: the backward of every expert group directly follows its "
-            "forward, so that nothing waits; it needs several layers with experts, or pipeline stages with several "
+            "forward, so nothing is stashed; it needs several layers with experts, or pipeline stages with several "
             "microbatches: drop moe_paged_stash"
         )
 

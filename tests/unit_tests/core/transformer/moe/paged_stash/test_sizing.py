@@ -232,7 +232,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({**FULL_RECOMPUTE, **STAGES}, "recompute_granularity is full for every layer"),
     ({"moe_layer_recompute": True}, "recompute_modules has moe"),
     ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules has moe_act"),
-    ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which moves"),
+    ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which offloads"),
     ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: needs moe_paged_stash"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], message: str) -> None:
