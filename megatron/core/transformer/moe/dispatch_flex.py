@@ -1,7 +1,7 @@
 """Dispatchers of --moe-token-dispatcher-type flex: libraries that move tokens in their own way.
 
-First the choice of a back end and what it requires of the machine, then the back ends: DeepEP, and torch's symmetric
-memory. Both fill the static buffers of dispatch_static.py. No GPU has run either of them yet.
+First the choice of a back end and its requirements on the machine, then the back ends: DeepEP, and torch's symmetric
+memory. Both fill the static buffers of dispatch_static.py. Neither has run on a GPU yet.
 
 T tokens of this rank, N tokens that this rank receives, H hidden, K choices of a token, C rows of the buffer.
 """
@@ -39,8 +39,8 @@ _PLANNED = "meta"
 class FlexBackend:
     """A library that moves tokens.
 
-    dispatcher: builds its dispatcher; None for a back end that is not supported. missing: returns, in words, what this
-    machine lacks for a run with these settings.
+    dispatcher: builds its dispatcher; None for a back end that is not supported. missing: describes the requirements of
+    these settings that this machine does not meet; empty if it meets all.
     """
 
     dispatcher: Callable[..., MoEStaticTokenDispatcher] | None

@@ -126,7 +126,7 @@ class TopKRouter(Router):
         # Ranks of sequence_group, the tp_cp group, hold parts of the same sequences. Each computes a share of a loss,
         # and the gradients of the shares must be summed. Tensor-parallel ranks do sum the router's gradients. Context-
         # parallel ranks average them together with data-parallel ones, so _add_loss multiplies a share by the number of
-        # context-parallel ranks, num_averaged. Between data-parallel ranks the average is what is wanted.
+        # context-parallel ranks, num_averaged. Over data-parallel ranks the average is correct.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
         self.num_averaged = group_size(groups.cp)
         self.training_route, self.evaluation_route = _build_routes(config)

@@ -123,19 +123,19 @@ def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: Pag
 
     (2) once an act got pages, the gate_ups of all later groups get theirs, so that act is dropped first.
 
-    Proof. Call groups old that ran forward before the moment looked at, new those that come later. Write a for the
-    most, x for the true pages of inputs, b for the most of gate_up, l <= x <= a for at_least of inputs.
+    Proof. At a given moment, a group is old if it has run forward, and new otherwise. For each group, a is the most
+    pages of its inputs, x the true number, l <= x <= a the least (at_least), and b the most pages of its gate_up.
 
     (1) Invariant: for each later moment t, free pages >= sum of a over new groups open at t - sum of x over old groups
-    whose backward comes by t. It holds at the start, because the pool is as large as the peak. An input takes x <= a
-    and its group turns from new to old, so that the right side falls by a before its backward and by x after it. A
-    backward releases x or more, and the right side grows by x. A gate_up or act is admitted only if free pages
-    afterwards are >= r1 (or r2 >= r1), the largest right side with l in place of x. At t = the next forward the
-    invariant says free >= a, so its inputs find pages.
+    whose backward has run by t. It holds at the start, because the pool has room for the peak. An input allocates
+    x <= a pages and its group turns from new to old, so the right side falls by a for t before its backward, and by x
+    for later t. A backward releases x or more, and the right side grows by x. A gate_up or act is admitted only if free
+    pages afterwards are >= r1 (or r2 >= r1), the largest right side with x replaced by l. For t at the next forward the
+    invariant says free >= a, so its inputs get pages.
 
     (2) r2 is the largest, over new groups g, of: sum of a + b over new groups open once g has run, minus the pages that
-    old groups released by then, plus r1 of g. Take g's gate_up and the last act admitted before it: r2 pages were free
-    then, and only inputs and gate_ups were admitted since. So b + r1 of g are free, as the rule for g's gate_up asks.
+    old groups have released by then, plus r1 of g. Consider g's gate_up and the last act admitted before it: r2 pages
+    were free then, and only inputs and gate_ups were admitted since. So b + r1 of g are free, which admits g's gate_up.
 
     Costs (number of forwards) x (number of events) steps, or the number of events if `at_least` is `pages`.
     """
@@ -280,7 +280,7 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
 def _highest_after_each(
     passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]
 ) -> list[int]:
-    """Returns _highest from each forward on, in order."""
+    """Returns the result of _highest for each forward as the start, in order."""
     if taken == given_back:
         return _highest_in_one_walk(passes, taken, above=above)
     starts = [position for position, one in enumerate(passes) if one.forward]
@@ -290,7 +290,8 @@ def _highest_after_each(
 def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: list[int]) -> list[int]:
     """Computes _highest_after_each for groups that release exactly what they took.
 
-    Levels then do not depend on the start. Those after a forward are those of the whole step minus the forward's own.
+    Levels then do not depend on the start. A level after a forward is the level in the whole step minus the level at
+    that forward.
     """
     signed = (taken[rank] if forward else -taken[rank] for forward, rank in passes)
     levels = list(accumulate(signed))

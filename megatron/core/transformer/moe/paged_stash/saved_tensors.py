@@ -626,7 +626,7 @@ def outer_hooks() -> Hooks | None:
 def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None]) -> None:
     """Declares an expert operator's tensors to the stash context around it, if there is one.
 
-    rows, others: any shape and dtype. others: weights and offsets, which are not rows whatever their sizes.
+    rows, others: any shape and dtype. others: weights and offsets, which are never rows, whatever their sizes.
     """
     hooks = outer_hooks()
     group = None if hooks is None else getattr(hooks[0], "__self__", None)

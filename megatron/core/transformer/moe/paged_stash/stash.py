@@ -17,9 +17,9 @@ saved_tensors.py decides which tensors a context takes, and group_memory.py move
 a context does the same as always, once: the forward's graph plans and fills pages at its end, and the backward's graph
 restores the rows and releases the pages. Replays run none of this code. So a captured group has its own room in the
 page tables. The number of pages to leave free depends on the group's place in the step, so it is read from memory that
-the host fills before each replay. Everything that is the same in each step is part of the graph, i.e. whether the group
-is stashed, or kept because its backward is the next event. No prefetch crosses graphs. Side streams start from the main
-stream and end there within each graph, so that a replay is one piece on the main stream.
+the host fills before each replay. Decisions that are the same in each step are part of the graph: whether the group is
+stashed, or kept because its backward is the next event. No prefetch crosses graphs. Within each graph the side streams
+fork from the main stream and join it again, so that a replay is one unit of work on the main stream.
 """
 
 import weakref
@@ -455,7 +455,7 @@ class PagedStash:
                     self._reach(group)
         if saved.memory is None:
             return saved.kept()
-        # The backward of this tensor may run on another stream than that of the group's first one.
+        # The backward of this tensor may run on another stream than the backward of the group's first tensor.
         main_waits_for(group.ready, self.pool.device)
         return tensor_of(saved)
 

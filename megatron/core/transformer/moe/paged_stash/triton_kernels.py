@@ -28,7 +28,7 @@ numbers that only one of the two accesses, such as the heads.
 
 [Note: work of a copy]
 A page is cut into chunks of BLOCK words of 16 bytes. The chunks of all tensors, page after page, are dealt to the
-programs in turn, so that one launch serves a whole group whatever the mix of sizes, and a program without a chunk
+programs in turn, so that one launch serves a whole group with any mix of sizes, and a program without a chunk
 returns immediately. The host knows only the maximum number of rows; the kernel reads the live ones from `held`.
 
 [Note: words]
