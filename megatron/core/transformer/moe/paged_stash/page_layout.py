@@ -147,7 +147,7 @@ class Counter(enum.IntEnum):
     """Indices into a pool's counters, int64: sums and maxima since the last reset, written by `plan`."""
 
     VOID = 0  # tensors of Priority.INPUT without pages, plus BAD_COUNT; above 0 the step is discarded
-    BAD_COUNT = 1  # calls of plan with a number of rows below 0 or above the maximum
+    BAD_COUNT = 1  # groups, or calls of plan, with a number of rows below 0 or above max_rows
     HIGH_WATER_DEVICE = 2  # peak of pages held on the device
     HIGH_WATER_HOST = 3  # peak of pages held on the host
     PLANNED_PAGES = 4  # pages allocated on both tiers

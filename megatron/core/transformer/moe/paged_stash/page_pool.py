@@ -196,6 +196,14 @@ class PagePool:
                 tensors=call.tensors,
             )
 
+    def check_count(self, num_rows: Tensor, max_rows: int) -> None:
+        """Counts a number of rows that is out of range, as `plan` does, for a group that gets no pages.
+
+        num_rows: [1], int64, on the device. Runs on the current stream, which must follow the pool's earlier plans.
+        """
+        is_bad = (num_rows < 0).logical_or_(num_rows > max_rows)
+        self.counters[Counter.VOID : Counter.BAD_COUNT + 1].add_(is_bad)
+
     def stash(self, group: PageGroup, sources: Sequence[Tensor], *, num_programs: int = 0) -> None:
         """Copies live rows into the group's pages.
 

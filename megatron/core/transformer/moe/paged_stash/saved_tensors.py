@@ -152,7 +152,7 @@ class StashGroup:
             self._elsewhere.add(str(tensor.device))
         is_matrix = tensor.dim() > 1 and tensor.is_floating_point() and tensor.layout is torch.strided
         sizes = tensor.shape if is_matrix else ()
-        self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > (rows is not None)
+        self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > int(rows is not None)
         saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
         saved.is_unclear = origin is Origin.UNCLEAR or (is_given and tensor.is_leaf and not tensor.requires_grad)
         is_taken = rows is not None and self._takes_rows

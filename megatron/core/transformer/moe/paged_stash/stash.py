@@ -136,8 +136,13 @@ class PagedStash:
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
                 raise ValueError(f"{argument} ({number!r}) must be an integer of at least 0")
-        if not 0.0 <= reserved_share <= 1.0:
-            raise ValueError(f"reserved_share ({reserved_share}) must be between 0 and 1")
+        if not isinstance(reserved_share, int | float) or not 0.0 <= reserved_share <= 1.0:
+            raise ValueError(f"reserved_share ({reserved_share!r}) must be a number between 0 and 1")
+        kinds = (("pool", (pool,), PagePool), ("events", events or (), StashEvent), ("specs", specs, TensorSpec))
+        for argument, values, kind in kinds:
+            wrong = next((value for value in values if not isinstance(value, kind)), None)
+            if wrong is not None:
+                raise ValueError(f"{argument} has a {type(wrong).__name__} ({wrong!r}): must be {kind.__name__}")
         self._settings = {
             "prefetch_groups": prefetch_groups,
             "events": None if events is None else tuple(events),
@@ -209,6 +214,8 @@ class PagedStash:
             yield StashGroup(torch.device("cpu"), max_rows, group=None, hooks=None)
             return
         _check_count(num_rows, max_rows, device=self.pool.device)
+        if not isinstance(takes, RowTensors):
+            raise ValueError(f"takes ({takes!r}) must be one of {', '.join(map(str, RowTensors))}")
         with self._keeper.exclusive():
             # The next kernels may write to memory that the copies of the previous group still read: all layers share
             # the buffers of a static dispatch, and the allocator reuses memory that autograd released.
@@ -403,8 +410,16 @@ class PagedStash:
                     self._keeper.stash(group, blocks, num_rows=count, reserve=self._reserve_of(group.event))
                 else:
                     group.phase = Phase.KEPT
+            if group.phase is Phase.KEPT:
+                self._check_kept(num_rows, max_rows=max_rows)
             self.order.observe(group.event)
             self._groups[group.event.group] = group
+
+    def _check_kept(self, num_rows: Tensor | int, *, max_rows: int) -> None:
+        """Lets a wrong number of rows of a group without pages discard the step; an int was checked already."""
+        if isinstance(num_rows, Tensor):
+            # On the main stream, which waited for all plans when the context began.
+            self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
 
     def _capture(
         self, part: CapturedPart, group: GroupMemory, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
@@ -416,6 +431,7 @@ class PagedStash:
         part.group = CapturedGroup(name)
         if not blocks:
             group.phase = Phase.KEPT
+            self._check_kept(num_rows, max_rows=max_rows)
             return
         count = _count_tensor(num_rows, self.pool.device)
         self._keeper.stash(group, blocks, num_rows=count, reserve=part.reserve, is_captured=True)

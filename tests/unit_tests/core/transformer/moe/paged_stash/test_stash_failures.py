@@ -271,6 +271,14 @@ def test_wrong_counts_are_named(num_rows: Any, max_rows: int) -> None:
         (lambda: TensorSpec(8, 4, 1), r"pitch_bytes \(4\) must be at least row_bytes \(8\)"),
         (lambda: make_stash(prefetch_groups=-1), r"prefetch_groups \(-1\)"),
         (lambda: make_stash(reserved_share=float("nan")), r"reserved_share \(nan\)"),
+        (lambda: make_stash(reserved_share="1"), r"reserved_share \('1'\) must be a number"),
+        (lambda: make_stash(events=[1]), r"events has a int \(1\): must be StashEvent"),
+        (lambda: make_stash(specs=[1]), r"specs has a int \(1\): must be TensorSpec"),
+        (lambda: PagedStash(PoolLayout(16, 1)), r"pool has a PoolLayout .* must be PagePool"),
+        (
+            lambda: make_stash().context("one", 1, max_rows=2, takes="all").__enter__(),
+            r"takes \('all'\) must be one of",
+        ),
     ],
 )
 def test_wrong_sizes_are_named(make: Callable[[], Any], message: str) -> None:
@@ -278,11 +286,24 @@ def test_wrong_sizes_are_named(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-def test_a_count_above_the_maximum_on_the_device_makes_the_step_void() -> None:
+@pytest.mark.parametrize("count", [C + 5, -1])
+def test_a_wrong_count_on_the_device_discards_every_step(count: int) -> None:
     stash = make_stash()
-    with context_of(stash, torch.tensor(C + 5)) as (_, x):
-        y = x.exp()
+    for _ in range(3):  # once the order is known, the group's backward comes next, and it gets no pages
+        with context_of(stash, torch.tensor(count)) as (_, x):
+            y = x.exp()
+        y.sum().backward()
+        assert stash.void == 1 and stash.is_void_sync() and is_empty_sync(stash)
+        stash.reset()
+        assert not stash.is_void_sync()
+
+
+def test_a_wrong_count_of_a_captured_part_discards_the_step() -> None:
+    stash = make_stash()
+    with (
+        stash.capturing(stash.new_part()),
+        stash.context("one", torch.tensor(C + 1), max_rows=C, backward_is_next=True),
+    ):
+        y = inputs()[0].exp()
     y.sum().backward()
-    assert stash.void == 1 and stash.is_void_sync() and is_empty_sync(stash)
-    stash.reset()
-    assert not stash.is_void_sync()
+    assert stash.is_void_sync()

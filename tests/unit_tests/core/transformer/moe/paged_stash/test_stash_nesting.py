@@ -240,6 +240,32 @@ def test_a_compiled_layer_with_the_context_inside_gives_the_same(backend: str) -
         stash.reset()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_compiled_function_serves_several_contexts(backend: str) -> None:
+    weights = [torch.randn(HIDDEN, HIDDEN) for _ in range(3)]
+    x = inputs()[0]
+    stash = make_stash()
+
+    def layer(number: int, rows: Tensor) -> Tensor:
+        with stash.context(f"layer {number}", LIVE, max_rows=C):
+            return (rows @ weights[number]).sigmoid()
+
+    def run(layer: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+        rows: Tensor = x
+        for number in range(3):  # another number has the compiler make it a symbol
+            rows = layer(number, rows)
+        (grad,) = torch.autograd.grad(rows[:LIVE].square().sum(), x)
+        assert planned_pages(stash) > 0 and not stash.is_void_sync()
+        stash.reset()
+        return [grad[:LIVE]]
+
+    expected = run(layer)
+    compiled = torch.compile(layer, backend=backend)
+    for _ in range(2):
+        assert_same(run(compiled), expected)
+
+
 def test_a_disabled_step_stashes_nothing() -> None:
     stash = make_stash()
     for enabled in (False, True):
