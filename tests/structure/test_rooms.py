@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup", "_BaseDataParallel"}
 
 # Protocols that a user's model or optimizer implements.
-FOR_USERS = {"GradConsumer", "KnowsInitialValues", "KnownValues", "Resets"}
+FOR_USERS = {"GradConsumer", "FinalizesStep", "KnowsInitialValues", "KnownValues", "Resets"}
 
 
 def listed_rooms(package: str) -> dict[str, set[str]]:

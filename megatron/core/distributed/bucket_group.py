@@ -102,8 +102,15 @@ class _ParamAndGradBucketGroup:
         """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
 
         Raises RuntimeError while the gradient is being reduced, if gradients are freed after their reduction, and if
-        autograd also produced a gradient of the parameter in this iteration and gradients are scaled.
+        autograd also produced a gradient of the parameter in this iteration and gradients are scaled. Raises ValueError
+        for a parameter of another group.
         """
+        if param not in self._grads_of:
+            names = ", ".join(slot.name for slot in self.slots)
+            raise ValueError(
+                f"register_grad_ready was given a parameter of shape {tuple(param.shape)} that is not in bucket group "
+                f"{self.name}: must be one of {names}"
+            )
         self.mark_added(param)
         self._mark_grad_ready(self, param)
 

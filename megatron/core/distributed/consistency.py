@@ -12,6 +12,7 @@ import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -234,11 +235,16 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
     return find_module_change
 
 
-def _changed(name: str, what: str) -> str:
+def changed_after_wrapping(name: str, what: str, *, wrapper: str) -> str:
+    """Describes a parameter that was changed while a wrapper managed it; what: the change, such as `replaced`."""
+    when = ", or between steps after release()," if wrapper == "DistributedDataParallel" else ""
     return (
-        f"parameter {canonical_name(name)} was {what} after the module was wrapped in DistributedDataParallel: "
-        "make such changes before wrapping, or between steps after release(), and build the optimizer after them"
+        f"parameter {canonical_name(name)} was {what} after the module was wrapped in {wrapper}: make such changes "
+        f"before wrapping{when or ','} and build the optimizer after them"
     )
+
+
+_changed = partial(changed_after_wrapping, wrapper="DistributedDataParallel")
 
 
 # A weight that both the first and the last stage hold. The model marks it, and finalize_model_grads.py sums its

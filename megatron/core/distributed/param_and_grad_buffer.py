@@ -22,7 +22,6 @@ from megatron.core.distributed.bucket_storage import (
     PersistentGrads,
     _ParamAndGradBucket,
 )
-from megatron.core.distributed.collectives import shard_of
 from megatron.core.distributed.layout import ParamSlot, Span, lay_out, locate
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -225,15 +224,25 @@ def buffer_kind(
     return BufferKind(param.dtype, wide, experts_apart and param_facts(param).is_expert, completed_later)
 
 
-def shard_buffer(buffer: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """Returns this rank's shard of a bucket's flat tensor: [N], any dtype -> [N / ranks], a view."""
-    return shard_of(buffer, group)
+def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
+    """Returns the shards of a bucket's flat tensor, by rank: [N], any dtype -> [N / ranks] each, views.
+
+    Raises ValueError if the ranks do not divide N.
+    """
+    if buffer.numel() % data_parallel_world_size:
+        raise ValueError(
+            f"buffer has {buffer.numel()} elements: must be a multiple of {data_parallel_world_size} ranks"
+        )
+    return list(buffer.view(data_parallel_world_size, -1))
 
 
 def partition_buckets(
     buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
 ) -> list[list[_ParamAndGradBucket]]:
-    """Returns the buckets of each bucket group: one bucket per group, or all in one group."""
+    """Returns the buckets of each bucket group: one bucket per group, or all in one group.
+
+    DistributedDataParallel builds the groups, which need its scheduler.
+    """
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     if force_single_bucket_group:
         return [buckets] if buckets else []

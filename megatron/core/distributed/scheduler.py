@@ -135,8 +135,8 @@ class CollectiveScheduler:
         """
         if not self.iteration.is_collecting or self._sequence.may_have_begun:
             raise ValueError(
-                "launch_order is given after its first iteration: must be wrapped before; wrap all chunks of a model "
-                "before the first backward"
+                "a model chunk joined this launch_order after its first iteration: wrap all chunks of a model before "
+                "the first backward"
             )
         names, same_everywhere = _groups_of_stage(chunk.groups, self.stage_group)
         own = {group.name: group for group in chunk.groups}

@@ -55,6 +55,7 @@ class FullyShardConfig:
 # Settings of buckets and collectives that have no effect with fully_shard, each with the reason.
 _NOT_HERE = {
     "use_distributed_optimizer": "each rank stores and steps only its shard anyway",
+    "shard_gradients": "each rank stores only its shard of gradients anyway",
     "overlap_grad_reduce": "torch reduces each unit during backward anyway",
     "overlap_param_gather": "torch gathers each unit during forward and backward anyway",
     "bucket_size": "gradients are reduced by units, such as transformer layers",
@@ -77,11 +78,12 @@ class TorchFullyShardedDataParallelConfig(FullyShardConfig, DistributedDataParal
     """
 
     def __post_init__(self) -> None:
-        DistributedDataParallelConfig.__post_init__(self)
-        FullyShardConfig.__post_init__(self)
+        # First, because the checks of DistributedDataParallelConfig ask for settings that are refused here.
         for name, why in _NOT_HERE.items():
             if vars(self)[name]:
                 raise ValueError(f"{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; leave out one of them")
+        DistributedDataParallelConfig.__post_init__(self)
+        FullyShardConfig.__post_init__(self)
         if self.num_distributed_optimizer_instances > 1:
             raise ValueError(
                 f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} with "

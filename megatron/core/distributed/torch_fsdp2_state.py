@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import canonical_name
+from megatron.core.distributed.consistency import changed_after_wrapping
 from megatron.core.distributed.param_hooks import is_in_backward
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "watch_passes",
 ]
 
+_changed = partial(changed_after_wrapping, wrapper="TorchFullyShardedDataParallel")
 _NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 
 
@@ -440,7 +441,8 @@ class WrappedShards:
     def find_problem(self) -> str | None:
         """Describes the first change that makes gradients or updates miss a parameter; None if there is none.
 
-        module_change_finder (consistency.py) does the same for modules in DistributedDataParallel.
+        For modules in DistributedDataParallel, module_change_finder (consistency.py) looks for parameters that were
+        replaced or moved.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name, param in now.items():
@@ -478,10 +480,3 @@ def _check_loaded(names: Sequence[str], *of_load: Any) -> None:
 def _take_in(shards: Sequence[ParamShard], *unused: Any) -> None:
     for shard in shards:
         shard.take_in()
-
-
-def _changed(name: str, what: str) -> str:
-    return (
-        f"parameter {canonical_name(name)} was {what} after the module was wrapped in TorchFullyShardedDataParallel: "
-        "make such changes before wrapping, and build the optimizer after it"
-    )

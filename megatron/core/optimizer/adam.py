@@ -1,7 +1,8 @@
 """Adam over flat ranges of numbers in any form of storage: its state, one step, and FusedRule for AdamW and SGD.
 
-adam_step is the only implementation of a step, for DistributedFusedAdam and for the rules of MegatronOptimizer. Norm,
-clipping and loss scale are in optimizer.py for the latter, and in ShardScaling (fused_adam_grads.py) for the former.
+adam_step steps whole ranges, for DistributedFusedAdam and for the rules of MegatronOptimizer. FusedRule steps a state
+on the host in chunks (step_chunk) while others are copied; both compute with the same kernels. Norm, clipping and loss
+scale are in optimizer.py for the latter, and in ShardScaling (fused_adam_grads.py) for the former.
 Forms of storage are in stored_floats.py.
 
 [Note: ends of parameters] A vectorised kernel computes the elements after the last whole vector of a tensor one by one,

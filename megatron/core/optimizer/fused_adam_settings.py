@@ -185,8 +185,12 @@ def check_scalars(*, amsgrad: bool, bucket_cap_mb: float, pipeline_size: int) ->
     """Raises ValueError for invalid numbers, and for amsgrad."""
     if amsgrad:
         raise ValueError("amsgrad is True: DistributedFusedAdam does not implement it, must be False")
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a number of MiB above 0")
+    if (
+        isinstance(bucket_cap_mb, bool)
+        or not isinstance(bucket_cap_mb, (int, float))
+        or not 0 < bucket_cap_mb < math.inf
+    ):
+        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb!r}: must be a finite number of MiB above 0")
     if isinstance(pipeline_size, bool) or not isinstance(pipeline_size, int) or pipeline_size < 1:
         raise ValueError(f"pipeline_size is {pipeline_size!r}: must be a number of buckets, at least 1")
 

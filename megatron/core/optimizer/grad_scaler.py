@@ -3,6 +3,7 @@
 They hold numbers only; optimizer.py multiplies losses and divides gradients by them.
 """
 
+import math
 from typing import Any, Protocol
 
 
@@ -20,8 +21,8 @@ class ConstantGradScaler:
     """A loss scale that overflow does not change."""
 
     def __init__(self, initial_scale: float):
-        if initial_scale <= 0:
-            raise ValueError(f"initial_scale is {initial_scale}: must be more than 0")
+        if not isinstance(initial_scale, int | float) or not 0 < initial_scale < math.inf:
+            raise ValueError(f"initial_scale is {initial_scale!r}: must be a finite number above 0")
         self._scale = float(initial_scale)
 
     @property

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 def test_contradictions_are_named_with_their_values(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DistributedDataParallelConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["overlap_param_gather", "shard_gradients", "use_distributed_optimizer"])
+def test_fsdp2_refuses_settings_of_buckets_without_asking_for_others(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is True with use_torch_fsdp2: .* anyway; leave out one of them"):
+        TorchFullyShardedDataParallelConfig(**{name: True})

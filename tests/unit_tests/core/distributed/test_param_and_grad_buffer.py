@@ -12,6 +12,7 @@ from megatron.core.distributed.param_and_grad_buffer import (  # the path of use
     _ParamAndGradBuffer,
     buffer_kind,
     partition_buckets,
+    shard_buffer,
 )
 
 
@@ -230,3 +231,12 @@ def test_an_interrupted_backward_leaves_nothing_behind():
     model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(grads(buffer)["bias"], torch.ones(2))
     assert float(buffer.grad_data.sum()) == 8.0
+
+
+def test_shard_buffer_returns_the_shard_of_each_rank():
+    flat = torch.arange(8.0)
+    shards = shard_buffer(flat, 2)
+    assert [shard.tolist() for shard in shards] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert shards[1].data_ptr() == flat[4:].data_ptr()
+    with pytest.raises(ValueError, match="has 8 elements: must be a multiple of 3 ranks"):
+        shard_buffer(flat, 3)

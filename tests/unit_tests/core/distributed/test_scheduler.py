@@ -84,7 +84,7 @@ def test_a_gradient_after_the_end_and_settings_after_the_start_are_refused():
         RuntimeError, match=r"layers.\d.weight became ready after finish_grad_sync: call zero_grad_buffer"
     ):
         ddp(torch.ones(1, 2)).backward()
-    with pytest.raises(ValueError, match="launch_order is given after its first iteration"):
+    with pytest.raises(ValueError, match="joined this launch_order after its first iteration"):
         DistributedDataParallel(ddp.config, ddp.ddp_config, nn.Linear(1, 1), launch_order=ddp.launch_order)
     with pytest.raises(ValueError, match="disable_forward_pre_hook was called without"):
         ddp.disable_forward_pre_hook()
@@ -97,6 +97,8 @@ def test_gradients_that_the_caller_adds_count_as_ready():
     ddp = wrapped(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="was given a parameter of another module: must be a parameter of the wrapped"):
         ddp.register_grad_ready(nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match=r"of shape \(2,\) that is not in bucket group .*: must be one of"):
+        ddp.bucket_groups[0].register_grad_ready(nn.Parameter(torch.ones(2)))
     for whose in (lambda param: ddp, ddp.param_to_bucket_group.get):
         ddp.zero_grad_buffer()
         for param in ddp.module.parameters():

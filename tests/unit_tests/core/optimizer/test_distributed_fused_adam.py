@@ -30,6 +30,7 @@ REFUSED = [
     ({"amsgrad": True}, FP32, "amsgrad.*True.*False"),
     ({"bucket_cap_mb": 0}, FP32, "bucket_cap_mb.*0"),
     ({"bucket_cap_mb": -1.0}, FP32, "bucket_cap_mb.*-1.0"),
+    ({"bucket_cap_mb": float("inf")}, FP32, "bucket_cap_mb is inf: must be a finite number"),
     ({"pipeline_size": 0}, FP32, "pipeline_size.*0.*1"),
     ({"dtype": torch.int32}, FP32, "dtype.*int32.*float32"),
     ({"dtype": "fp32"}, FP32, "dtype.*fp32.*torch.float32"),

@@ -58,3 +58,9 @@ def test_constant_scale_ignores_overflow_and_states_of_other_scalers():
 def test_values_that_could_not_work_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         dynamic(**{field: value})
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), "1"])
+def test_a_constant_scale_is_a_finite_number_above_0(scale):
+    with pytest.raises(ValueError, match="initial_scale is .*: must be a finite number above 0"):
+        ConstantGradScaler(scale)
