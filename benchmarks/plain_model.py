@@ -106,8 +106,9 @@ class PlainModel(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """input_ids, labels: [B, S], int64 -> mean loss, scalar."""
-        cos, sin = rotary_tables(self.config, input_ids.shape[1], like=self.output.weight)
         x = self.embedding(input_ids)
+        # Like x, because weights may be read in their own module alone while gathers of new values are pending.
+        cos, sin = rotary_tables(self.config, input_ids.shape[1], like=x)
         for layer in self.layers:
             x = layer(x, cos, sin)
         logits = self.output(self.norm(x))
