@@ -92,19 +92,19 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         model, num_tokens = self._finalize.handed_over
         chunks = [require_wrapped(chunk) for chunk in model]
         complete_model_grads(chunks, num_tokens, groups=chunks[0].pg_collection)
-        self._captured = self._optimizer.step_on_device(self._void(reports))
+        self._captured = self._optimizer.step_on_device(self._discard(reports))
 
-    def _void(self, reports: Reports) -> Tensor:
-        """[], fp64, above 0 if the step is void on any rank."""
-        void = torch.zeros((), dtype=torch.float64, device=default_device())
+    def _discard(self, reports: Reports) -> Tensor:
+        """Tells whether the step must be discarded: [], fp64, above 0 if it is void on any rank."""
+        discard = torch.zeros((), dtype=torch.float64, device=default_device())
         if self._void_flags is not None:
-            void = self._void_flags().sum()
+            discard = self._void_flags().sum()
         if self._checks_losses:
             for total in total_reports(reports).values():
-                void = void + total.isfinite().all().logical_not()
+                discard = discard + total.isfinite().all().logical_not()
         if group_size(dist.group.WORLD) > 1:
-            dist.all_reduce(void, op=dist.ReduceOp.MAX)
-        return void
+            dist.all_reduce(discard, op=dist.ReduceOp.MAX)
+        return discard
 
     def prepare(self) -> None:
         """Writes the learning rates that the graph reads."""

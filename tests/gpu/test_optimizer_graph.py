@@ -25,17 +25,17 @@ def test_a_step_that_was_captured_once_follows_gradients_rates_scales_and_voids(
     prepare_device(device := default_device())
     settings = {**settings, "clip_grad": clip_grad, "log_num_zeros_in_grad": True}
     host, graphed = build(settings, device), build(settings, device)
-    optimizer, void, graph = graphed[1], torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.CUDAGraph()
+    optimizer, discard, graph = graphed[1], torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.CUDAGraph()
     loss, captured = torch.zeros((), device=device), None
 
     def scale_and_step():
-        return optimizer.scale_loss(loss), optimizer.step_on_device(void)
+        return optimizer.scale_loss(loss), optimizer.step_on_device(discard)
 
     for step in range(STEPS):
         for run in (host, graphed):
             prepare_gradients(*run, step)
-        for is_void in (1, 0) if step in VOIDS else (0,):
-            void.fill_(is_void)
+        for is_discarded in (1, 0) if step in VOIDS else (0,):
+            discard.fill_(is_discarded)
             loss.fill_(step)
             before = state_of(*graphed)
             expected = host[1].scale_loss(loss)
@@ -53,7 +53,7 @@ def test_a_step_that_was_captured_once_follows_gradients_rates_scales_and_voids(
                 torch.cuda.set_sync_debug_mode("default")
             report = optimizer.settle_step_sync(done)
             assert torch.equal(scaled, expected)
-            if is_void:
+            if is_discarded:
                 assert not report[0] and all(map(torch.equal, before, state_of(*graphed)))
         assert repr(report) == repr(host[1].step())
         assert_same_state(graphed, host)

@@ -202,7 +202,7 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
     """Returns a function that describes the first change of `module` that makes gradients or updates miss a parameter.
 
     The function returns None if there is none. wrapped: the parameters in buffers. WrappedShards.find_problem
-    (torch_fsdp2_state.py) does the same for modules that fully_shard has sharded.
+    (torch_fsdp2_state.py) describes changes of modules that fully_shard has sharded.
     """
     in_buffers = frozenset(wrapped)
     at_start = dict(module.named_parameters())

@@ -4,9 +4,9 @@ Either the host decides whether a step updates, or the device, so that a graph c
 joins parameters; the update rules are in adam.py and muon.py.
 
 [Note: outcomes of a step] Skipped: `found_inf`, a gradient is not finite; nothing is updated but the loss scale, which
-backs off. Discarded: the caller's `void` tells the device to ignore the step (experts or their stash have overflowed);
-nothing is updated, the loss scale neither. Half done: an error interrupted an update, so that parameters and states are
-of two steps. Whole: they are of one step.
+backs off. Discarded: the caller's `discard` tells the device to ignore the step (experts or their stash have
+overflowed); nothing is updated, the loss scale neither. Half done: an error interrupted an update, so that parameters
+and states are of two steps. Whole: they are of one step.
 """
 
 import math
@@ -233,17 +233,18 @@ class MegatronOptimizer:
             )
 
     @record_function("MegatronOptimizer.step_on_device")
-    def step_on_device(self, void: torch.Tensor | None = None) -> DeviceStep:
+    def step_on_device(self, discard: torch.Tensor | None = None) -> DeviceStep:
         """Runs a step in which the device decides whether to update; for graphs, since it never waits for the device.
 
-        void: discards the step if any element is above 0: any shape and dtype, on the device, the same on all ranks.
+        discard: discards the step if any element is above 0: any shape and dtype, on the device, the same on all
+        ranks.
         Call it after finish_grad_sync and CollectiveScheduler.step, without a gather in flight. Collective, like
         `step`. Raises ValueError for settings that need the host.
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
         decision = _decide(
-            self._grad_stats.norm(), loss_scale=self._device_scale, void=void, clip_grad=self.config.clip_grad
+            self._grad_stats.norm(), loss_scale=self._device_scale, discard=discard, clip_grad=self.config.clip_grad
         )
         # Before the update, as in `step`.
         num_zeros = self._grad_stats.count_zeros() if self.config.log_num_zeros_in_grad else None
@@ -478,16 +479,16 @@ class _Decision:
 
 
 def _decide(
-    total_norm: torch.Tensor, *, loss_scale: torch.Tensor, void: torch.Tensor | None, clip_grad: float
+    total_norm: torch.Tensor, *, loss_scale: torch.Tensor, discard: torch.Tensor | None, clip_grad: float
 ) -> _Decision:
     """Decides from the norm of scaled gradients and the loss scale, [], fp64 each, on one device, without waiting.
 
-    void: discards the step if any element is above 0: any shape, any dtype. clip_grad: 0 does not clip.
+    discard: discards the step if any element is above 0: any shape, any dtype. clip_grad: 0 does not clip.
     """
     # Rounded as read_norm_sync rounds it.
     scaled_norm = total_norm.float()
     found_inf = torch.isfinite(scaled_norm).logical_not()
-    is_discarded = torch.zeros_like(found_inf) if void is None else (void > 0).any()
+    is_discarded = torch.zeros_like(found_inf) if discard is None else (discard > 0).any()
     grad_norm = scaled_norm.double() / loss_scale
     coefficient = clip_coefficient_on_device(clip_grad, grad_norm) if clip_grad else torch.ones_like(grad_norm)
     return _Decision(is_discarded, found_inf, grad_norm, divisor=loss_scale / coefficient)

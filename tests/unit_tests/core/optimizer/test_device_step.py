@@ -38,9 +38,9 @@ PRECISIONS = [
 VOIDS = {0, 3, 4, 12}
 
 
-def device_step(optimizer, void=None):
+def device_step(optimizer, discard=None):
     optimizer.prepare_device_step()
-    return optimizer.settle_step_sync(optimizer.step_on_device(void))
+    return optimizer.settle_step_sync(optimizer.step_on_device(discard))
 
 
 OPTIONS = {"settings": PRECISIONS, "optimizer": ["adam", "sgd"], "clip_grad": [0.0, 0.05]}
@@ -61,11 +61,11 @@ def test_steps_decided_on_the_device_equal_the_hosts_bit_for_bit(optimizer, sett
         prepare_gradients(*device, step)
         if step in VOIDS:
             before = state_of(*device)
-            updated, _, num_zeros = device_step(device[1], void=torch.ones(1, dtype=torch.int32))
+            updated, _, num_zeros = device_step(device[1], discard=torch.ones(1, dtype=torch.int32))
             assert not updated and num_zeros is None
             assert all(torch.equal(a, b) for a, b in zip(before, state_of(*device), strict=True))
         report = host[1].step()
-        assert repr(device_step(device[1], void=torch.zeros(()))) == repr(report)
+        assert repr(device_step(device[1], discard=torch.zeros(()))) == repr(report)
         assert_same_state(device, host)
         updates += report[0]
         norms.add(report[1])
@@ -79,10 +79,10 @@ def test_a_step_on_the_device_and_what_scales_the_loss_can_be_captured(settings)
     wrapped, optimizer = build({**settings, "log_num_zeros_in_grad": True})
     prepare_gradients(wrapped, optimizer, 0)
     optimizer.prepare_device_step()
-    loss, void = torch.randn(()), torch.zeros(1, dtype=torch.int64)
+    loss, discard = torch.randn(()), torch.zeros(1, dtype=torch.int64)
     with assert_capturable() as region:
         optimizer.scale_loss(loss)
-        done = optimizer.step_on_device(void)
+        done = optimizer.step_on_device(discard)
         region.keep(done.outcome)
     assert optimizer.settle_step_sync(done)[0]
 
@@ -91,7 +91,7 @@ def test_a_step_on_the_device_and_what_scales_the_loss_can_be_captured(settings)
 def test_a_step_that_was_captured_once_follows_gradients_rates_scales_and_voids(settings):
     settings = {**settings, "clip_grad": 0.05, "log_num_zeros_in_grad": True}
     host, graphed = build(settings), build(settings)
-    loss, void, captured = torch.randn(()), torch.zeros(1, dtype=torch.int32), None
+    loss, discard, captured = torch.randn(()), torch.zeros(1, dtype=torch.int32), None
     for step in range(STEPS):
         prepare_gradients(*host, step)
         prepare_gradients(*graphed, step)
@@ -99,13 +99,13 @@ def test_a_step_that_was_captured_once_follows_gradients_rates_scales_and_voids(
         if captured is None:
             before = state_of(*graphed)
             with TapeGraphs().capturing() as tape:
-                captured = graphed[1].scale_loss(loss), graphed[1].step_on_device(void)
+                captured = graphed[1].scale_loss(loss), graphed[1].step_on_device(discard)
             assert all(torch.equal(a, b) for a, b in zip(before, state_of(*graphed), strict=True))
-        void.fill_(step in VOIDS)
+        discard.fill_(step in VOIDS)
         if step in VOIDS:
             tape.replay()
             assert graphed[1].settle_step_sync(captured[1])[0] is False
-            void.zero_()
+            discard.zero_()
         loss.fill_(step)
         expected = host[1].scale_loss(loss)
         tape.replay()
