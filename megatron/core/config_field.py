@@ -152,4 +152,6 @@ def _matches_one(value: Any, hint: Any) -> bool:
 
 def _describe(hint: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "none"}
-    return " or ".join(names.get(one, str(getattr(one, "__name__", one))) for one in _alternatives(hint))
+    names |= {list: "a list", tuple: "a tuple"}
+    kinds = [typing.get_origin(one) or one for one in _alternatives(hint)]
+    return " or ".join(names.get(one, str(getattr(one, "__name__", one))) for one in kinds)

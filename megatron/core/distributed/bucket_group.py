@@ -18,6 +18,7 @@ from megatron.core.device import Arrival
 from megatron.core.distributed.bucket_storage import GradState, _ParamAndGradBucket
 from megatron.core.distributed.collectives import Handle
 from megatron.core.distributed.iteration import CollectiveTrace
+from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 # Consecutive iterations with fewer gradients of a parameter after which fewer are expected.
@@ -307,6 +308,16 @@ class _ParamAndGradBucketGroup:
     def device(self) -> torch.device:
         """The parameters' device."""
         return self.buckets[0].device
+
+    @property
+    def collective_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which gradients are summed first and shards distributed; None means this rank alone."""
+        return self.buckets[0].settings.group
+
+    @property
+    def collective_group_size(self) -> int:
+        """The number of ranks in collective_group."""
+        return group_size(self.collective_group)
 
     @property
     def is_sharded(self) -> bool:

@@ -88,7 +88,7 @@ class DistributedDataParallelConfig:
         dest="ddp_reduce_scatter_with_fp32_accumulation",
         help="Send gradients in their own dtype, but add those of all ranks in fp32.",
     )
-    param_name_patterns_for_fp32_local_accumulation: list[str] = config_field(
+    param_name_patterns_for_fp32_local_accumulation: list[str] | tuple[str, ...] = config_field(
         default_factory=list,
         flags=("--ddp-param-name-patterns-for-fp32-local-accumulation",),
         dest="ddp_param_name_patterns_for_fp32_local_accumulation",
@@ -147,7 +147,7 @@ class DistributedDataParallelConfig:
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
                 "DistributedDataParallelConfig.param_name_patterns_for_fp32_local_accumulation is "
-                f"{patterns!r}: must be a list of strings, patterns of parameter names"
+                f"{patterns!r}: must be a list or a tuple of strings, patterns of parameter names"
             )
         if patterns and self.grad_reduce_in_fp32:
             raise ValueError(

@@ -106,6 +106,7 @@ class _ParamAndGradBuffer:
         self._owned = [bucket.owned for bucket in self.buckets]
         # Attributes that Megatron's users read.
         self.params = [slot.param for slot in self.slots]
+        self.param_to_name = {slot.param: slot.name for slot in self.slots}
         self.param_index_map = {
             param: place for bucket in self.buckets for param, place in bucket.param_index_map.items()
         }

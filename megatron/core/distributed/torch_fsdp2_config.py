@@ -78,14 +78,24 @@ class TorchFullyShardedDataParallelConfig(FullyShardConfig, DistributedDataParal
     """
 
     def __post_init__(self) -> None:
-        # First, because the checks of DistributedDataParallelConfig ask for settings that are refused here.
-        for name, why in _NOT_HERE.items():
-            if vars(self)[name]:
-                raise ValueError(f"{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; leave out one of them")
+        validate_fields(self)
+        # Before other checks, because those of DistributedDataParallelConfig ask for settings that are refused here.
+        self._refuse_settings_of_buckets()
         DistributedDataParallelConfig.__post_init__(self)
         FullyShardConfig.__post_init__(self)
+
+    def _refuse_settings_of_buckets(self) -> None:
+        problems = [
+            f"TorchFullyShardedDataParallelConfig.{name} is {vars(self)[name]} with use_torch_fsdp2: {why}; "
+            "leave it out"
+            for name, why in _NOT_HERE.items()
+            if vars(self)[name]
+        ]
         if self.num_distributed_optimizer_instances > 1:
-            raise ValueError(
-                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} with "
-                "use_torch_fsdp2, which shards over all data-parallel ranks: must be 1"
+            problems.append(
+                "TorchFullyShardedDataParallelConfig.num_distributed_optimizer_instances is "
+                f"{self.num_distributed_optimizer_instances} with use_torch_fsdp2, which shards over all data-parallel "
+                "ranks: must be 1"
             )
+        if problems:
+            raise ValueError("\n".join(problems))

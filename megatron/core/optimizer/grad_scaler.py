@@ -57,6 +57,14 @@ class DynamicGradScaler:
         growth_interval: int,
         hysteresis: int,
     ):
+        _check_numbers(
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+        )
         _check(min_scale > 0, "min_scale", value=min_scale, wanted="more than 0")
         _check(
             initial_scale >= min_scale, "initial_scale", value=initial_scale, wanted=f"at least min_scale ({min_scale})"
@@ -112,6 +120,13 @@ class DynamicGradScaler:
         self._scale = float(state_dict["scale"])
         self._clean_steps = int(state_dict["growth_tracker"])
         self._overflows_left = int(state_dict["hysteresis_tracker"])
+
+
+def _check_numbers(**values: object) -> None:
+    """Raises ValueError for a value, given by name, that is not a finite number."""
+    for name, value in values.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}: must be a finite number")
 
 
 def _check(holds: bool, name: str, *, value: float, wanted: str) -> None:

@@ -42,7 +42,7 @@ def test_right_values_pass(values: dict[str, Any]) -> None:
         ({"rate": None}, "Sample.rate is None: must be a number"),
         ({"style": "c"}, "Sample.style is 'c': must be one of a, b"),
         ({"names": ["x", "z"]}, "Sample.names is 'z': must be one of x, y"),
-        ({"names": "x"}, "Sample.names is 'x': must be list"),
+        ({"names": "x"}, "Sample.names is 'x': must be a list"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values: dict[str, Any], words: str) -> None:

@@ -68,6 +68,9 @@ def test_buffers_and_buckets_have_what_megatrons_users_read():
             assert bucket.param_index_map[param] == (start, end, bucket_id) and bucket_id == number
             assert torch.equal(buffer.param_data[start:end], param.flatten())
     assert first.params_with_extra_main_grads == [params["1.bias"]] and second.params_with_extra_main_grads == []
+    assert buffer.param_to_name == {param: name for name, param in params.items()}
+    group = _ParamAndGradBucketGroup([first], name="first")
+    assert group.collective_group is buffer.data_parallel_group is None and group.collective_group_size == 1
 
 
 def test_gradients_of_a_buffer_are_scaled_and_zeroed_in_place():

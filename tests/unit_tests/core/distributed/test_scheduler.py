@@ -213,7 +213,7 @@ def test_what_overlap_and_shards_do_not_allow_is_refused():
         DistributedDataParallel(DistributedDataParallelConfig(), ModelParallelConfig(), nn.Linear(2, 2))
     with pytest.raises(TypeError, match="module is None: must be a Module"):
         wrapped(None)
-    with pytest.raises(ValueError, match=r"\[1\]: must be a list of strings"):
+    with pytest.raises(ValueError, match=r"\[1\]: must be a list or a tuple of strings"):
         wrapped(nn.Linear(2, 2), param_name_patterns_for_fp32_local_accumulation=[1])
 
 

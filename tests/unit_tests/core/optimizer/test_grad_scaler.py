@@ -64,3 +64,10 @@ def test_values_that_could_not_work_are_refused(field, value):
 def test_a_constant_scale_is_a_finite_number_above_0(scale):
     with pytest.raises(ValueError, match="initial_scale is .*: must be a finite number above 0"):
         ConstantGradScaler(scale)
+
+
+@pytest.mark.parametrize("field", ["initial_scale", "growth_factor", "hysteresis"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1"])
+def test_a_dynamic_scale_has_finite_numbers(field, value):
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}: must be a finite number$"):
+        dynamic(**{field: value})

@@ -102,7 +102,7 @@ def test_a_plan_and_a_run_tell_of_all_flags_that_clash() -> None:
         "moe-paged-stash": True,
     }
     argv = command_line({**read_bases()["dense"], **clashing})
-    words = ("--moe-paged-stash needs", "--optimizer is muon and --use-torch-fsdp2", "--overlap-param-gather is set")
+    words = ("--moe-paged-stash needs", "--optimizer is muon and --use-torch-fsdp2", "--overlap-param-gather is True")
     with pytest.raises(CommandLineError) as planned:
         validate_args(parse_args(argv=[*argv, "--dry-run"]))
     lines = str(planned.value).splitlines()
