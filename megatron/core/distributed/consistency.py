@@ -235,16 +235,22 @@ def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -
     return find_module_change
 
 
-def changed_after_wrapping(name: str, what: str, *, wrapper: str) -> str:
-    """Describes a parameter that was changed while a wrapper managed it; what: the change, such as `replaced`."""
-    when = ", or between steps after release()," if wrapper == "DistributedDataParallel" else ""
+def changed_after_wrapping(name: str, what: str, *, wrapper: str, allowed: str) -> str:
+    """Describes a parameter that was changed while a wrapper managed it.
+
+    what: the change, such as `replaced`. allowed: when such changes may be made.
+    """
     return (
         f"parameter {canonical_name(name)} was {what} after the module was wrapped in {wrapper}: make such changes "
-        f"before wrapping{when or ','} and build the optimizer after them"
+        f"{allowed}, and build the optimizer after them"
     )
 
 
-_changed = partial(changed_after_wrapping, wrapper="DistributedDataParallel")
+_changed = partial(
+    changed_after_wrapping,
+    wrapper="DistributedDataParallel",
+    allowed="before wrapping, or between steps after release()",
+)
 
 
 # A weight that both the first and the last stage hold. The model marks it, and finalize_model_grads.py sums its

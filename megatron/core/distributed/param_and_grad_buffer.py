@@ -230,7 +230,7 @@ def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[to
 
     Raises ValueError if the ranks do not divide N.
     """
-    if buffer.numel() % data_parallel_world_size:
+    if data_parallel_world_size < 1 or buffer.numel() % data_parallel_world_size:
         raise ValueError(
             f"buffer has {buffer.numel()} elements: must be a multiple of {data_parallel_world_size} ranks"
         )

@@ -42,7 +42,7 @@ __all__ = [
     "watch_passes",
 ]
 
-_changed = partial(changed_after_wrapping, wrapper="TorchFullyShardedDataParallel")
+_changed = partial(changed_after_wrapping, wrapper="TorchFullyShardedDataParallel", allowed="before wrapping")
 _NEEDED = ("_get_fsdp_state", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 
 
