@@ -283,8 +283,8 @@ def test_states_in_16_bits_follow_fp32_where_they_have_scales():
 
 
 GRIDS = [
-    ((2, 1), r"process_group has 4 ranks, distributed_process_group 2 and redundant_process_group 1: .* multiplied"),
-    ((4, 2), r"process_group has 4 ranks, distributed_process_group 4 and redundant_process_group 2: .* multiplied"),
+    ((2, 1), r"process_group has 4 ranks, distributed_process_group 2 and redundant_process_group 1: .* the product"),
+    ((4, 2), r"process_group has 4 ranks, distributed_process_group 4 and redundant_process_group 2: .* the product"),
 ]
 
 

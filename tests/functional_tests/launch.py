@@ -31,6 +31,7 @@ UNCOMPARED_FIELDS: dict[str, str] = {
     "timers": "time",
     "rank_times": "time",
     "overlap": "time",
+    "straggler": "time",
     "memory": "memory of the process, its libraries included",
     "held": "memory: a resumed run allocates in another order",
     # The gate does compare it: both of its runs start or resume at the same step.
