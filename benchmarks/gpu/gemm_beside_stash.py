@@ -105,7 +105,7 @@ class Rivals:
         self.bench.restore(0)
 
     def copies(self) -> None:
-        """As many bytes in and out, by copy_, on the current stream."""
+        """Copies the same number of bytes in and out with copy_, on the current stream."""
         self.bench.copy_in(0)
         self.bench.copy_out(0)
 

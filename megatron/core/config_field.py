@@ -154,4 +154,4 @@ def _describe(hint: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "none"}
     names |= {list: "a list", tuple: "a tuple"}
     kinds = [typing.get_origin(one) or one for one in _alternatives(hint)]
-    return " or ".join(names.get(one, str(getattr(one, "__name__", one))) for one in kinds)
+    return " or ".join(names.get(one, one.__name__ if isinstance(one, type) else str(one)) for one in kinds)

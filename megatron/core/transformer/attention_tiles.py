@@ -4,6 +4,7 @@ Tiles are computed by torch's flash kernels where these support them, otherwise 
 differ by rounding only. context_parallel.py defines which rank holds which part of a sequence.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -196,23 +197,23 @@ class SoftmaxResult:
     log_sum: Tensor
 
 
-class TileKernel:
+class TileKernel(ABC):
     """Base class of kernels that compute tiles. `scale` multiplies the scores."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
+    @abstractmethod
     def forward(self, inputs: TileInputs, tile: Tile) -> SoftmaxResult:
         """Computes attention with the softmax over this tile's columns only."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, grad: Tensor, inputs: TileInputs, *, result: SoftmaxResult, tile: Tile) -> TileInputs:
         """Computes the tile's contribution to the gradients of its inputs.
 
         grad: [B, N, Q, E], gradient of the output of the whole softmax, which `result` holds. Gradients have the shapes
         of the inputs, and their dtype or fp32.
         """
-        raise NotImplementedError
 
 
 class PlainKernel(TileKernel):
@@ -273,11 +274,12 @@ class Widened(TileKernel):
         """Computes the gradients of the padded tensors and drops the padding; grad: [B, N, Q, E], the query's dtype."""
         wide = SoftmaxResult(widened(result.output, self._width), result.log_sum)
         shares = self._kernel.backward(widened(grad, self._width), self._widened(inputs), result=wide, tile=tile)
-        pairs = zip(vars(shares).values(), vars(inputs).values(), strict=True)
-        return TileInputs(*(share[..., : given.shape[-1]] for share, given in pairs))
+        width, value_width = inputs.query.shape[-1], inputs.value.shape[-1]
+        return TileInputs(shares.query[..., :width], shares.key[..., :width], shares.value[..., :value_width])
 
     def _widened(self, inputs: TileInputs) -> TileInputs:
-        return TileInputs(*(widened(tensor, self._width) for tensor in vars(inputs).values()))
+        tensors = (inputs.query, inputs.key, inputs.value)
+        return TileInputs(*(widened(tensor, self._width) for tensor in tensors))
 
 
 class FlashOnCpu(TileKernel):

@@ -54,8 +54,10 @@ class Reserves:
 
 @dataclass(frozen=True)
 class PoolOutcomes:
-    """What happened in each step of each rank. counters: as the pool's own, [S, N], int64; dropped_rows: live rows of
-    the groups whose gate_up, or act, was dropped, [S, N], int64.
+    """Outcome of each step on each rank.
+
+    counters: those of a pool, [S, N], int64. dropped_rows: live rows of the groups that dropped their gate_up, or their
+    act, [S, N], int64.
     """
 
     counters: dict[Counter, np.ndarray]
@@ -71,7 +73,7 @@ def simulate_pools(
     num_steps: int,
     reserves: Reserves | None = None,
 ) -> PoolOutcomes:
-    """What S = num_steps steps of these moves would meet, each with empty pools at its start.
+    """Simulates S = num_steps steps of these moves, each of which starts with empty pools.
 
     Counts as arithmetic.py's PoolModel, where no group has more rows than its buffers.
     """
@@ -129,7 +131,7 @@ class _Pools:
         return device, host
 
     def give_back(self, device: np.ndarray, host: np.ndarray) -> None:
-        """What `take` returned."""
+        """Frees pages that `take` returned."""
         self.free_device += device
         self.free_host += host
 

@@ -10,6 +10,7 @@ which the first R are live, W elements in a row.
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,12 @@ from megatron.core.transformer.moe.paged_stash.operator_library import operator
 from megatron.core.transformer.moe.permutation import count_sorted, place_in_group
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# The launchers, which have the operators' names.
+_LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe import triton_rows
+
+    _LAUNCHERS = (triton_rows.gather_rows, triton_rows.sum_rows)
 
 # --- Orders ---
 
@@ -189,15 +194,13 @@ def _sum(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 ops = torch.ops.static_rows
 
 _NAMESPACE = "static_rows"
-# The launchers, which have the operators' names.
-_CUDA = vars(triton_rows) if HAS_TRITON else {}
 
 
 def _like_tokens(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     return rows.new_empty(row_of_slot.shape[0], rows.shape[1])
 
 
-@operator(_NAMESPACE, "(Tensor x, Tensor source_of_row, *, Tensor num_rows, Tensor(a!) out) -> ()", cuda=_CUDA)
+@operator(_NAMESPACE, "(Tensor x, Tensor source_of_row, *, Tensor num_rows, Tensor(a!) out) -> ()", cuda=_LAUNCHERS)
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
     """Writes out[r] = x[source_of_row[r]], zeros for -1, for live rows only.
 
@@ -214,7 +217,7 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
         rows.index_fill_(0, padding, 0)
 
 
-@operator(_NAMESPACE, "(Tensor rows, Tensor row_of_slot) -> Tensor", cuda=_CUDA, fake=_like_tokens)
+@operator(_NAMESPACE, "(Tensor rows, Tensor row_of_slot) -> Tensor", cuda=_LAUNCHERS, fake=_like_tokens)
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     """Sums rows[row_of_slot[t, k]] over k, leaving out -1; half precision is summed in fp32.
 

@@ -30,9 +30,9 @@ addresses allow: torch moves elements of 16 bytes at nearly the rate of a plain 
 
 import importlib.util
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,12 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 )
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# The launchers, which have the operators' names.
+_LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_kernels
+
+    _LAUNCHERS = (triton_kernels.plan, triton_kernels.stash, triton_kernels.restore, triton_kernels.release)
 
 # The operators of this file, for callers.
 ops = torch.ops.paged_stash
@@ -63,7 +67,7 @@ FEW_RUNS = 4  # up to this many runs cost less than an indexed copy, however sho
 
 
 def _operator(arguments: str) -> Register:
-    return operator("paged_stash", f"({arguments}) -> ()", cuda=vars(triton_kernels) if HAS_TRITON else {})
+    return operator("paged_stash", f"({arguments}) -> ()", cuda=_LAUNCHERS)
 
 
 @_operator(

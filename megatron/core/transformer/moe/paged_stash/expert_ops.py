@@ -27,11 +27,23 @@ from megatron.core.transformer.moe.paged_stash.operator_library import Register,
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# The launchers, which have the operators' names.
+_LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe.paged_stash import triton_activations, triton_biases, triton_grouped_gemm
 
-# The launchers, which have the operators' names.
-_CUDA = vars(triton_activations) | vars(triton_biases) | vars(triton_grouped_gemm) if HAS_TRITON else {}
+    _LAUNCHERS = (
+        triton_grouped_gemm.grouped_gemm,
+        triton_grouped_gemm.grouped_gemm_weight_grad,
+        triton_grouped_gemm.gate_up_from_x,
+        triton_grouped_gemm.add_low_rank,
+        triton_activations.gated_activation,
+        triton_activations.gated_activation_backward,
+        triton_activations.act_from_gate_up,
+        triton_biases.add_expert_bias,
+        triton_biases.expert_bias_grad,
+        triton_biases.expert_bias_scale_grad,
+    )
 
 # The operators of this file, for callers.
 ops = torch.ops.paged_stash
@@ -41,7 +53,7 @@ Recompute = Callable[..., None]
 
 
 def _operator(name: str, arguments: str) -> Register:
-    return operator("paged_stash", f"({arguments}) -> ()", name=name, cuda=_CUDA)
+    return operator("paged_stash", f"({arguments}) -> ()", name=name, cuda=_LAUNCHERS)
 
 
 # --- Grouped product ---

@@ -1,6 +1,6 @@
 """Registers operators with torch: a CPU function, a Triton launcher, and the results for fake tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,23 +16,25 @@ def operator(
     namespace: str,
     schema: str,
     *,
-    cuda: Mapping[str, Any],
+    cuda: Iterable[Callable[..., Any]],
     name: str | None = None,
     fake: Callable[..., Any] = returns_nothing,
 ) -> Register:
     """Returns a decorator that registers a CPU function as <namespace>::<name>.
 
-    schema: everything but the name. cuda: launchers by name of the operator, empty if Triton is not installed. name:
-    None means the CPU function's. fake: computes the results for fake tensors.
+    schema: everything but the name. cuda: launchers, among them one with the operator's name; empty if Triton is not
+    installed. name: None means the CPU function's. fake: computes the results for fake tensors.
     """
+
+    launchers = {launcher.__name__: launcher for launcher in cuda}
 
     def register(on_cpu: Callable[..., Any]) -> Callable[..., Any]:
         own_name = name or on_cpu.__name__
         full_name = f"{namespace}::{own_name}"
         torch.library.define(full_name, schema)
         torch.library.impl(full_name, "cpu", on_cpu)
-        if cuda:
-            torch.library.impl(full_name, "cuda", cuda[own_name])
+        if launchers:
+            torch.library.impl(full_name, "cuda", launchers[own_name])
         torch.library.register_fake(full_name, fake)
         return on_cpu
 

@@ -18,6 +18,7 @@ import enum
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -316,16 +317,22 @@ def _makes(
     """Tells whether the node produced a leading size of max_rows by joining, splitting or transposing its inputs."""
     if name in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
         # The leading size of a transposed parameter is another size of the parameter.
-        turned = [getattr(one, "variable", None) for one, _ in earlier]
+        turned = [_leaf_of(one) for one, _ in earlier]
         return any(isinstance(variable, nn.Parameter) and max_rows in variable.shape for variable in turned)
     if name not in _JOINS or len(earlier) < len(node.next_functions) or _leading_size(node, 0) != max_rows:
         return False
     return all(_leading_size(one, index) != max_rows for one, index in earlier)
 
 
+def _leaf_of(node: torch.autograd.graph.Node) -> Tensor | None:
+    """Returns the leaf whose gradient the node accumulates, or None for the node of an operator."""
+    # By name, because torch's types of nodes do not declare it.
+    return getattr(node, "variable", None)
+
+
 def _leading_size(node: torch.autograd.graph.Node, index: int) -> int | None:
     """Returns the leading size of a node's output, or None if it is unknown."""
-    variable = getattr(node, "variable", None)
+    variable = _leaf_of(node)
     if variable is not None:
         return int(variable.shape[0]) if variable.dim() else None
     metadata = node._input_metadata
@@ -629,7 +636,8 @@ def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None])
     rows, others: any shape and dtype. others: weights and offsets, which are never rows, whatever their sizes.
     """
     hooks = outer_hooks()
-    group = None if hooks is None else getattr(hooks[0], "__self__", None)
+    pack = None if hooks is None else hooks[0]
+    group = pack.__self__ if isinstance(pack, MethodType) else None
     if isinstance(group, StashGroup):
         group.rows(*rows)
         group.keep(*(tensor for tensor in others if tensor is not None))
