@@ -118,7 +118,7 @@ def _begun_in_backward() -> None:
         optimizer.step()
         net.optimizer = optimizer
     # Neither zero_grad was called: the second optimizer's iteration begins when the first has begun to reduce.
-    with pytest.raises(RuntimeError, match="parameter .* in one backward.*zero_grad of the other before the backward"):
+    with pytest.raises(RuntimeError, match="parameter .* and of parameter .* in one backward.*zero_grad of the second"):
         _loss(*nets, 0, rank=dist.get_rank()).backward()
 
 

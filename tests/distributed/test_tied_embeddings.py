@@ -129,7 +129,7 @@ def _wrapped_ends(frozen_on: int) -> tuple[Tensor, bool]:
     torch.manual_seed(3 + rank)
     model = small_model(config, pg_collection=groups, **ends)
     _table(model).requires_grad = rank != frozen_on
-    with pytest.raises(ValueError, match="pg_collection.embd is None: another stage has .* too"):
+    with pytest.raises(ValueError, match="pg_collection.embd is None: must be .* stages that share .*weight"):
         wrap(model, groups.dp_cp)
     wrap(model, pg_collection=groups)
     weights.append(_table(model))

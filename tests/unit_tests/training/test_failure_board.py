@@ -33,10 +33,13 @@ def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
 
 def test_no_rank_is_accused_where_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_board, "_GRACE_SECONDS", 30.0)
-    store, messages = dist.HashStore(), dict[int, str]()
-    first = threading.Thread(target=lambda: messages.update({0: _message_of_rank(0, store, delay=0.0)}), daemon=True)
+    # A HashStore would not do: its `add` and `compare_set` do not wake those that wait for the key.
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    messages: dict[int, str] = {}
+    first = threading.Thread(target=lambda: messages.update({0: _message_of_rank(0, host, delay=0.0)}), daemon=True)
     first.start()
-    messages[1] = _message_of_rank(1, store, delay=0.2)
+    messages[1] = _message_of_rank(1, client, delay=0.2)
     first.join(60)
     expected = (
         "the ranks wait for each other: rank 0 waited in all_reduce number 3 of group world (ranks 0, 1); "
