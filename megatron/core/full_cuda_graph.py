@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.core.agreement import all_ranks_agree
@@ -31,6 +30,7 @@ from megatron.core.graphs.capture import (
 )
 from megatron.core.group_collectives import gather_objects
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.trace_ranges import trace_range
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class FullCudaGraphWrapper:
                     _MANY_KEYS,
                 )
 
-    @record_function("FullCudaGraphWrapper.capture")
+    @trace_range("FullCudaGraphWrapper.capture")
     def _capture(self, batches: Any, keywords: dict[str, Any]) -> _Captured:
         inputs = StaticTree(batches, default_device())
         inputs.fill(batches)
@@ -205,7 +205,7 @@ class FullCudaGraphWrapper:
         iterators = list(map(_iterator, batches)) if isinstance(batches, tuple) else _iterator(batches)
         return self._run(data_iterator=iterators, forward_only=False, **keywords)
 
-    @record_function("FullCudaGraphWrapper.replay")
+    @trace_range("FullCudaGraphWrapper.replay")
     def _replay(self, captured: _Captured, batches: Any) -> list[Any]:
         captured.inputs.fill(batches)
         captured.graph.replay()

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
@@ -86,9 +85,9 @@ def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tupl
 
 def group_size(group: ProcessGroup | None) -> int:
     """Number of ranks in `group`; None and ALONE are this rank alone, so 1."""
-    return 1 if group is None else dist.get_world_size(group)
+    return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
     """This rank's index in `group`; None and ALONE are this rank alone, so 0."""
-    return 0 if group is None or group is ALONE else dist.get_rank(group)
+    return 0 if group is None else group.rank()

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.profiler import record_function
-
+from megatron.core.trace_ranges import trace_range
 from megatron.training.callbacks import EvaluationReport
 from megatron.training.run import TrainingRun
 from megatron.training.step_statistics import total_reports
 
 
-@record_function("evaluate")
+@trace_range("evaluate")
 def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float] | None:
     """Mean of each loss over `iterations` global batches; the model is left in training mode.
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_size
+from megatron.core.trace_ranges import trace_range
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -120,7 +120,7 @@ class StatisticsExchange:
             totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, void_flags=void_flags
         )
 
-    @record_function("StatisticsExchange.reduce_sync")
+    @trace_range("StatisticsExchange.reduce_sync")
     def reduce_sync(
         self,
         totals: Totals,

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.core.trace_ranges import trace_range
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.config import TrainingConfig
@@ -160,7 +160,7 @@ def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None
     return reason
 
 
-@record_function("train_step")
+@trace_range("train_step")
 def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """One optimizer step over a global batch; returns what it did and why any rank wants to stop.
 

@@ -21,6 +21,8 @@ CORE = Path(str(megatron.core.__file__)).parent
 ROOT = CORE.parents[1]
 # Public names that begin with an underscore, as they do in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
+# Decorators around many functions, which only pass calls on.
+_PASSED_THROUGH = (CORE / "trace_ranges.py",)
 # Functions without a name of their own belong to the function around them.
 _UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
@@ -106,7 +108,7 @@ def _entered(code: CodeType, packages: tuple[Path, ...]) -> Entered | None:
     if not code.co_flags & CO_OPTIMIZED:
         return None
     path = Path(code.co_filename)
-    if not any(path.is_relative_to(package) for package in packages):
+    if path in _PASSED_THROUGH or not any(path.is_relative_to(package) for package in packages):
         return None
     qualname = code.co_qualname
     while qualname.endswith(_UNNAMED):

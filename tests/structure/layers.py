@@ -31,7 +31,8 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|cpu_heap|dense_memory"
-        r"|device(\..+)?|graphs(\..+)?|graph_capture|graph_tape|packed_seq_params|replaced_file|timers|utils|weight_matrices)",
+        r"|device(\..+)?|graphs(\..+)?|graph_capture|graph_tape|packed_seq_params|replaced_file|timers|trace_ranges|utils"
+        r"|weight_matrices)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq

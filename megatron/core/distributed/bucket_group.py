@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 
 from megatron.core.device import Arrival
 from megatron.core.distributed.bucket_storage import GradState, _ParamAndGradBucket
@@ -20,6 +19,7 @@ from megatron.core.distributed.collectives import Handle
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
+from megatron.core.trace_ranges import trace_range
 
 # Consecutive iterations with fewer gradients of a parameter after which fewer are expected.
 _PATIENCE = 4
@@ -178,7 +178,7 @@ class _ParamAndGradBucketGroup:
         """Names of the parameters without a gradient in this iteration."""
         return [name for bucket in self.buckets for name in bucket.grads.missing()]
 
-    @record_function("_ParamAndGradBucketGroup.launch_reductions")
+    @trace_range("_ParamAndGradBucketGroup.launch_reductions")
     def launch_reductions(self) -> None:
         """Starts to reduce the gradients. Collective."""
         for bucket in self.buckets:
@@ -203,7 +203,7 @@ class _ParamAndGradBucketGroup:
         for bucket in self.buckets:
             bucket.grads.advance_second_round()
 
-    @record_function("_ParamAndGradBucketGroup.complete_reductions")
+    @trace_range("_ParamAndGradBucketGroup.complete_reductions")
     def complete_reductions(self) -> None:
         """Waits until all gradients are reduced; in sharded buckets, only this rank's shard receives the sum."""
         for bucket in self.buckets:
@@ -285,13 +285,13 @@ class _ParamAndGradBucketGroup:
 
     # Parameters.
 
-    @record_function("_ParamAndGradBucketGroup.launch_gathers")
+    @trace_range("_ParamAndGradBucketGroup.launch_gathers")
     def launch_gathers(self) -> None:
         """Starts to gather the parameters from the ranks that own their shards. Collective."""
         self._gathers += [bucket.gather() for bucket in self.buckets]
         self.param_state = ParamState.IN_FLIGHT
 
-    @record_function("_ParamAndGradBucketGroup.complete_gathers")
+    @trace_range("_ParamAndGradBucketGroup.complete_gathers")
     def complete_gathers(self) -> None:
         """Waits for the gather in flight and calls on_arrival."""
         for handle in self._gathers:

@@ -15,12 +15,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from megatron.core.device import SideStream
 from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.trace_ranges import trace_range
 
 # Elements of one all-to-all. A rank-ordered sum needs at most _IN_FLIGHT times this in addition to its input.
 _SLICE_ELEMENTS = 1 << 24
@@ -131,7 +131,7 @@ def reduce_bucket_(
     return chain
 
 
-@record_function("gather_shards_")
+@trace_range("gather_shards_")
 def gather_shards_(flat: torch.Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Starts to gather `flat`, [N], any dtype, contiguous, in place: rank r sends the r-th of equal parts.
 
@@ -335,7 +335,7 @@ class _OrderedReduceScatter(_Handle):
     to bound the memory for received values. Two are in flight from the start, and `wait` sends the others.
     """
 
-    @record_function("_OrderedReduceScatter")
+    @trace_range("_OrderedReduceScatter")
     def __init__(
         self, flat: torch.Tensor, group: dist.ProcessGroup, *, average: bool, into: torch.Tensor | None = None
     ) -> None:
@@ -372,7 +372,7 @@ class _OrderedReduceScatter(_Handle):
             for work in self._in_flight.popleft().works:
                 work.wait()
 
-    @record_function("_OrderedReduceScatter._send")
+    @trace_range("_OrderedReduceScatter._send")
     def _send(self) -> None:
         start, end = self._sent, min(self._sent + self._width, self._rows.shape[1])
         if start < end:

@@ -10,13 +10,13 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.trace_ranges import trace_range
 from megatron.core.utils import unwrap_model
 
 
@@ -32,7 +32,7 @@ class FinalizesStep(Protocol):
         ...
 
 
-@record_function("finalize_model_grads")
+@trace_range("finalize_model_grads")
 def finalize_model_grads(
     model: list[nn.Module],
     num_tokens: torch.Tensor | None = None,

@@ -23,13 +23,13 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.distributed.layout import BucketLayout, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.trace_ranges import trace_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,7 +492,7 @@ class GradHookRunner:
         for group in queued:
             self._run_hooks(group)
 
-    @record_function("GradHookRunner._run_hooks")
+    @trace_range("GradHookRunner._run_hooks")
     @torch.no_grad()
     def _run_hooks(self, group: ReleasedGroup) -> None:
         self.check_whole()

@@ -23,12 +23,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.profiler import record_function
 
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.consistency import raise_non_finite
 from megatron.core.group_collectives import gather_objects, message_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.trace_ranges import trace_range
 
 # The reason that a caller of `reset` sends to the other ranks.
 RESET = "reset_iteration() was called after an error"
@@ -307,7 +307,7 @@ class Iteration:
 
     # The agreement at the end.
 
-    @record_function("Iteration.agree_sync")
+    @trace_range("Iteration.agree_sync")
     def agree_sync(self, local: IterationOutcome, *, of_all_stages: bool) -> IterationOutcome:
         """Returns the outcome over the ranks of the stage: a flag is set if it is set on any of them. Collective.
 
@@ -360,7 +360,7 @@ class Iteration:
             "call reset_iteration() and continue with the next iteration"
         )
 
-    @record_function("Iteration.highest_sync")
+    @trace_range("Iteration.highest_sync")
     def highest_sync(self, number: int) -> int:
         """Returns the highest number over all ranks of all stages. Collective."""
         highest = torch.tensor(number, dtype=torch.int64, device=self._message_device)
@@ -370,7 +370,7 @@ class Iteration:
         # NOTE: reads the device once a step, where messages cannot be sent from the host.
         return int(highest)
 
-    @record_function("Iteration.first_ranks_order_sync")
+    @trace_range("Iteration.first_ranks_order_sync")
     def first_ranks_order_sync(self, order: list[int]) -> list[int]:
         """Returns the first rank's `order`, the numbers of bucket groups. Collective over the stage."""
         numbers = torch.tensor(order, dtype=torch.int64, device=self._message_device)

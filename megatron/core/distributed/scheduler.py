@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.profiler import record_function
 
 from megatron.core.distributed.bucket_group import BucketObserver, ParamState, Traffic, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import GradState
@@ -46,6 +45,7 @@ from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
+from megatron.core.trace_ranges import trace_range
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class CollectiveScheduler:
         self._chunks.append(chunk)
         if chunk.hook_runner is not None:
             self._runner_of.update(dict.fromkeys(chunk.groups, chunk.hook_runner))
-        for observer in self.observers:
+        for observer in self.observers.each:
             observer.attach(chunk.groups, chunk.module)
 
     def observe(self, observer: BucketObserver) -> None:
@@ -278,14 +278,18 @@ class CollectiveScheduler:
 
     def accumulate(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Accumulates `param.grad`, if any, in its bucket, and counts the gradient."""
-        with self._accumulating(group, param):
-            group.accumulate(param)
+        self._before_grad(group, param)
+        group.accumulate(param)
+        for observer in self.observers.each:
+            observer.after_grad(group, param)
         self.mark_grad_ready(group, param)
 
     def add_gradient(self, group: _ParamAndGradBucketGroup, param: nn.Parameter, *, new: WeightGrad) -> None:
         """Computes a deferred weight gradient into its bucket; `accumulate` follows and counts it."""
-        with self._accumulating(group, param):
-            group.add(param, new)
+        self._before_grad(group, param)
+        group.add(param, new)
+        for observer in self.observers.each:
+            observer.after_grad(group, param)
 
     def mark_grad_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Counts a gradient that was accumulated, and launches the reductions that are now possible."""
@@ -315,7 +319,7 @@ class CollectiveScheduler:
         for group in groups if self._passes.scope is ReduceScope.ITERATION else ():
             self._launch(self._sequence.up_to(group.number))
 
-    @record_function("CollectiveScheduler.end_backward_pass")
+    @trace_range("CollectiveScheduler.end_backward_pass")
     def end_backward_pass(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
         """Launches the remaining reductions of a backward pass, without waiting; see [Note: backward passes].
 
@@ -340,7 +344,7 @@ class CollectiveScheduler:
             for group in self._groups:
                 group.resume_accumulation()
 
-    @record_function("CollectiveScheduler.finish")
+    @trace_range("CollectiveScheduler.finish")
     def finish(self) -> None:
         """Launches all remaining reductions and waits for all; once an iteration, for all chunks. Collective.
 
@@ -440,7 +444,7 @@ class CollectiveScheduler:
         for group in groups:
             if group.is_sharded:
                 group.param_state = ParamState.STALE
-                for observer in self.observers:
+                for observer in self.observers.each:
                     observer.gather_due(group)
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
@@ -550,8 +554,7 @@ class CollectiveScheduler:
     def _has_chunk_passes(self) -> bool:
         return self._passes.scope is ReduceScope.CHUNK
 
-    @contextmanager
-    def _accumulating(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> Iterator[None]:
+    def _before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         self._check_collecting(group, param)
         self.open()
         if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
@@ -560,11 +563,8 @@ class CollectiveScheduler:
                 f"parameter {group.name_of(param)} has a gradient, but forward read it before the gather of its new "
                 "values was complete: call its own module, or wait_params with it before it is read"
             )
-        for observer in self.observers:
+        for observer in self.observers.each:
             observer.before_grad(group, param)
-        yield
-        for observer in self.observers:
-            observer.after_grad(group, param)
 
     def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         if not self.iteration.is_collecting:
@@ -599,7 +599,7 @@ class CollectiveScheduler:
                 chunk.checks.forget()
             if chunk.hook_runner is not None:
                 chunk.hook_runner.begin()
-        for observer in self.observers:
+        for observer in self.observers.each:
             observer.begin_iteration()
 
     def _in_order(self) -> list[_ParamAndGradBucketGroup]:
@@ -748,45 +748,42 @@ class _Observers:
     """The observers of one scheduler, called in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._observers: list[BucketObserver] = []
-
-    def __iter__(self) -> Iterator[BucketObserver]:
-        return iter(self._observers)
+        self.each: list[BucketObserver] = []
 
     def add(self, observer: BucketObserver) -> None:
         """Adds an observer."""
-        self._observers.append(observer)
+        self.each.append(observer)
 
     def end_iteration(self) -> None:
         """Calls end_iteration of every observer."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.end_iteration()
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """Context of the agreement between ranks; notifies every observer before and after it."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.before_agreement()
         yield
-        for observer in self._observers:
+        for observer in self.each:
             observer.after_agreement()
 
     @contextmanager
     def launching(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
         """Context that launches a group's collectives; notifies every observer before and after it."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.before_launch(traffic, group)
         yield
-        for observer in self._observers:
+        for observer in self.each:
             observer.after_launch(traffic, group)
 
     @contextmanager
     def waiting(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
         """Context that waits for a group's collectives; notifies every observer before and after it."""
-        for observer in self._observers:
+        for observer in self.each:
             observer.before_wait(traffic, group)
         yield
-        for observer in self._observers:
+        for observer in self.each:
             observer.after_wait(traffic, group)
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.profiler import record_function
 
 from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
@@ -45,6 +44,7 @@ from megatron.core.optimizer.fused_adam_settings import (
     common_device,
 )
 from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gather_torch_state_sync, load_adam_state_dict
+from megatron.core.trace_ranges import trace_range
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):
@@ -257,7 +257,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         with self._grads.mode(GradMode.COPY if greedy_grad_copy else GradMode.KEEP):
             yield
 
-    @record_function("DistributedFusedAdam.grad_sync")
+    @trace_range("DistributedFusedAdam.grad_sync")
     @torch.no_grad()
     def grad_sync(self) -> None:
         """Reduces all remaining gradients, including those set in param.grad by hand, and waits. Collective."""
@@ -361,7 +361,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     @torch.optim.Optimizer.profile_hook_step
-    @record_function("DistributedFusedAdam.step")
+    @trace_range("DistributedFusedAdam.step")
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing.flat_ranges import range_tensors
@@ -39,6 +38,7 @@ from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
+from megatron.core.trace_ranges import trace_range
 
 _BROKEN_UPDATE = (
     "an error interrupted the update of an earlier step, so parameters and optimizer states are no longer of one step: "
@@ -182,7 +182,7 @@ class MegatronOptimizer:
         # In fp32, because a scaled fp16 loss would overflow before its gradients do.
         return loss if self.grad_scaler is None else loss.float() * self._device_scale.float()
 
-    @record_function("MegatronOptimizer.step")
+    @trace_range("MegatronOptimizer.step")
     def step(self) -> tuple[bool, float, float | None]:
         """Updates the parameters from reduced gradients; returns (is_updated, grad_norm, num_zeros).
 
@@ -232,7 +232,7 @@ class MegatronOptimizer:
                 f"and are {decays}: graphs keep the first, so weight_decay must not change (or step without a graph)"
             )
 
-    @record_function("MegatronOptimizer.step_on_device")
+    @trace_range("MegatronOptimizer.step_on_device")
     def step_on_device(self, discard: torch.Tensor | None = None) -> DeviceStep:
         """Runs a step in which the device decides whether to update; for graphs, since it never waits for the device.
 

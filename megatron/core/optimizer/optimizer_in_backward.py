@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
@@ -35,6 +34,7 @@ from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.trace_ranges import trace_range
 
 _PREVIOUS_NORM = "previous_grad_norm"
 # The error of later calls until the step has ended; see [Note: half a step].
@@ -174,7 +174,7 @@ class UpdatesInBackward(GradStats):
         """Begins an iteration, perhaps a retry, and drops gradients held from the previous one."""
         self.forget()
 
-    @record_function("UpdatesInBackward.take")
+    @trace_range("UpdatesInBackward.take")
     @torch.no_grad()
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
         """Updates the ranges of a bucket, or holds its gradients; once an iteration for each bucket, on all ranks.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from megatron.core.device import default_device
 from megatron.core.group_collectives import arriving
@@ -19,6 +18,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.transfers import Direction, Transfer
 from megatron.core.pipeline_parallel.validation import MAX_BATCHES
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.trace_ranges import trace_range
 
 
 class P2PCommunicator:
@@ -45,7 +45,7 @@ class P2PCommunicator:
             _check_same_everywhere(self.pp_group, (shape, str(self.dtype)))
         self._shape = shape
 
-    @record_function("P2PCommunicator.post")
+    @trace_range("P2PCommunicator.post")
     def post(self, transfers: Sequence[Transfer], outputs: dict[Transfer, Tensor], *, device: torch.device) -> None:
         """Starts the transfers together. outputs: of those that send: [*agreed shape], dtype pipeline_dtype.
 
@@ -75,7 +75,7 @@ class P2PCommunicator:
             if transfer.direction is Direction.RECEIVE:
                 self._received[transfer] = (batch, tensor)
 
-    @record_function("P2PCommunicator.receive")
+    @trace_range("P2PCommunicator.receive")
     def receive(self, transfer: Transfer) -> Tensor:
         """Waits for a posted transfer and returns its tensor: [*agreed shape], dtype pipeline_dtype."""
         batch, tensor = self._received.pop(transfer)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
 from megatron.core.device import default_device
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -21,6 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
+from megatron.core.trace_ranges import trace_range
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 LossFunction = Callable[..., Any]
@@ -116,7 +116,7 @@ class ScheduleRunner:
                     self._backward(step)
             sync.after(step)
 
-    @record_function("ScheduleRunner._forward")
+    @trace_range("ScheduleRunner._forward")
     def _forward(self, action: Action) -> None:
         model = self.model[action.chunk]
         given = self._inputs.pop(action, None)
@@ -166,7 +166,7 @@ class ScheduleRunner:
         for chunk in scaled:
             chunk.set_aux_loss_scale(scale / parts)
 
-    @record_function("ScheduleRunner._backward")
+    @trace_range("ScheduleRunner._backward")
     def _backward(self, action: Action) -> None:
         given, edge = self._kept.pop(action)
         gradient = self._inputs.pop(action, None)

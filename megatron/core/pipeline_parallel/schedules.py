@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -17,6 +16,7 @@ from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.trace_ranges import trace_range
 from megatron.core.utils import get_model_config
 
 ForwardBackward = Callable[..., list[Any]]
@@ -37,19 +37,19 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     return forward_backward_pipelining_with_interleaving
 
 
-@record_function("forward_backward_no_pipelining")
+@trace_range("forward_backward_no_pipelining")
 def forward_backward_no_pipelining(**arguments: Any) -> list[Any]:
     """Runs the microbatches one after the other, without pipeline stages. Keywords: see `forward_backward`."""
     return forward_backward(**arguments)
 
 
-@record_function("forward_backward_pipelining_without_interleaving")
+@trace_range("forward_backward_pipelining_without_interleaving")
 def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:
     """1F1B over pipeline stages with one model chunk each. Keywords: see `forward_backward`."""
     return forward_backward(**arguments)
 
 
-@record_function("forward_backward_pipelining_with_interleaving")
+@trace_range("forward_backward_pipelining_with_interleaving")
 def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]:
     """Interleaved 1F1B over pipeline stages with several model chunks each. Keywords: see `forward_backward`."""
     return forward_backward(**arguments)

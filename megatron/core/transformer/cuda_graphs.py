@@ -38,12 +38,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import record_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megatron.core.agreement import any_rank
 from megatron.core.graphs.capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
+from megatron.core.trace_ranges import trace_range
 from megatron.core.transformer.module import Run, run
 
 logger = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ class GraphedRun:
             participant.replayed(account)
         return slot.returned(outputs, given)
 
-    @record_function("GraphedRun.capture")
+    @trace_range("GraphedRun.capture")
     def _capture(self, call: "_Call", pool: Any) -> "_Slot":
         for participant in self._participants:
             participant.prepare()

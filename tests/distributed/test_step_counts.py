@@ -1,0 +1,88 @@
+"""What a training step costs beside its arithmetic: messages, reads of tensors by the host, operators and calls.
+
+Times would differ from machine to machine; these counts do not. `PYTHONPATH=. python tests/distributed/step_counts.py`
+prints them, and the functions called most.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from tests.distributed.step_counts import StepCounts, counts_of
+
+# Each message beside those of gradients and parameters, and why it cannot go:
+# - StatisticsExchange: losses for the log, and whether any rank wants to stop; the ranks of all stages.
+# - agree_sync: whether every rank has launched the same reductions, before anyone waits for them.
+# - end_finished_sync: whether a rank has reset the iteration since, before anyone updates.
+# - norm: the shards' norms, where gradients are sharded.
+MESSAGES = {"allreduce_": 3}
+READS = {
+    "_sum_sync": 1,  # losses
+    "non_finite_sync": 1,  # this rank's gradients
+    "agree_sync": 1,
+    "highest_sync": 1,
+    "read_norm_sync": 1,
+}
+# Of the host's own tensors; on a GPU the batch is made on the host as well, and rows are split on the device.
+ON_HOST = {"data_iterators.py", "grouped_gemm.py", "training.py"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The messages of gradients and parameters, and limits of operators, of our functions' calls, and of all calls."""
+
+    moves: dict[str, int]
+    operators: int
+    own_calls: int
+    calls: int
+
+
+EXPERT_PARALLEL = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
+CASES = {
+    (): Limits({"allreduce_": 1}, operators=600, own_calls=1290, calls=2080),
+    ("--use-distributed-optimizer",): Limits(
+        # A reduce-scatter of two ranks is an exchange of halves, an all-gather two broadcasts; the norm is gathered.
+        {"alltoall_base_": 1, "broadcast_": 2, "allgather_": 1},
+        operators=600,
+        own_calls=1320,
+        calls=2140,
+    ),
+    EXPERT_PARALLEL: Limits(
+        # Of the layer: numbers of rows, and rows and their probabilities to the experts and back; backward repeats
+        # all but the first. The norm of experts is gathered.
+        {"allreduce_": 1, "alltoall_base_": 7, "allgather_": 1},
+        operators=680,
+        own_calls=1460,
+        calls=2540,
+    ),
+}
+# How many rows come from where, in each layer that exchanges them.
+READS_OF_LAYER = {EXPERT_PARALLEL: {"_splits_sync": 1}}
+
+
+@pytest.mark.parametrize("flags", CASES, ids=" ".join)
+def test_a_step_sends_reads_and_calls_no_more_than_it_must(flags: tuple[str, ...]) -> None:
+    limits = CASES[flags]
+    for counts in counts_of(flags):
+        assert counts.collectives == Counter(MESSAGES) + Counter(limits.moves), counts
+        assert _reads(counts) == READS | READS_OF_LAYER.get(flags, {}), counts
+        assert counts.operators.total() <= limits.operators, counts
+        assert counts.own_calls() <= limits.own_calls, counts
+        assert counts.calls.total() <= limits.calls, counts
+
+
+def test_a_step_walks_over_no_module_and_enters_no_range_of_a_profiler_that_is_off() -> None:
+    for counts in counts_of(["--use-distributed-optimizer"]):
+        assert counts.calls_of("named_modules", "named_parameters", "_named_members", "named_children") == 0, counts
+        assert counts.calls_of("push_user_annotation") == 1, counts  # of torch's own DataLoader
+        assert counts.calls_of("get_world_size", "get_process_group_ranks") == 0, counts
+
+
+def test_more_layers_cost_the_same_messages_and_reads() -> None:
+    one, two = (counts_of(["--num-layers", number])[0] for number in ("1", "2"))
+    assert one.collectives == two.collectives and _reads(one) == _reads(two)
+
+
+def _reads(counts: StepCounts) -> dict[str, int]:
+    return {name: count for (path, name), count in counts.reads.items() if path.rpartition("/")[2] not in ON_HOST}
