@@ -3,6 +3,7 @@
 import torch
 
 from megatron.core.agreement import all_ranks_agree
+from megatron.core.device import keep_cpu_heap
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
 from megatron.core.transformer.moe.paged_stash.page_layout import Tier
 from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
@@ -22,7 +23,9 @@ def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedS
     with all_ranks_agree(), flags_named_in_errors():
         try:
             if layout is not None:
-                pool = PagePool(device, layout)
+                # Setup has called it already; it answers whether the heap is kept.
+                is_kept = device.type == "cpu" and keep_cpu_heap()
+                pool = PagePool(device, layout, keeps_restored=not is_kept)
         except TierMemoryError as error:
             raise ValueError(_advice(error, config)) from error
     return pool

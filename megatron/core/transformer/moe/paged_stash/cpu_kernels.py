@@ -8,7 +8,8 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
 [Hn * page_bytes], both uint8.
 
     heads, tails  [2], int64                   pages allocated and released since the reset, by tier; free = tail - head
-    ring          [D + Hn], int32              free page ids in order, the device ring followed by the host ring
+    ring          [D + Hn], int32              free page ids in order, the device ring followed by the host ring; plan
+                                               may reorder those that are free
     table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
     held          [slots, 3], int64            one row per tensor; columns as in Held
     counters      [len(Counter)], int64
@@ -71,7 +72,7 @@ def _operator(arguments: str) -> Register:
 
 
 @_operator(
-    "Tensor num_rows, Tensor reserve, *, Tensor(a!) heads, Tensor tails, Tensor ring, Tensor(b!) table,"
+    "Tensor num_rows, Tensor reserve, *, Tensor(a!) heads, Tensor tails, Tensor(e!) ring, Tensor(b!) table,"
     " Tensor(c!) held, Tensor(d!) counters, int[] layout, int[] tensors"
 )
 def plan(
@@ -96,6 +97,8 @@ def plan(
     live = _checked_count(num_rows, encoded, tally=tally.values)
     end, kept, last = ends.values, reserve.tolist(), tails.tolist()
     table_ids, free_ids = table.numpy(), ring.numpy()
+    for ids, head, tail in zip((free_ids[:device_pages], free_ids[device_pages:]), end, last):
+        _sort_free(ids, head, tail)
     for one in encoded:
         rows = -(-live // one.tokens_per_row)
         need = -(-rows * one.row_bytes // page_bytes)
@@ -190,6 +193,22 @@ def release(ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout:
         records.write(one.slot, [0, rows, dropped])
     records.store()
     ends.store()
+
+
+def _sort_free(ids: np.ndarray, head: int, tail: int) -> None:
+    """Sorts the free page ids of one tier's ring, [n], int32, in place; see [Note: lowest pages] in page_pool.py."""
+    free = tail - head
+    if not free:
+        return
+    start = head % ids.size
+    beyond = start + free - ids.size  # entries after the ring's end, at its start
+    # Stable: this sort is fast on the few sorted runs that releases leave.
+    if beyond <= 0:
+        ids[start : start + free].sort(kind="stable")
+    else:
+        ordered = np.concatenate([ids[start:], ids[:beyond]])
+        ordered.sort(kind="stable")
+        ids[start:], ids[:beyond] = np.split(ordered, [ids.size - start])
 
 
 @dataclass

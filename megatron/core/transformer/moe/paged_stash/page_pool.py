@@ -20,13 +20,20 @@ pool must be joined before its reset.
 
 [Note: persistent buffers] On a GPU, restored rows lie in memory of the caching allocator. On the CPU they lie in
 buffers that are reused, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has
-to find, zero and map its pages.
+to find, zero and map its pages. Where the process keeps its heap (megatron.core.device.keep_cpu_heap), the heap is such
+memory already: the rows' originals came from it and returned to it, and buffers beside it would only add to it.
+
+[Note: lowest pages] On a CPU an untouched page of the pool takes no memory. So plan sorts the free pages there and
+gives out those with the lowest addresses: a pool that is larger than needed takes only as much memory as its fullest
+moment needed. On a GPU all memory is there from the start, and rings keep the order of release, which needs no sort in
+a kernel.
 """
 
 import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,15 +118,16 @@ class TierMemoryError(ValueError):
 class PagePool:
     """Pages of one device and of pinned host memory. On the CPU both are plain memory and behave identically.
 
-    The constructor allocates all memory, except page tables, which grow with the number of open groups. Read-only
+    The constructor allocates all memory, except page tables, which grow with the number of open groups. keeps_restored:
+    whether a CPU's memory of restored rows is kept for the next ones, see [Note: persistent buffers]. Read-only
     attributes: device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D +
     Hn], int32; counters [len(Counter)], int64; generation: number of resets.
     """
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
-    def __init__(self, device: torch.device | str, layout: PoolLayout) -> None:
+    def __init__(self, device: torch.device | str, layout: PoolLayout, *, keeps_restored: bool = True) -> None:
         """Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
-        self.layout = layout
+        self.layout, self._keeps_restored = layout, keeps_restored
         self.device_pages = _device_memory(layout.device_pages * layout.page_bytes, torch.device(device))
         self.device = self.device_pages.device
         self.host_pages = _host_memory(layout.host_pages * layout.page_bytes, self.device)
@@ -131,12 +139,12 @@ class PagePool:
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device)
         # Owned by the pool, because stashes that use the pool in turn can share the buffers.
-        self.restored = RestoredMemory(self.device)
+        self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
 
     def __reduce__(self) -> Any:
         """Makes a copy a pool of the same size with memory of its own, in which all pages are free."""
-        return PagePool, (str(self.device), self.layout)
+        return partial(PagePool, keeps_restored=self._keeps_restored), (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -529,18 +537,19 @@ def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:
 class RestoredMemory:
     """Allocates memory that rows are restored into, for all stashes of a pool. See [Note: persistent buffers].
 
-    A buffer is free again as soon as no other tensor shares its storage.
+    is_kept: whether buffers are kept for the next rows. A kept buffer is free again as soon as no other tensor shares
+    its storage.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, is_kept: bool) -> None:
+        self._device, self._is_kept = device, is_kept
         self._persistent: dict[int, list[Tensor]] = {}
         self._most_used: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> Tensor:
         """Returns uninitialized memory: [N], uint8, on the device, N at least num_bytes."""
         num_bytes = -(-num_bytes // RESTORE_ALIGNMENT) * RESTORE_ALIGNMENT
-        if self._device.type != "cpu":
+        if not self._is_kept:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         buffers = self._persistent.setdefault(num_bytes, [])
         found = next((number for number, buffer in enumerate(buffers) if _is_free(buffer)), len(buffers))

@@ -38,9 +38,13 @@ class ModelTables:
 
 
 class ModelPool:
-    """What the operators have to do, one page and one row after the other."""
+    """What the operators have to do, one page and one row after the other.
 
-    def __init__(self, layout: PoolLayout) -> None:
+    gives_lowest: whether plan gives out the lowest free pages, as on a CPU, or those that were released first.
+    """
+
+    def __init__(self, layout: PoolLayout, *, gives_lowest: bool = False) -> None:
+        self.gives_lowest = gives_lowest
         self.page_bytes, self.sizes = layout.page_bytes, (layout.device_pages, layout.host_pages)
         self.memory = [bytearray([POISON] * layout.page_bytes) for _ in range(layout.num_pages)]
         self.reset()
@@ -51,6 +55,9 @@ class ModelPool:
         self.counters = dict.fromkeys(Counter, 0)
 
     def plan(self, tables: ModelTables, tensors: list[PlacedTensor], count: int, reserve: list[int]) -> None:
+        for ring, head, tail in zip(self.rings, self.heads, self.tails) if self.gives_lowest else ():
+            for place, page in zip(range(head, tail), sorted(ring[place % len(ring)] for place in range(head, tail))):
+                ring[place % len(ring)] = page
         limit = min(one.spec.max_tokens for one in tensors)
         if count < 0 or count > limit:
             self.counters[Counter.BAD_COUNT] += 1
@@ -110,6 +117,7 @@ class RandomOperations:
     def __init__(self, seed: int, *, ops: Any = None, device: str = "cpu") -> None:
         self.random = random.Random(seed)
         self.ops = torch.ops.paged_stash if ops is None else ops
+        self.gives_lowest = ops is None and device == "cpu"
         self.device = device
         self.counts: Tally[Any] = Tally()
         self.new_pool()
@@ -136,7 +144,8 @@ class RandomOperations:
         pages = self.random.choice((1, 2, 5, 9, 30))
         on_host = self.random.choice((0, 0, pages, self.random.randint(0, pages)))
         self.layout = PoolLayout(self.random.choice(PAGE_BYTES), pages - on_host, on_host)
-        self.pool, self.model = PagePool(self.device, self.layout), ModelPool(self.layout)
+        self.pool = PagePool(self.device, self.layout)
+        self.model = ModelPool(self.layout, gives_lowest=self.gives_lowest)
         for memory in (self.pool.device_pages, self.pool.host_pages):
             memory.fill_(POISON)
         self.most_groups = self.random.choice((1, 4, 24))

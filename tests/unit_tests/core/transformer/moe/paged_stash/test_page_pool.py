@@ -1,5 +1,7 @@
 """A page pool holds what it was given, to the bit, loses no page and says what is wrong with what it is asked."""
 
+import copy
+import random
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.transformer.moe.paged_stash import cpu_kernels
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from tests.unit_tests.core.transformer.moe.paged_stash.pool_model import RandomOperations
 
 WIDE = [torch.float32, torch.float64, torch.int64]
@@ -130,10 +132,40 @@ def test_rows_and_pages_beyond_two_to_the_31_bytes_are_found() -> None:
     source, target = (torch.empty((rows - 1) * pitch + 4096, dtype=torch.uint8) for _ in range(2))
     source.as_strided(live.shape, (pitch, 1)).copy_(live)
     pool = PagePool("cpu", PoolLayout(page_bytes, 2**15 + 8))
-    pool.ring.copy_(pool.ring.flip(0))
+    # All but the last page.
+    pool.plan(pool.open_group([TensorSpec(page_bytes, page_bytes, 2**15 + 7)]), torch.tensor([2**15 + 7]))
     round_trip(pool, source.as_strided(live.shape, (pitch, 1)), target.as_strided(live.shape, (pitch, 1)), num_rows=3)
     assert torch.equal(target.as_strided(live.shape, (pitch, 1)), live)
     assert torch.equal(pool.device_pages[-page_bytes:][: live.numel()], live.flatten())
+
+
+@pytest.mark.parametrize("host_pages", [0, 6])
+def test_pages_that_are_never_needed_are_never_touched(host_pages: int) -> None:
+    pool, spec = PagePool("cpu", PoolLayout(64, 40, host_pages)), TensorSpec(64, 64, 8)
+    pool.device_pages.fill_(7)
+    generator, held = random.Random(1), list[PageGroup]()
+    # Three groups of up to 8 pages at a time: many times the pages of the ring.
+    for _ in range(200):
+        if len(held) == 3:
+            done = held.pop(generator.randrange(3))
+            pool.release(done)
+            pool.close_group(done)
+        held.append(pool.open_group([spec]))
+        pool.plan(held[-1], torch.tensor([generator.randint(0, 8)]))
+        pool.stash(held[-1], [torch.zeros(8 * 64, dtype=torch.uint8)])
+        pool.check_integrity_sync()
+    high_water = pool.occupancy_sync().counters[Counter.HIGH_WATER_DEVICE]
+    assert high_water <= 24 and (pool.device_pages[high_water * 64 :] == 7).all()
+
+
+def test_restored_memory_is_kept_unless_the_heap_is() -> None:
+    for keeps_restored, num_buffers in ((True, 1), (False, 0)):
+        pool = copy.deepcopy(PagePool("cpu", PoolLayout(64, 8), keeps_restored=keeps_restored))
+        first = pool.restored.take(1000)
+        address = first.data_ptr()
+        del first
+        assert sum(map(len, pool.restored._persistent.values())) == num_buffers
+        assert not keeps_restored or pool.restored.take(1000).data_ptr() == address
 
 
 @pytest.mark.soak  # takes 5 GiB; rows and pages beyond 2**31 bytes are above
