@@ -1,8 +1,12 @@
-"""The reference model of the CPU figures, in plain PyTorch with a loop over experts; it imports nothing of ours."""
+"""The reference model of the CPU figures in plain PyTorch; it imports nothing of ours.
+
+Experts are run one after another, or as one grouped matrix product; the grouped ones may be spread over ranks.
+"""
 
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,6 +24,10 @@ class PlainConfig:
     vocab_size: int = 8192
     rotary_base: float = 10000.0
     norm_epsilon: float = 1e-5
+    # One grouped matrix product per layer of experts instead of a loop over them.
+    grouped: bool = False
+    # Each rank of the default group holds a part of the experts; needs `grouped`.
+    expert_parallel: bool = False
 
 
 class PlainAttention(nn.Module):
@@ -77,6 +85,74 @@ class PlainMoE(nn.Module):
         return output.view(x.shape)
 
 
+class PlainGroupedMoE(nn.Module):
+    """PlainMoE with the rows in order of their experts; fc1: [E, 2 * F, H], fc2: [E, H, F], of this rank's experts."""
+
+    def __init__(self, config: PlainConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.ranks = dist.get_world_size() if config.expert_parallel else 1
+        experts = config.num_experts // self.ranks
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.fc1 = nn.Parameter(torch.empty(experts, 2 * config.ffn_hidden_size, config.hidden_size))
+        self.fc2 = nn.Parameter(torch.empty(experts, config.hidden_size, config.ffn_hidden_size))
+        for weight in (self.fc1, self.fc2):
+            nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, S, H], float -> [B, S, H]."""
+        tokens = x.reshape(-1, x.shape[-1])
+        scores, chosen = self.router(tokens).topk(self.config.topk, dim=-1)
+        weights = scores.softmax(dim=-1).flatten()
+        order = chosen.flatten().argsort(stable=True)
+        token = order.div(self.config.topk, rounding_mode="floor")
+        counts = torch.bincount(chosen.flatten(), minlength=self.config.num_experts)
+        if self.ranks == 1:
+            rows = self.experts(tokens[token], counts)
+        else:
+            rows = self.experts_of_all_ranks(tokens[token], counts)
+        return torch.zeros_like(tokens).index_add(0, token, rows * weights[order, None]).view(x.shape)
+
+    def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: [R, H], float, in order of this rank's experts; counts: [E], int64, rows of each -> [R, H]."""
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(rows, self.fc1.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.fc2.transpose(1, 2), offs=ends)
+
+    def experts_of_all_ranks(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: [R, H], float, in order of all experts; counts: [E], int64, rows of each -> [R, H]."""
+        sent = counts.view(self.ranks, -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        splits = received.sum(1).tolist(), sent.sum(1).tolist()
+        arrived = ExchangedRows.apply(rows, *splits)
+        # They come rank by rank, and of each rank expert by expert.
+        expert = torch.arange(sent.shape[1]).repeat(self.ranks).repeat_interleave(received.flatten())
+        order = expert.argsort(stable=True)
+        results = self.experts(arrived[order], received.sum(0))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return ExchangedRows.apply(results[back], *reversed(splits))
+
+
+class ExchangedRows(torch.autograd.Function):
+    """Rows of all ranks, each sent to its rank; backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        """rows: [sum(sent), H], float; received, sent: rows from and to each rank -> [sum(received), H]."""
+        ctx.received, ctx.sent = received, sent
+        result = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(result, rows.contiguous(), received, sent)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        """grad: [sum(received), H], float -> [sum(sent), H]."""
+        result = grad.new_empty(sum(ctx.sent), grad.shape[1])
+        dist.all_to_all_single(result, grad.contiguous(), ctx.sent, ctx.received)
+        return result, None, None
+
+
 class PlainLayer(nn.Module):
     """x + attention(norm(x)), then x + moe(norm(x))."""
 
@@ -85,7 +161,7 @@ class PlainLayer(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.attention = PlainAttention(config)
         self.moe_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
-        self.moe = PlainMoE(config)
+        self.moe = PlainGroupedMoE(config) if config.grouped else PlainMoE(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [B, S, H]; cos, sin: [S, D], float -> [B, S, H]."""
@@ -150,6 +226,7 @@ def copy_weights(plain: PlainModel, parameters: dict[str, Tensor]) -> None:
         layer.attention.proj.weight.copy_(source["self_attention.linear_proj.weight"])
         layer.moe_norm.weight.copy_(source["pre_mlp_layernorm.weight"])
         layer.moe.router.weight.copy_(source["mlp.router.weight"])
+        assert isinstance(layer.moe, PlainMoE)
         for index, expert in enumerate(layer.moe.experts):
             assert isinstance(expert, PlainExpert)
             expert.fc1.weight.copy_(source[f"mlp.experts.local_experts.{index}.linear_fc1.weight"])

@@ -11,11 +11,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -32,6 +34,8 @@ from megatron.training.training import train_step  # noqa: E402
 
 RANKS = 2
 SEQUENCE, MICRO_BATCH = 256, 4
+# Of PlainGroupedMoE.
+EXPERT_WEIGHTS = (".fc1", ".fc2")
 FLAGS = f"""
 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2
 --moe-ffn-hidden-size 512 --moe-grouped-gemm --moe-router-load-balancing-type none
@@ -48,7 +52,7 @@ def main() -> None:
     options = parse_options()
     os.environ["OMP_NUM_THREADS"] = "1"
     # pretrain_gpt.py makes glibc keep its heap; a plain script has torch's default, unless asked otherwise.
-    plain = build_plain_with_kept_heap if options.plain_keeps_heap else build_plain
+    plain = partial(build_plain, keeps_heap=options.plain_keeps_heap)
     sides = [start_side("plain", plain, ranks=RANKS), start_side("ours", build_ours, ranks=RANKS)]
     rounds = run_rounds(sides, rounds=options.rounds, steps=options.steps)
     figures = print_table(rounds, base="plain")["ours"]
@@ -71,24 +75,43 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_plain() -> Callable[[], None]:
-    """DDP, fused AdamW and torch's clipping around the plain model."""
+def build_plain(
+    config: PlainConfig = PlainConfig(),  # noqa: B008  # frozen
+    *,
+    sequence: int = SEQUENCE,
+    keeps_heap: bool = False,
+) -> Callable[[], None]:
+    """DDP, fused AdamW and torch's clipping around the plain model.
+
+    keeps_heap: makes the allocator setting that this framework makes for itself.
+    """
+    if keeps_heap:
+        keep_cpu_heap()
     dist.init_process_group("gloo")
     torch.manual_seed(1234)
-    config = PlainConfig()
-    model = torch.nn.parallel.DistributedDataParallel(PlainModel(config))
+    plain = PlainModel(config)
+    if config.expert_parallel:
+        # torch's DDP averages what it reduces, and leaves the experts to their ranks.
+        experts = [name for name, _ in plain.named_parameters() if name.endswith(EXPERT_WEIGHTS)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, experts)
+    model = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    return plain_step(model, optimizer, config=config)
+    return plain_step(model, optimizer, config=config, sequence=sequence)
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, config: PlainConfig) -> Callable[[], None]:
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, config: PlainConfig, sequence: int = SEQUENCE
+) -> Callable[[], None]:
     """The step of any wrapping of the plain model, whose forward gives the loss."""
 
     def step() -> None:
-        tokens = torch.randint(config.vocab_size, (MICRO_BATCH, SEQUENCE + 1))
+        tokens = torch.randint(config.vocab_size, (MICRO_BATCH, sequence + 1))
         loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if config.expert_parallel:
+            clip_with_parallel_experts(model)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
@@ -96,10 +119,17 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, config: Pl
     return step
 
 
-def build_plain_with_kept_heap() -> Callable[[], None]:
-    """build_plain with the allocator setting that this framework makes for itself."""
-    keep_cpu_heap()
-    return build_plain()
+def clip_with_parallel_experts(model: nn.Module) -> None:
+    """Clips to the norm over all ranks; averages the experts' gradients, which DDP has left as sums over ranks."""
+    grads: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        grads[name.endswith(EXPERT_WEIGHTS)].append(param.grad)
+    torch._foreach_div_(grads[True], dist.get_world_size())
+    squares = torch.nn.utils.get_total_norm(grads[True]).square()
+    dist.all_reduce(squares)
+    squares += torch.nn.utils.get_total_norm(grads[False]).square()
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, squares.sqrt())
 
 
 def build_run(*flags: str) -> TrainingRun:

@@ -1,0 +1,150 @@
+"""What a step costs beside its products: ours, plain PyTorch, and the best plain PyTorch, in one interleaved run a row.
+
+    python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 12] [--json FILE]
+
+Two processes of one thread each train the model of train_step.py, in the sizes of the row. *plain*: torch's DDP, fused
+AdamW and clipping around a loop over experts. *grouped*: the same with a grouped matrix product, and a glibc heap that
+keeps its memory, as ours does. Rows:
+
+- tiny: 1 layer, hidden 64, sequence 64, where a step is mostly fixed cost
+- usual: 4 layers, hidden 256, sequence 256
+- experts 32: the usual sizes with 32 experts
+- EP 2: the usual sizes, each rank with half of the experts; grouped exchanges rows by hand
+- bf16: ours in bf16, with the distributed optimizer and without
+- fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
+- stash: ours with experts over both ranks and 4 microbatches, static buffers of factor 1.25 without and with a stash
+
+--megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
+`pip install --no-deps --target DIR megatron-core` has filled.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.ddp import build_fsdp2  # noqa: E402
+from benchmarks.megatron_core import build_megatron_core  # noqa: E402
+from benchmarks.plain_model import PlainConfig  # noqa: E402
+from benchmarks.sides import Build, print_table, run_rounds, start_side, write_record  # noqa: E402
+from benchmarks.train_step import MICRO_BATCH, RANKS, SEQUENCE, build_ours, build_plain  # noqa: E402
+
+SHARDED = "--use-distributed-optimizer"
+TINY = PlainConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128)
+TINY_SEQUENCE = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sides by name, the base of the ratios among them; steps: of one round, so that it takes about a second."""
+
+    base: str
+    sides: dict[str, Build]
+    steps: int = 3
+
+
+def main() -> None:
+    """Measures and prints a table for each row."""
+    options = parse_options()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    figures, measured = {}, {}
+    for name in options.rows:
+        row = rows(options.megatron_core)[name]
+        sides = [start_side(side, build, ranks=RANKS) for side, build in row.sides.items()]
+        rounds = run_rounds(sides, rounds=options.rounds, steps=row.steps)
+        print(f"\n{name}, x of {row.base}")
+        figures[name] = print_table(rounds, base=row.base)
+        measured.update({f"{name}, {side}": some for side, some in rounds.items()})
+    if options.json is not None:
+        write_record(options.json, figures, measured=measured)
+
+
+def rows(megatron_core: Path | None = None) -> dict[str, Row]:
+    """The rows by name; megatron_core: the folder of its package, for sides of its own."""
+    tiny = [
+        *("--num-layers", "1", "--hidden-size", "64", "--moe-ffn-hidden-size", "128"),
+        *("--seq-length", str(TINY_SEQUENCE), "--max-position-embeddings", str(TINY_SEQUENCE)),
+    ]
+    shared = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+    static = [*shared, "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "1.25"]
+    static += ["--global-batch-size", str(4 * MICRO_BATCH * RANKS)]
+    return {
+        "tiny": Row(
+            "grouped",
+            {
+                **plain_sides(TINY, sequence=TINY_SEQUENCE),
+                **megatron_core_sides(megatron_core, TINY, sequence=TINY_SEQUENCE),
+                **our_sides(*tiny),
+            },
+            steps=30,
+        ),
+        "usual": Row(
+            "plain",
+            {
+                **plain_sides(PlainConfig()),
+                **megatron_core_sides(megatron_core, PlainConfig(), sequence=SEQUENCE),
+                **our_sides(),
+            },
+        ),
+        "experts 32": Row("grouped", {**plain_sides(PlainConfig(num_experts=32)), **our_sides("--num-experts", "32")}),
+        "EP 2": Row(
+            "grouped",
+            {
+                "grouped": partial(build_plain, PlainConfig(grouped=True, expert_parallel=True), keeps_heap=True),
+                **our_sides(*shared),
+            },
+        ),
+        "bf16": Row("ours", our_sides("--bf16")),
+        "fsdp2": Row("plain", {"plain": build_plain, "torch FSDP2": build_fsdp2, "ours": partial(build_ours, *FSDP2)}),
+        "stash": Row(
+            "static", {"static": partial(build_ours, *static), "stash": partial(build_ours, *static, *STASH)}, steps=1
+        ),
+    }
+
+
+FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
+STASH = ("--moe-paged-stash",)
+
+
+def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, Build]:
+    """plain and grouped, in the sizes of `config`."""
+    return {
+        "plain": partial(build_plain, config, sequence=sequence),
+        "grouped": partial(build_plain, replace(config, grouped=True), sequence=sequence, keeps_heap=True),
+    }
+
+
+def megatron_core_sides(folder: Path | None, config: PlainConfig, *, sequence: int) -> dict[str, Build]:
+    """megatron-core with all-reduce and with its distributed optimizer; none without its folder."""
+    if folder is None:
+        return {}
+    build = partial(build_megatron_core, str(folder), config, sequence=sequence, micro_batch=MICRO_BATCH)
+    return {
+        "megatron-core": partial(build, sharded=False),
+        "megatron-core, ZeRO-1": partial(build, sharded=True),
+    }
+
+
+def our_sides(*flags: str) -> dict[str, Build]:
+    """Ours with all-reduce, and with the distributed optimizer."""
+    return {"ours": partial(build_ours, *flags), "ours, ZeRO-1": partial(build_ours, *flags, SHARDED)}
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=[*rows()], choices=[*rows()], help="these rows alone")
+    parser.add_argument("--rounds", type=int, default=12, help="counted rounds of each side (default: 12)")
+    parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The benchmarks' plain models compute the same layer: a loop over experts, a grouped product, experts over ranks."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.plain_model import PlainConfig, PlainExpert, PlainGroupedMoE, PlainMoE
+from tests.harness import run_on_ranks
+
+# The rows of grouped products must have multiples of 16 bytes.
+CONFIG = PlainConfig(hidden_size=16, num_experts=4, ffn_hidden_size=8)
+
+
+def _experts(moe: PlainMoE) -> list[PlainExpert]:
+    return [expert for expert in moe.experts if isinstance(expert, PlainExpert)]
+
+
+@torch.no_grad()
+def _take_weights(moe: PlainGroupedMoE, loop: PlainMoE, experts: list[PlainExpert]) -> None:
+    moe.router.weight.copy_(loop.router.weight)
+    moe.fc1.copy_(torch.stack([expert.fc1.weight for expert in experts]))
+    moe.fc2.copy_(torch.stack([expert.fc2.weight for expert in experts]))
+
+
+def _compare_on_rank() -> None:
+    torch.manual_seed(1)
+    loop, rank = PlainMoE(CONFIG), dist.get_rank()
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(rank))
+    grouped = PlainGroupedMoE(replace(CONFIG, grouped=True))
+    parallel = PlainGroupedMoE(replace(CONFIG, grouped=True, expert_parallel=True))
+    own = _experts(loop)[2 * rank : 2 * rank + 2]
+    _take_weights(grouped, loop, _experts(loop))
+    _take_weights(parallel, loop, own)
+    expected = loop(x)
+    expected.square().sum().backward()
+    for moe in (grouped, parallel):
+        output = moe(x)
+        torch.testing.assert_close(output, expected)
+        output.square().sum().backward()
+    assert grouped.fc1.grad is not None and parallel.fc2.grad is not None
+    for index, expert in enumerate(_experts(loop)):
+        torch.testing.assert_close(grouped.fc1.grad[index], _gradient(expert.fc1.weight))
+    # Of the rows of all ranks.
+    for index, expert in enumerate(_experts(loop)):
+        total = _gradient(expert.fc2.weight)
+        dist.all_reduce(total)
+        if expert in own:
+            torch.testing.assert_close(parallel.fc2.grad[index - 2 * rank], total)
+
+
+def _gradient(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+
+def test_grouped_and_parallel_experts_compute_what_the_loop_does() -> None:
+    run_on_ranks(_compare_on_rank, 2)
