@@ -13,9 +13,13 @@ import torch.distributed as dist
 
 from megatron.core.group_collectives import all_gather_rows, is_fake
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
 from megatron.training.stash_figures import StepFigures
-from megatron.training.stash_timeline import stash_timeline
+from megatron.training.stash_timeline import pages_to_keep_all, stash_timeline
+
+# Steps at the start of a run that give no advice, because routers change most in them.
+_UNTYPICAL_STEPS = 50
 
 
 class KnowsLastStep(Protocol):
@@ -79,6 +83,7 @@ class _Interval:
     """One rank's figures since the last log line. Their size is one number a layer and six numbers a step."""
 
     totals: _Totals = _Totals()
+    factor_to_keep_all: float = 0.0
     pool: _Pool = _Pool()
     buffers: _Buffers = _Buffers()
     fullest: StepFigures | None = None
@@ -112,6 +117,8 @@ class _Interval:
         self.pages_factors.append(step.pages_wanted / max(1, step.balanced_pages))
         self.rungs.append(_Rungs(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.voids))
         self._keep_fullest(step, counters)
+        if own.dropped_gate_up or own.dropped_act:
+            self.factor_to_keep_all = max(self.factor_to_keep_all, _factor_to_keep_all(step))
 
     def _keep_fullest(self, step: StepFigures, counters: Multiset[Counter]) -> None:
         if step.layout is None:
@@ -131,6 +138,7 @@ class _Interval:
         """All of it but `fullest`, as many numbers on every rank."""
         rows = [self.most_rows.get(layer, 0) for layer in range(1, num_layers + 1)]
         return [
+            self.factor_to_keep_all,
             *self.totals,
             *self.pool,
             *self.buffers,
@@ -145,6 +153,7 @@ class _Interval:
 class _Rank:
     """The figures gathered from one rank."""
 
+    factor_to_keep_all: float
     totals: _Totals
     pool: _Pool
     buffers: _Buffers
@@ -161,6 +170,7 @@ class _Rank:
         def take(count: int) -> list[int]:
             return [int(next(rest)) for _ in range(count)]
 
+        factor = next(rest)
         totals, pool = _Totals(*take(len(_Totals._fields))), _Pool(*take(len(_Pool._fields)))
         buffers = _Buffers(next(rest), *take(len(_Buffers._fields) - 1))
         rows, by_step = take(num_layers), list(rest)
@@ -168,7 +178,7 @@ class _Rank:
         steps = len(by_step) // (2 + width)
         counts = [int(count) for count in by_step[2 * steps :]]
         rungs = [_Rungs(*counts[start : start + width]) for start in range(0, len(counts), width)]
-        return cls(totals, pool, buffers, rows, by_step[:steps], by_step[steps : 2 * steps], rungs)
+        return cls(factor, totals, pool, buffers, rows, by_step[:steps], by_step[steps : 2 * steps], rungs)
 
 
 class StashMeter:
@@ -179,9 +189,10 @@ class StashMeter:
         self._since = _Interval()
         # What the last logged timeline was of: the ranks' pools, and how full the fullest of them was.
         self._shown: tuple[list[_Pool], float] = [], 0.0
+        self._has_advised = False
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets stash."""
+        """Sets stash, and adds a note on the first recomputed tensors of typical steps."""
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
@@ -189,7 +200,13 @@ class StashMeter:
         if report.iteration % self._args.log_interval and not report.is_last:
             return report
         since, self._since = self._since, _Interval()
-        return replace(report, stash=self._gather_sync(since))
+        stash = self._gather_sync(since)
+        is_typical = report.is_last or report.iteration - stash.steps >= _UNTYPICAL_STEPS
+        notes = report.notes
+        if is_typical and not self._has_advised and stash.pool is not None and stash.pool.factor_to_keep_all:
+            self._has_advised = True
+            notes = (*notes, advice_line(stash.pool, steps=stash.steps))
+        return replace(report, stash=stash, notes=notes)
 
     def _gather_sync(self, since: _Interval) -> StashReport:
         """NOTE: reads the device, once an interval. Collective."""
@@ -225,6 +242,16 @@ class StashMeter:
         return replace(pool, timeline=_timeline_of(pool.rank, own))
 
 
+def advice_line(pool: PoolReport, *, steps: int) -> str:
+    """Returns a line on what recomputing costs, and the flag that would have avoided it in these steps."""
+    tier = "cuda" if pool.device_pages else "cpu"
+    return (
+        "  paged stash: recomputing changes no result, and costs little time for act, more for gate_up; "
+        f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f} would have kept all "
+        f"tensors of the last {steps} steps"
+    )
+
+
 def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
     """Returns the largest value of all ranks for each step, to seven digits, which keeps log lines short."""
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
@@ -243,6 +270,13 @@ def _rungs_by_kind(ranks: list[list[_Rungs]]) -> dict[str, list[int]]:
     return {name: counts for name, counts in kinds.items() if any(counts)}
 
 
+def _factor_to_keep_all(step: StepFigures) -> float:
+    """Returns the factor of the device, or of the host if the device has no pages, with which nothing is recomputed."""
+    assert step.layout is not None, "a pool dropped tensors"
+    on_host = step.layout.host_pages if step.layout.device_pages else 0
+    return (pages_to_keep_all(step) - on_host) / max(1, step.balanced_pages)
+
+
 def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
     with_pool = [number for number, rank in enumerate(ranks) if rank.pool.page_bytes]
     if not with_pool:
@@ -257,6 +291,7 @@ def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
         **totals._asdict(),
         factor=min(one.device_pages / max(1, one.balanced_pages) for one in pools),
         factors_needed=_most_by_step([ranks[number].pages_factors for number in with_pool]),
+        factor_to_keep_all=max(rank.factor_to_keep_all for rank in ranks),
     )
 
 

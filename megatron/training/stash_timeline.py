@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from megatron.core.transformer.moe.paged_stash import EventKind
+from megatron.core.transformer.moe.paged_stash import EventKind, Priority
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, page_moves
+from megatron.core.transformer.moe.paged_stash.page_layout import pages_for
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, layer_of
 from megatron.training.stash_figures import StepFigures, rows_by_group
 
@@ -28,6 +29,27 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
             pool.release(group)
     signs = {EventKind.FORWARD: 1, EventKind.BACKWARD: -1}
     return {"passes": [signs[event.kind] * layer_of(event.name) for event in step.events], "changes": changes}
+
+
+def pages_to_keep_all(step: StepFigures) -> int:
+    """Returns the size of the smallest pool, in pages of both tiers, with which the step recomputes nothing.
+
+    It may be more than pages_wanted, because gate_up and act leave the pages of the reserve free.
+    """
+    assert step.layout is not None, "without a pool there are no pages"
+    rows = rows_by_group(step.passes, step.rows)
+    held: dict[GroupKey, int] = {}
+    num_held = most = 0
+    for move in page_moves(step.events, prefetch_groups=step.prefetch_groups):
+        if not move.is_taken:
+            num_held -= held.pop(move.group)
+            continue
+        reserve = step.reserve[move.forward_index] if step.reserve else (0, 0, 0)
+        own = pages_for(step.specs, rows.get(move.group, 0), layout=step.layout)
+        most = max([most, *(num_held + own.up_to(kind) + reserve[kind] for kind in Priority if own[kind])])
+        held[move.group] = sum(own)
+        num_held += held[move.group]
+    return most
 
 
 def _pages_of(group: GroupKey, pool: PoolModel, *, sign: int) -> tuple[int, int, int]:

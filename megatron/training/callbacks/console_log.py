@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from datetime import datetime
 
+from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
 
 
@@ -102,15 +103,24 @@ def _pool_fields(pool: PoolReport) -> list[str]:
     """Tiers, and how much went elsewhere, where there are any."""
     tiers = [("device", pool.device_high_water, pool.device_pages), ("host", pool.host_high_water, pool.host_pages)]
     held = [f"{most}/{pages} ({100 * most / pages:.0f}%) {name}" for name, most, pages in tiers if pages]
-    counts = [
-        ("stash spilled pages", pool.spilled_pages),
-        ("stash gate_up again", pool.dropped_gate_up),
-        ("stash act again", pool.dropped_act),
+    words = shortage_words(pool)
+    return [f" stash pages of rank {pool.rank}: {', '.join(held)}", *([f" stash: {words}"] if words else [])]
+
+
+def shortage_words(pool: PoolReport) -> str:
+    """Says in words what was spilled and recomputed since the last log line, and why; empty if nothing was."""
+    found = [f"{pool.spilled_pages} pages spilled to the host"] if pool.spilled_pages else []
+    found += [
+        f"{name} recomputed {count} {'time' if count == 1 else 'times'}"
+        for name, count in (("act", pool.dropped_act), ("gate_up", pool.dropped_gate_up))
+        if count
     ]
-    return [
-        f" stash pages of rank {pool.rank}: {', '.join(held)}",
-        *(f" {name}: {count}" for name, count in counts if count),
-    ]
+    if not found:
+        return ""
+    needed = rounded_up(pool.factor_to_keep_all or max(pool.factors_needed))
+    # Without pages on the device, the factor is of the host's pages.
+    given = f", given {pool.factor:.2f}" if pool.device_pages else ""
+    return f"{', '.join(found)}, too few pages (factor needed {needed:.2f}{given})"
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:

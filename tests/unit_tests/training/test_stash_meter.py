@@ -7,7 +7,9 @@ import re
 from dataclasses import fields, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -15,16 +17,17 @@ from megatron.core.device import memory_bytes
 from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLayout, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel
-from megatron.training.callbacks import RankTimes, RunStart, StashReport, StepReport
-from megatron.training.callbacks.console_log import format_training_line
+from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, page_moves
+from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
+from megatron.training.callbacks import PoolReport, RankTimes, RunStart, StashReport, StepReport
+from megatron.training.callbacks.console_log import format_training_line, shortage_words
 from megatron.training.callbacks.jsonl_log import JsonlLog
 from megatron.training.callbacks.tensorboard_log import TensorBoardLog
 from megatron.training.expert_schedule import stash_events
 from megatron.training.logging_config import LoggingConfig
-from megatron.training.stash_figures import StepFigures
-from megatron.training.stash_meter import StashMeter
-from megatron.training.stash_timeline import stash_timeline
+from megatron.training.stash_figures import StepFigures, rows_by_group
+from megatron.training.stash_meter import StashMeter, advice_line
+from megatron.training.stash_timeline import pages_to_keep_all, stash_timeline
 from tests.harness import run_on_ranks
 from tests.structure.measure import ROOT
 from tests.unit_tests.training.small_reports import STEP
@@ -135,6 +138,8 @@ def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
         assert (report.balanced_rows, report.buffer_rows, pool.factor) == (100, 150, 60 / 50)
         torch.testing.assert_close(report.factors_needed, tuple(factors), rtol=1e-5, atol=0)
         assert pool.factors_needed == tuple((100 + step + 1) / 50 for step in steps)
+        to_keep_all = [pages_to_keep_all(step) - 10 for step in own if any(step.counters[one] for one in COUNTED[2:])]
+        assert pool.factor_to_keep_all == max(to_keep_all) / 50 > pool.factor
         assert [pool.spilled_pages, pool.planned_pages, pool.dropped_gate_up, pool.dropped_act] == counted(own)
         assert report.rungs == rungs_of(ranks, steps) != {}
         assert pool.tail_bytes == 2 * sum(step + 1 for step in steps)
@@ -157,6 +162,72 @@ def test_the_timeline_is_what_a_pool_holds_pass_by_pass() -> None:
         assert all(layers[place] == layer for place, layer, *_ in timeline["changes"])
 
 
+def tensors_dropped(step: StepFigures, *, num_pages: int) -> int:
+    pool, rows = PoolModel(PoolLayout(512, num_pages - 5, 5)), rows_by_group(step.passes, step.rows)
+    for move in page_moves(step.events, prefetch_groups=step.prefetch_groups):
+        if move.is_taken:
+            reserve = step.reserve[move.forward_index]
+            pool.plan(move.group, step.specs, num_rows=rows[move.group], reserve=reserve)
+        else:
+            pool.release(move.group)
+    return sum(pool.counters[counter] for counter in (Counter.VOID, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT))
+
+
+def test_the_smallest_pool_that_keeps_all_drops_a_tensor_with_one_page_less() -> None:
+    for seed in range(20):
+        chosen = random.Random(seed)
+        step, _ = figures_of_step(seed % 2, seed)
+        reserve = tuple((0, least := chosen.randrange(30), least + chosen.randrange(30)) for _ in step.passes)
+        step = replace(step, reserve=reserve, prefetch_groups=chosen.randrange(3))
+        enough = pages_to_keep_all(step)
+        assert tensors_dropped(step, num_pages=enough) == 0 < tensors_dropped(step, num_pages=enough - 1)
+
+
+def pool_report(**fields: Any) -> PoolReport:
+    pool = reports_of_rank([[figures_of_step(0, step)[0] for step in range(1, 6)]], 0)[2].pool
+    counts = {"spilled_pages": 0, "dropped_gate_up": 0, "dropped_act": 0, "factor": 1.1}
+    return replace(pool, **{**counts, "factor_to_keep_all": 0.0, "factors_needed": (1.271, 1.0), **fields})
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({}, ""),
+        (
+            {"dropped_act": 89, "factor_to_keep_all": 1.2701},
+            "act recomputed 89 times, too few pages (factor needed 1.28, given 1.10)",
+        ),
+        (
+            {"dropped_act": 9, "dropped_gate_up": 1, "factor_to_keep_all": 1.5},
+            "act recomputed 9 times, gate_up recomputed 1 time, too few pages (factor needed 1.50, given 1.10)",
+        ),
+        ({"spilled_pages": 4}, "4 pages spilled to the host, too few pages (factor needed 1.28, given 1.10)"),
+        (
+            {"dropped_act": 2, "factor_to_keep_all": 0.8, "device_pages": 0, "factor": 0.0},
+            "act recomputed 2 times, too few pages (factor needed 0.80)",
+        ),
+    ],
+)
+def test_the_console_says_in_words_why_something_was_recomputed(fields: dict[str, Any], words: str) -> None:
+    assert shortage_words(pool_report(**fields)) == words
+
+
+def test_a_run_advises_once_a_factor_for_typical_steps() -> None:
+    memory = Memory()
+    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    advised = {}
+    for iteration in range(1, 67):
+        memory.last_step = figures_of_step(0, iteration, device_pages=30, host_pages=0)[0]
+        report = meter.measure(replace(STEP, iteration=iteration, notes=("a",)))
+        if report.notes != ("a",):
+            advised[iteration] = report.notes[1:], report.stash.pool
+    # The first interval of three steps after 50 steps.
+    ((iteration, (notes, pool)),) = advised.items()
+    assert iteration == 54 and notes == (advice_line(pool, steps=3),)
+    assert f"--moe-paged-stash-buffer-size-factor-cuda {rounded_up(pool.factor_to_keep_all):.2f} would" in notes[0]
+    assert "--moe-paged-stash-buffer-size-factor-cpu" in advice_line(replace(pool, device_pages=0), steps=3)
+
+
 def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     sizes = [{}] * 3 + [{"device_pages": 0, "host_pages": 900}] * 2
     steps = [[figures_of_step(0, step, **size)[0] for step, size in enumerate(sizes, 1)]]
@@ -169,7 +240,7 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     line = format_training_line([STEP, report], 100)
     share = f"{pool.device_high_water}/60 ({100 * pool.device_high_water / 60:.0f}%) device, {pool.host_high_water}/10 "
     assert f"| expert capacity factor needed: {max(report.stash.factors_needed):.2f} of 1.50 | void steps: 1 |" in line
-    assert f"| stash pages of rank {pool.rank}: {share}(" in line and f"| stash act again: {pool.dropped_act} |" in line
+    assert f"| stash pages of rank {pool.rank}: {share}(" in line and f"| stash: {shortage_words(pool)} |" in line
     assert "stash" not in format_training_line([replace(report, stash=replace(report.stash, pool=None))], 100)
     seldom = LoggingConfig(tensorboard_log_interval=report.iteration + 1)
     logs = JsonlLog(tmp_path), TensorBoardLog(str(tmp_path), seldom)
