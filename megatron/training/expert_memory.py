@@ -5,6 +5,7 @@ expert_step.py has the work of a layer within a step, sizing.py computes sizes, 
 
 import argparse
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
+    RESERVE_STEPS,
     LearnedSizes,
     StepNeeds,
     capacity_factor,
@@ -101,6 +103,9 @@ class ExpertMemory:
             self._dispatchers.append(layer.token_dispatcher)
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
+        # Of the latest steps, and of the attempts at the present one, the most rows of a pass over the balanced case.
+        self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
+        self._attempted_share = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
         self._is_measured = False
         # Whether steps follow the schedule's order of groups.
@@ -180,7 +185,7 @@ class ExpertMemory:
             # _plan is collective, and on other ranks the order may not have departed.
             self._keep_plan(self._stash_over(stash.pool))
         else:
-            stash.raise_reserved_share(max(stash.reserved_share, self._expected_share()))
+            stash.set_reserved_share(self._expected_share())
 
     def grow_sync(self, *, iteration: int) -> str:
         """Grows buffers or pools on all ranks, after any rank overflowed; returns a line for the log. Collective.
@@ -258,7 +263,7 @@ class ExpertMemory:
         else:
             stash = plan.stash
             if stash is not None:
-                stash.raise_reserved_share(max(stash.reserved_share, self._expected_share()))
+                stash.set_reserved_share(self._expected_share())
         self._keep_plan(stash)
 
     def _keep_plan(self, stash: PagedStash | None) -> None:
@@ -304,7 +309,9 @@ class ExpertMemory:
 
     def _expected_share(self) -> float:
         """Returns the share of the C rows that a pass is expected to fill."""
-        most = max(self._learned.rows_share.values(), default=0.0)
+        # Before the first step of a resumed run, the steps before its checkpoint tell.
+        most = max(self._recent_shares, default=max(self._learned.rows_share.values(), default=0.0))
+        most = max(most, self._attempted_share)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
     def _needed_sizes_sync(self) -> tuple[Lack | None, LearnedSizes]:
@@ -327,7 +334,7 @@ class ExpertMemory:
         layout = self.stash.pool.layout
         what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
         lack = Lack(wanted, layout.num_pages, pages_for=what)
-        self._learn_rows(rows.values())
+        self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
         is_short = self._expected_share() > self.stash.reserved_share
         if self._has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
             # The pool is large enough, but gate_up and act took pages because fewer rows were expected. The reserve
@@ -361,7 +368,8 @@ class ExpertMemory:
 
     def _remember(self, figures: StepFigures) -> None:
         """Learns the most rows of a pass of each layer. With factors below 0, the first step replaces the pool."""
-        self._learn_rows(figures.rows)
+        self._recent_shares.append(self._learn_rows(figures.rows))
+        self._attempted_share = 0.0
         config = self._config
         if (
             not self._is_measured
@@ -372,12 +380,16 @@ class ExpertMemory:
             self.step.stash = self._num_microbatches = None
         self._is_measured = True
 
-    def _learn_rows(self, rows: Iterable[int]) -> None:
-        """Learns each layer's share of rows; rows: live rows of each expert forward of the step, in order."""
+    def _learn_rows(self, rows: Iterable[int]) -> float:
+        """Learns each layer's share of rows, and returns the largest, 0 without passes.
+
+        rows: live rows of each expert forward of the step, in order.
+        """
         shares: dict[int, float] = {}
         for layer, live in zip(self.step.passes, rows):
             shares[layer] = max(shares.get(layer, 0.0), live / self._balanced_rows)
         self._learned = self._learned.merged(LearnedSizes(rows_share=shares))
+        return max(shares.values(), default=0.0)
 
 
 def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:

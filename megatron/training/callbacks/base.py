@@ -31,9 +31,9 @@ class PoolReport:
     filled, dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
     factor: device pages over those of a balanced step's peak, the longest step of the run, of the rank that has the
     fewest; factors_needed: the same of the pages that would have sufficed, of the rank that needed the most in each
-    step, oldest first. factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor, 0 if
-    none did. It includes the pages that gate_up and act leave free for later layers, and is of the host's pages if the
-    device has none.
+    step, oldest first. factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor, 0
+    if none did. It includes the pages that gate_up and act leave free for later layers, and is of the host's pages if
+    the device has none.
     """
 
     rank: int

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow, res
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority, pages_for
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
+    RESERVE_STEPS,
     LearnedSizes,
     StepNeeds,
     expected_share,
@@ -40,6 +41,9 @@ class StageWalk:
         self.layouts: list[PoolLayout] | None = None
         # Of each layer and rank, the most rows that a pass had, over the balanced case.
         self._shares = np.zeros((len(self.layers), num_ranks))
+        # Of each recent step and rank, and of attempts at the next step, the most rows of a pass of any layer.
+        self._recent = np.zeros((0, num_ranks))
+        self._attempted = np.zeros(num_ranks)
         self._has_learned = np.zeros(num_ranks, dtype=bool)
         self._is_measured = False
 
@@ -116,7 +120,10 @@ class StageWalk:
         """Records the rows of steps that were not void."""
         if not part.num_steps or not self.layers:
             return
-        self._shares = np.maximum(self._shares, self._shares_of(part).max(axis=0).T)
+        shares = self._shares_of(part)
+        self._shares = np.maximum(self._shares, shares.max(axis=0).T)
+        self._recent = np.concatenate([self._recent, shares.max(axis=2)])[-RESERVE_STEPS:]
+        self._attempted = np.zeros(self._num_ranks)
         if self.measures_first_step:
             self.layouts = None
         self._is_measured = True
@@ -133,19 +140,28 @@ class StageWalk:
             lambda group: int(rows[layer_of(group[0])][group[1]]),
             up_to=Priority.INPUT if self._flags.has_rungs else Priority.ACT,
         )
-        self._shares[:, rank] = np.maximum(self._shares[:, rank], self._shares_of(step)[0, rank])
+        shares = self._shares_of(step)[0, rank]
+        self._shares[:, rank] = np.maximum(self._shares[:, rank], shares)
+        self._attempted[rank] = max(self._attempted[rank], shares.max())
         self._has_learned[rank] = True
         layout = self.layouts[rank]
-        is_short = self._share_of(float(self._shares[:, rank].max())) > used_share
+        is_short = float(self.shares(step)[0, rank]) > used_share
         if self._flags.has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
             return LearnedSizes()
         return grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def shares(self, part: RoutingSpan) -> np.ndarray:
         """[S, N]: of C, the rows for which each of these steps keeps pages back, if none of them is void."""
-        before = self._shares.max(axis=0, initial=0.0)
-        of_steps = self._shares_of(part).max(axis=2)
-        most = np.maximum.accumulate(np.concatenate([before[None], of_steps[:-1]]), axis=0)
+        seen = np.concatenate([self._recent, self._shares_of(part).max(axis=2)])
+        first = len(self._recent)
+        most = np.stack(
+            [
+                seen[max(0, step - RESERVE_STEPS) : step].max(axis=0, initial=0.0)
+                for step in range(first, first + part.num_steps)
+            ]
+        )
+        # Attempts count until their step is done.
+        most[0] = np.maximum(most[0], self._attempted)
         found: np.ndarray = np.vectorize(self._share_of)(most)
         return found
 

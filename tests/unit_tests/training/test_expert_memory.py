@@ -171,7 +171,7 @@ def test_lengths_that_come_again_find_their_stashes_and_only_growth_ends_an_epoc
     assert [(small.step(), small.memory.epoch) for _ in range(2)] == [(2, 1), (1, 1)]
 
 
-def test_fuller_passes_raise_the_reserve_in_place() -> None:
+def test_fuller_passes_change_the_reserve_in_place() -> None:
     toy, fresh, whole = Toy.of(balanced_rows=48), Toy.of(), Toy.of(moe_paged_stash=False)
     memory, stash = toy.memory, toy.memory.stash
     assert stash is not None and stash.reserved_share == 48 / 64
@@ -190,9 +190,9 @@ def test_fuller_passes_raise_the_reserve_in_place() -> None:
     for one in (toy, fresh):
         one.memory.begin_step(num_microbatches=2, forward_only=False)
     assert stash.reserve == fresh.memory.stash.reserve != before
-    for share in (0.75, 1.5):
-        with pytest.raises(ValueError, match="must be between 0.999, which must be above 0, and 1"):
-            stash.raise_reserved_share(share)
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match="must be above 0 and at most 1, and so must the one before"):
+            stash.set_reserved_share(share)
 
 
 def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:

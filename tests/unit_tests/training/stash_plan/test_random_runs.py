@@ -11,8 +11,10 @@ import torch
 
 import pretrain_gpt
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.training import expert_memory
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.routing_trace import RoutingHeader, read_routing, step_line
+from megatron.training.stash_plan import stage_walk
 from megatron.training.stash_plan.routing import traced_spans
 from megatron.training.stash_plan.stages import planned_run
 from megatron.training.stash_plan.walk import walk
@@ -20,7 +22,8 @@ from tests.counts import long_count
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.training.stash_plan.real_stashes import RealRank, run_together
 
-STEPS = 2
+STEPS = 3
+SKEWED, BALANCED = [32, 32, 0, 0], [16, 16, 16, 16]  # tokens of each expert, two choices of 32 tokens
 
 
 def random_flags(choose: random.Random) -> Flags:
@@ -73,8 +76,49 @@ def real_ranks(args: argparse.Namespace) -> list[RealRank]:
     return [RealRank(args, stage, group=group, number=number) for stage, group, number in places]
 
 
+def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve_over_two_steps(monkeypatch)
+    flags: Flags = {
+        "num-layers": 3,
+        "expert-model-parallel-size": 2,
+        "world-size": 2,
+        "micro-batch-size": 1,
+        "global-batch-size": 2,
+        "moe-grouped-gemm": True,
+        "moe-expert-rank-capacity-factor": 2.0,
+        "moe-paged-stash": True,
+        "moe-paged-stash-page-size": 4,
+        "moe-paged-stash-buffer-size-factor-cuda": 1.2,
+    }
+    args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
+    header = RoutingHeader.of(args)
+    steps = [BALANCED, SKEWED, BALANCED, BALANCED, BALANCED]
+    tokens = [{layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps]
+    lines = [step_line(step, of_step) for step, of_step in enumerate(tokens, 1)]
+    (tmp_path / "trace").write_bytes(b"".join([header.line(0), *lines]))
+    run = planned_run(args, pretrain_gpt.model_provider)
+    spans, _ = traced_spans(read_routing(tmp_path / "trace"), run, num_groups=1, seed=1)
+    dropped = walk(run, run.flags, spans=spans, grows=True).stages[0].counters[Counter.DROPPED_ACT]
+    ranks, shares = real_ranks(args), []
+    for step, of_step in enumerate(tokens):
+        figures, _ = run_together(ranks, {layer: counts.numpy() for layer, counts in of_step.items()})
+        assert [one.counters[Counter.DROPPED_ACT] for one in figures] == dropped[step].tolist()
+        shares.append([rank.memory.stash.reserved_share for rank in ranks if rank.memory.stash is not None])
+    # The first rank has all rows of a skewed step. Two steps later it counts no more.
+    assert shares == [[0.5, 0.5], [0.999, 0.5], [0.999, 0.5], [0.5, 0.5], [0.5, 0.5]]
+    assert dropped[0].tolist() == dropped[4].tolist() == [0, 0] and dropped[2, 0] > 0
+
+
+def reserve_over_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (expert_memory, stage_walk):
+        monkeypatch.setattr(module, "RESERVE_STEPS", 2)
+
+
 @pytest.mark.slow
-def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(tmp_path: Path) -> None:
+def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve_over_two_steps(monkeypatch)
     seen, trace = dict.fromkeys(Counter, 0), tmp_path / "trace"
     all_voids = 0
     for case in range(long_count(12, soak=500)):

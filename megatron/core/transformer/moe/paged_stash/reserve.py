@@ -84,8 +84,8 @@ class Reserve:
         """The share of max_rows that pages are reserved for."""
         return self._share
 
-    def raise_share(self, share: float) -> None:
-        """Raises the reserved share from the next begin_step on. The rows stay where they are in memory."""
+    def set_share(self, share: float) -> None:
+        """Changes the reserved share from the next begin_step on. The rows stay where they are in memory."""
         self._share = share
         self._pages = {group: self._pages_of_share(group) for group in self._stashed}
         # Not written here, because copies of the ending step may still read the rows.

@@ -31,6 +31,8 @@ HEADROOM = Fraction(11, 10)
 # Largest expected share. A reserve for all rows of a buffer would be a guarantee, and would count on no page that is
 # released before the step ends.
 _ALMOST_ALL = 0.999
+# Steps that the reserve looks back on. Fewer follow routers that settle sooner, more foresee fuller passes.
+RESERVE_STEPS = 32
 
 RowsOf = Callable[[GroupKey], int]
 
@@ -281,7 +283,8 @@ def capacity_factor(factor: float, learned: LearnedSizes) -> float:
 def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> float:
     """Returns the share of max_rows that a pass is expected to have, for a stash's reserve.
 
-    It is the share of the fullest pass so far. most_share: that pass's rows over balanced_rows; 0 if none is known.
+    It is the share of the fullest pass of the last RESERVE_STEPS steps. most_share: that pass's rows over
+    balanced_rows; 0 if none is known.
     """
     return min(_ALMOST_ALL, max(1.0, most_share) * balanced_rows / max_rows)
 

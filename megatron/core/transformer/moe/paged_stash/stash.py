@@ -290,19 +290,20 @@ class PagedStash:
         """Rows of later groups for which pages are reserved, as a share of max_rows."""
         return self._reserve.share
 
-    def raise_reserved_share(self, share: float) -> None:
-        """Makes later steps reserve more pages. Call it between steps, before `reset`.
+    def set_reserved_share(self, share: float) -> None:
+        """Makes later steps reserve pages for this share of max_rows. Call it between steps, before `reset`.
 
         Plans read the reserve from the same memory as before, so that a captured step stays valid. Raises ValueError
-        for a smaller share, and if the share was 0.
+        for a share that is not above 0 and at most 1, and if it was 0.
         """
-        if not 0.0 < self.reserved_share <= share <= 1.0:
+        if not (0.0 < self.reserved_share and 0.0 < share <= 1.0):
             raise ValueError(
-                f"reserved_share ({share}) must be between {self.reserved_share}, which must be above 0, and 1"
+                f"reserved_share ({share}) must be above 0 and at most 1, and so must the one before "
+                f"({self.reserved_share})"
             )
-        if share > self.reserved_share:
+        if share != self.reserved_share:
             with self._keeper.exclusive():
-                self._reserve.raise_share(share)
+                self._reserve.set_share(share)
 
     def join(self) -> None:
         """Makes the main stream wait for all copies, as `reset` also does."""

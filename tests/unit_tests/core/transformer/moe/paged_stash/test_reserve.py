@@ -141,19 +141,19 @@ def test_rows_follow_sizes_that_change_in_a_later_step_of_the_same_order() -> No
     assert [tuple(row.tolist()) for row in rows if row is not None] == list(other.table) == list(grown.table)
 
 
-@pytest.mark.parametrize("share", [0.75, 1.0])
-def test_a_raised_share_is_written_to_the_same_memory_when_the_next_step_begins(share: float) -> None:
+@pytest.mark.parametrize("share", [0.25, 0.75, 1.0])
+def test_another_share_is_written_to_the_same_memory_when_the_next_step_begins(share: float) -> None:
     events = tuple(stash_events(SCHEDULES[0](0, 4, 12), layers=2))
-    raised, other = (Reserve(PoolLayout(PAGE, 1), CPU, share=one) for one in (0.5, share))
-    for reserve in (raised, other):
+    changed, other = (Reserve(PoolLayout(PAGE, 1), CPU, share=one) for one in (0.5, share))
+    for reserve in (changed, other):
         for event in events:
             reserve.learn(event.group, [TensorSpec(PAGE, PAGE, 2 * ROWS, kind) for kind in Priority], max_rows=2 * ROWS)
         reserve.begin_step(events)
-    rows = [raised.row(events[0].group, index) for index in range(len(events) // 2)]
+    rows = [changed.row(events[0].group, index) for index in range(len(events) // 2)]
     before = [row.tolist() for row in rows if row is not None]
-    raised.raise_share(share)
+    changed.set_share(share)
     assert [row.tolist() for row in rows if row is not None] == before
-    raised.begin_step(events)
+    changed.begin_step(events)
     after = [row.tolist() for row in rows if row is not None]
     assert after == [list(row) for row in other.table] != before
 
