@@ -1,0 +1,308 @@
+"""Capacity and page factors that freshly initialised routers need, step by step, and what pools of other sizes do.
+
+    python benchmarks/stash_factors.py [--only SHAPE ...] [--steps 150] [--folder DIR] [--json FILE]
+
+Trains six small models with the routers of published ones, on the text that Python ships. Two processes share the
+experts, with buffers that no routing can exceed (c 2) and a paged stash. Each step records the factors that its worst
+rank needed, and --record-routing the tokens of each expert. From this routing, which does not depend on pages,
+stash_plan simulates pools of other sizes, and the same tokens on eight ranks that share the experts. The simulation of
+the pool of the run itself must count what the run counted.
+
+First table, for steps 1 to 10, 11 to 50 and later ones, as median / p99 / most:
+  rows        --moe-expert-rank-capacity-factor needed
+  pages       --moe-paged-stash-buffer-size-factor-cuda needed to hold every tensor
+  learned     the multiple of the measured need, -m as a negative factor, with which the later steps would have had
+              all pages: in the run that measured its first step, and resumed from a checkpoint of step 50
+Second table: percentages of all acts and of all gate_ups that are recomputed, by the device's factor.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+import pretrain_gpt  # noqa: E402
+from benchmarks.sides import context as machine  # noqa: E402
+from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.sizing import factor_at  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.routing_trace import read_routing  # noqa: E402
+from megatron.training.stash_plan.outlook import needs_of_steps  # noqa: E402
+from megatron.training.stash_plan.routing import RoutingSpan, traced_spans  # noqa: E402
+from megatron.training.stash_plan.stages import PlannedRun, planned_run  # noqa: E402
+from megatron.training.stash_plan.walk import Walk, walk  # noqa: E402
+from tools.quickstart import Workspace, prepare, tokenizer_flags  # noqa: E402
+from tools.run_log import Series, read_run  # noqa: E402
+
+RANKS = 2
+MORE_RANKS = 8
+FACTORS = (0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0)
+# First and last step of each part of a run, from 1.
+PARTS = {"1-10": (1, 10), "11-50": (11, 50), "later": (51, None)}
+RESUMED_AT = 50
+FLAGS = f"""
+--hidden-size 64 --num-attention-heads 4 --normalization RMSNorm --position-embedding-type rope
+--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+--seq-length 256 --max-position-embeddings 256
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size {RANKS}
+--moe-expert-rank-capacity-factor {RANKS} --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 1.1
+--lr 2e-3 --lr-decay-style constant --lr-warmup-iters 20 --adam-beta2 0.95 --eval-iters 0 --num-workers 0
+--split 100,0,0
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Flags of a model, and its batch: samples of a rank's micro-batch, and micro-batches of a step."""
+
+    flags: str
+    micro_batch: int
+    num_microbatches: int
+
+    def batch(self, ranks: int) -> list[str]:
+        """Returns the flags of a step on that many ranks.
+
+        It has as many micro-batches as on RANKS ranks, at least one for each rank. If that is more than recorded, the
+        simulation draws them from those of the step.
+        """
+        num_microbatches = max(1, self.num_microbatches * RANKS // ranks)
+        size = ranks * self.micro_batch * num_microbatches
+        return ["--micro-batch-size", str(self.micro_batch), "--global-batch-size", str(size)]
+
+
+GATED = "--swiglu --disable-bias-linear"
+SHAPES = {
+    "Mixtral: 8 top-2, loss 1e-2": Shape(
+        f"{GATED} --num-layers 6 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 224"
+        " --moe-aux-loss-coeff 1e-2",
+        micro_batch=4,
+        num_microbatches=1,
+    ),
+    "Qwen3: 64 top-8, loss 1e-3": Shape(
+        f"{GATED} --num-layers 6 --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 24"
+        " --moe-aux-loss-coeff 1e-3",
+        micro_batch=2,
+        num_microbatches=2,
+    ),
+    "DeepSeek: 32 top-4, sigmoid, bias": Shape(
+        f"{GATED} --num-layers 6 --moe-layer-freq [0]*1+[1]*5 --num-experts 32 --moe-router-topk 4"
+        " --moe-ffn-hidden-size 24 --ffn-hidden-size 128 --moe-shared-expert-intermediate-size 24"
+        " --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5"
+        " --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-dtype fp32"
+        " --moe-router-load-balancing-type none",
+        micro_batch=4,
+        num_microbatches=1,
+    ),
+    "gpt-oss: 32 top-4, no balancing": Shape(
+        "--quick-geglu --num-layers 5 --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 64"
+        " --moe-router-load-balancing-type none",
+        micro_batch=4,
+        num_microbatches=1,
+    ),
+    "Switch: 16 top-1, loss 1e-2": Shape(
+        "--disable-bias-linear --num-layers 8 --moe-layer-freq 2 --num-experts 16 --moe-router-topk 1"
+        " --moe-router-pre-softmax --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 1e-2",
+        micro_batch=8,
+        num_microbatches=1,
+    ),
+    "DBRX: 16 top-4, loss 5e-2": Shape(
+        f"{GATED} --num-layers 6 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 112"
+        " --moe-aux-loss-coeff 5e-2",
+        micro_batch=1,
+        num_microbatches=4,
+    ),
+}
+
+
+def main() -> None:
+    """Trains the shapes and prints both tables."""
+    options = parse_options()
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workspace = Workspace(folder, folder / "text.jsonl")
+        prepare(workspace)
+        shapes = {
+            name: measure(name, workspace, steps=options.steps)
+            for name in SHAPES
+            if not options.only or any(text in name for text in options.only)
+        }
+    print_tables(shapes)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"steps": options.steps, "shapes": shapes, **machine()}, indent=1) + "\n")
+
+
+def measure(name: str, workspace: Workspace, *, steps: int) -> dict[str, Any]:
+    """Trains a shape, unless the folder has its run, and returns its figures by number of ranks that share experts."""
+    shape, out = SHAPES[name], workspace.folder / name.partition(":")[0]
+    trace = out / "routing.jsonl.gz"
+    flags = [*shlex.split(FLAGS + shape.flags), *tokenizer_flags(workspace), "--data-path", workspace.tokens]
+    words = [str(word) for word in (*flags, "--train-iters", steps)]
+    if not trace.exists():
+        train([*words, *shape.batch(RANKS), "--save", str(out), "--record-routing", str(trace)])
+    found = {}
+    for ranks in (RANKS, MORE_RANKS):
+        # A rank may receive all rows, so that no step overflows.
+        sizes = ["--expert-model-parallel-size", str(ranks), "--moe-expert-rank-capacity-factor", str(ranks)]
+        run, spans = planned([*words, *shape.batch(ranks), *sizes], trace, ranks=ranks)
+        if ranks == RANKS:
+            check_simulation(read_run(out).series, walk(run, run.flags, spans=spans, grows=True))
+        found[str(ranks)] = figures_of(run, spans)
+    return found
+
+
+def train(words: Sequence[str]) -> None:
+    """Runs pretrain_gpt.py on RANKS processes of one thread."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    subprocess.run(
+        [*torchrun, str(ROOT / "pretrain_gpt.py"), *words, "--log-interval", "50"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+
+
+def planned(words: Sequence[str], trace: Path, *, ranks: int) -> tuple[PlannedRun, list[RoutingSpan]]:
+    """Returns a run with these flags on that many ranks, and its steps from a recorded routing."""
+    args = validate_args(parse_args(argv=[*words, "--dry-run", "--world-size", str(ranks)]))
+    run = planned_run(args, pretrain_gpt.model_provider)
+    spans, _ = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=args.seed)
+    return run, spans
+
+
+def check_simulation(logged: Mapping[str, Series], simulated: Walk) -> None:
+    """Raises AssertionError unless the simulation of the run's own pool recomputed what the run did, in each step.
+
+    logged: the run's series by name.
+    """
+    for name, counter in (("dropped_act", Counter.DROPPED_ACT), ("dropped_gate_up", Counter.DROPPED_GATE_UP)):
+        counted = sum(stage.counters[counter].sum(axis=1) for stage in simulated.stages)
+        in_run = logged[f"stash/rungs/{name}"].values
+        assert (counted == in_run).all(), f"{name}: {counted.tolist()} simulated, {in_run.tolist()} in the run"
+
+
+def figures_of(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, Any]:
+    """Returns the figures of both tables."""
+    needs = needs_of_steps(run, spans)
+    recomputed = {}
+    for factor in FACTORS:
+        flags = replace(run.flags, moe_paged_stash_buffer_size_factor_cuda=factor)
+        recomputed[f"{factor:g}"] = recomputed_shares(walk(run, flags, spans=spans, grows=True), groups=num_groups(run))
+    return {
+        "rows": by_part(needs.rows),
+        "pages": by_part(needs.pages),
+        "learned": learned_multiples(run, spans),
+        "recomputed": recomputed,
+    }
+
+
+def by_part(needed: np.ndarray) -> dict[str, dict[str, float]]:
+    """Returns median, p99 and most of the steps of each part. needed: [S], fp64; the last part may be missing."""
+    found = {}
+    for part, (first, last) in PARTS.items():
+        values = needed[first - 1 : last].tolist()
+        if values:
+            found[part] = spread(values)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns the median, p99 and the largest of the values."""
+    return {"median": factor_at(0.5, values), "p99": factor_at(0.99, values), "most": max(values)}
+
+
+def num_groups(run: PlannedRun) -> int:
+    """Returns how many expert groups a rank stashes in a step."""
+    return sum(move.is_taken for move in run.stages[0].moves(run.num_microbatches, run.prefetch_groups))
+
+
+def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, float]]:
+    """Returns the shares of recomputed acts and gate_ups on the rank with most of them, and of steps that have any.
+
+    groups: expert groups that a rank stashes in a step. Also counts attempts that overflowed.
+    """
+    (stage,) = simulated.stages
+    acts, gate_ups = (
+        stage.counters[counter].max(axis=1) / groups for counter in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP)
+    )
+    found = {}
+    for part, (first, last) in PARTS.items():
+        here = slice(first - 1, last)
+        if len(acts[here]):
+            found[part] = {
+                "act": float(acts[here].mean()),
+                "gate_up": float(gate_ups[here].mean()),
+                "steps_with_act": float((acts[here] > 0).mean()),
+                "steps_with_gate_up": float((gate_ups[here] > 0).mean()),
+                "overflows": int(simulated.voids[here].sum()),
+            }
+    return found
+
+
+def learned_multiples(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, dict[str, float]]:
+    """Returns the pages that later steps needed over the measured need, on the worst rank.
+
+    fresh: the measured step is the first. resumed: all up to step RESUMED_AT are measured, over all ranks.
+    """
+    (span,), (stage,) = spans, walk(run, run.flags, spans=spans, grows=False).stages
+    ranks = run.ranks
+    capacity = run.flags.moe_expert_rank_capacity_factor
+    assert capacity is not None, "FLAGS have it"
+    needs = run.needs(run.flags, 0, num_microbatches=run.num_microbatches, max_rows=ranks.max_rows(capacity))
+    # Layer -> [S, N], fp64.
+    shares = {layer: rows.max(axis=0) / ranks.balanced_rows for layer, rows in span.rows.items()}
+    of_first = [
+        needs.pages_of_shares({layer: float(share[0, rank]) for layer, share in shares.items()})
+        for rank in range(stage.pages_wanted.shape[1])
+    ]
+    of_many = needs.pages_of_shares({layer: float(share[:RESUMED_AT].max()) for layer, share in shares.items()})
+    found = {}
+    for name, measured in (("fresh", np.array(of_first)), ("resumed", np.array(of_many))):
+        multiples = (stage.pages_wanted[RESUMED_AT:] / np.maximum(measured, 1)).max(axis=1).tolist()
+        if multiples:
+            found[name] = spread(multiples)
+    return found
+
+
+def print_tables(shapes: dict[str, Any]) -> None:
+    """Prints the factors that steps needed, then what pools of each size recompute."""
+    rows = {f"{name}, {ranks}": found for name, by_ranks in shapes.items() for ranks, found in by_ranks.items()}
+    columns = [f"{what} {part}" for what in ("rows", "pages") for part in PARTS] + ["-m fresh", "-m resumed"]
+    print(f"\n{'shape, ranks':38}" + "".join(f"{column:>20}" for column in columns))
+    for name, found in rows.items():
+        cells = [found[what].get(part) for what in ("rows", "pages") for part in PARTS]
+        cells += [found["learned"].get(kind) for kind in ("fresh", "resumed")]
+        texts = ["" if cell is None else " / ".join(f"{number:.2f}" for number in cell.values()) for cell in cells]
+        print(f"{name:38}" + "".join(f"{text:>20}" for text in texts))
+    for what in ("act", "gate_up"):
+        print(f"\n{what + ' recomputed, %':38}" + "".join(f"{factor:>15g}" for factor in FACTORS))
+        for name, found in rows.items():
+            shares = [found["recomputed"][f"{factor:g}"].values() for factor in FACTORS]
+            texts = [" / ".join(f"{100 * part[what]:.0f}" for part in by_part) for by_part in shares]
+            print(f"{name:38}" + "".join(f"{text:>15}" for text in texts))
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="shapes whose name has one of these words")
+    parser.add_argument("--steps", type=int, default=150, help="steps to train (default: 150)")
+    parser.add_argument("--folder", type=Path, help="keep text, tokens and runs here, and use those that are there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
