@@ -144,6 +144,8 @@ class _Walker:
         over = part.most_rows > budget.rows_of_rank(ranks.tokens)
         if ranks.counts_pairs:
             over = over | (part.most_of_pair > budget.rows_of_pair(ranks.tokens))
+        # No routing overflows the largest buffers, but blocks that were split at random may have more rows than any.
+        over = over & (self._capacity_factor < budget.largest_factor)
         outcomes = [stage.outcomes(part) for stage in self._stages]
         layouts = [tuple(stage.layouts or ()) for stage in self._stages]
         wanted = [stage.wanted_pages(part) for stage in self._stages]

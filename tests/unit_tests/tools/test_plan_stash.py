@@ -125,6 +125,21 @@ def test_a_void_step_is_counted_where_it_is_in_the_run() -> None:
     assert found.voids.tolist() == [0, 0, 0, 1]
 
 
+def test_blocks_that_were_split_at_random_do_not_overflow_the_largest_buffers() -> None:
+    # Each rank has one expert, which all tokens choose at most once.
+    flags = {"world_size": 4, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": EXPERTS}
+    flags |= {"moe_expert_rank_capacity_factor": float(EXPERTS), "moe_paged_stash_buffer_size_factor_cuda": 4.0}
+    args = read_flags(argv("--skew", "balanced", **flags))
+    run = planned_run(args, pretrain_gpt.model_provider)
+    whole = RoutingHeader.of(args)
+    whole = replace(whole, tokens_of_microbatch=2 * whole.tokens_of_microbatch)
+    of_block = [whole.tokens_of_microbatch, whole.tokens_of_microbatch, 0, 0]
+    steps = [RoutingStep(whole, 1, {layer: np.array([[of_block] * 4]) for layer in whole.layers})]
+    spans, _ = traced_spans(steps, run, num_groups=1, seed=1)
+    assert spans[0].most_of_pair[0] > run.ranks.tokens
+    assert not walk(run, run.flags, spans=spans, grows=True).voids.any()
+
+
 @pytest.mark.slow
 def test_what_is_recommended_is_enough_and_less_is_not(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace", recorded(12, header(), shape=(4, 2)))
