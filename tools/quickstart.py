@@ -29,7 +29,7 @@ MODEL = f"""
 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
 --num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm
 --moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 2
---moe-paged-stash --moe-paged-stash-prefetch-layers 0
+--moe-paged-stash --moe-paged-stash-prefetch-layers 0 --moe-paged-stash-buffer-size-factor-cuda 1.15
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0

@@ -192,7 +192,7 @@ class StashMeter:
         self._has_advised = False
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets stash, and adds a note on the first recomputed tensors of typical steps."""
+        """Sets stash, and adds a note the first time that typical steps often recompute."""
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
@@ -203,7 +203,7 @@ class StashMeter:
         stash = self._gather_sync(since)
         is_typical = report.is_last or report.iteration - stash.steps >= _UNTYPICAL_STEPS
         notes = report.notes
-        if is_typical and not self._has_advised and stash.pool is not None and stash.pool.factor_to_keep_all:
+        if is_typical and not self._has_advised and stash.pool is not None and _recomputes_often(stash):
             self._has_advised = True
             notes = (*notes, advice_line(stash.pool, steps=stash.steps))
         return replace(report, stash=stash, notes=notes)
@@ -240,6 +240,13 @@ class StashMeter:
             return pool
         self._shown = plan, fullness
         return replace(pool, timeline=_timeline_of(pool.rank, own))
+
+
+def _recomputes_often(stash: StashReport) -> bool:
+    """Whether at least half of the steps recomputed a tensor."""
+    none = [0] * stash.steps
+    counts = zip(stash.rungs.get("dropped_act", none), stash.rungs.get("dropped_gate_up", none), strict=True)
+    return 2 * sum(any(step) for step in counts) >= stash.steps
 
 
 def advice_line(pool: PoolReport, *, steps: int) -> str:

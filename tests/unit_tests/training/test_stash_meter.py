@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -212,18 +213,24 @@ def test_the_console_says_in_words_why_something_was_recomputed(fields: dict[str
     assert shortage_words(pool_report(**fields)) == words
 
 
-def test_a_run_advises_once_a_factor_for_typical_steps() -> None:
+def advised_by(device_pages: Callable[[int], int]) -> dict[int, tuple[tuple[str, ...], PoolReport]]:
     memory = Memory()
     meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
     advised = {}
     for iteration in range(1, 67):
-        memory.last_step = figures_of_step(0, iteration, device_pages=30, host_pages=0)[0]
+        memory.last_step = figures_of_step(0, iteration, device_pages=device_pages(iteration), host_pages=0)[0]
         report = meter.measure(replace(STEP, iteration=iteration, notes=("a",)))
         if report.notes != ("a",):
             advised[iteration] = report.notes[1:], report.stash.pool
+    return advised
+
+
+def test_a_run_advises_once_a_factor_for_typical_steps_that_often_recompute() -> None:
+    ((iteration, (notes, pool)),) = advised_by(lambda iteration: 30).items()
     # The first interval of three steps after 50 steps.
-    ((iteration, (notes, pool)),) = advised.items()
     assert iteration == 54 and notes == (advice_line(pool, steps=3),)
+    assert advised_by(lambda iteration: 30 if iteration % 3 == 0 else 1000) == {}
+    assert [*advised_by(lambda iteration: 1000 if iteration % 3 == 0 else 30)] == [54]
     assert f"--moe-paged-stash-buffer-size-factor-cuda {rounded_up(pool.factor_to_keep_all):.2f} would" in notes[0]
     assert "--moe-paged-stash-buffer-size-factor-cpu" in advice_line(replace(pool, device_pages=0), steps=3)
 
