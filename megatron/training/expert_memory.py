@@ -80,7 +80,7 @@ class ExpertMemory:
     4. end_step: reads and records the needs of the step.
     step: the ExpertStep that the layers share. last_step: figures of the last complete training step. epoch: increases
     when steps captured in a CUDA graph can no longer be replayed, because shapes, the pool, the stash for a number of
-    microbatches or the order of that stash changed; read it after begin_step. A larger reserve does not change it, and
+    microbatches or the order of that stash changed; read it after begin_step. Another reserve does not change it, and
     ranks may have different epochs. release_graphs: called before pages or buffers are replaced, to drop the graphs
     that use them.
     """
