@@ -3,16 +3,16 @@
     python benchmarks/stash_factors.py [--only SHAPE ...] [--steps 150] [--folder DIR] [--json FILE]
 
 Trains six small models with the routers of published ones, on the text that Python ships. Two processes share the
-experts, with buffers that no routing can exceed (c 2) and a paged stash. Each step records the factors that its worst
-rank needed, and --record-routing the tokens of each expert. From this routing, which does not depend on pages,
-stash_plan simulates pools of other sizes, and the same tokens on eight ranks that share the experts. The simulation of
-the pool of the run itself must count what the run counted.
+experts, with buffers that no routing can exceed (c 2) and a paged stash of factor 1.1. --record-routing records the
+tokens of each expert. From this routing, which does not depend on pages, stash_plan computes the factors that the worst
+rank needed in each step, and simulates pools of other sizes. It also simulates eight ranks that share the experts, with
+micro-batches from the same steps. The simulation of the run's own pool must count in each step what the run counted.
 
 First table, for steps 1 to 10, 11 to 50 and later ones, as median / p99 / most:
   rows        --moe-expert-rank-capacity-factor needed
   pages       --moe-paged-stash-buffer-size-factor-cuda needed to hold every tensor
-  learned     the multiple of the measured need, -m as a negative factor, with which the later steps would have had
-              all pages: in the run that measured its first step, and resumed from a checkpoint of step 50
+  -m          the multiple of the measured need, given as a negative factor, with which the later steps would have had
+              all pages: fresh, in a run that measured its first step, and resumed from a checkpoint of step 50
 Second table: percentages of all acts and of all gate_ups that are recomputed, by the device's factor.
 """
 
