@@ -133,7 +133,7 @@ def clip_with_parallel_experts(model: nn.Module) -> None:
 
 
 def build_run(*flags: str) -> TrainingRun:
-    """What pretrain_gpt.py trains with; flags: beside FLAGS."""
+    """Sets up a run as pretrain_gpt.py does. flags: added to FLAGS."""
     args = initialize_megatron(argv=[*FLAGS.split(), *flags])
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)

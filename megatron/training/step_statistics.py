@@ -202,8 +202,10 @@ class StatisticsExchange:
 
 
 def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:
-    """What layers recorded since the last call, over all of them and, under --moe-per-layer-logging, of each;
-    with_load: at any rate the tokens of each.
+    """Returns and clears the losses that layers recorded: totals over all layers, and figures of each layer.
+
+    Losses of each layer are recorded under --moe-per-layer-logging, else None. with_load: also returns each layer's
+    tokens per expert without that flag.
     """
     totals: Totals = {}
     layers: LayerTotals | None = None

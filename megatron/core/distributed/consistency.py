@@ -518,7 +518,7 @@ class GradChecks:
         named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
         if not named_grads:
             return
-        # Extremes are NaN if any element is. Sums cannot be used, because a sum of finite elements may overflow.
+        # Extremes are NaN if any element is. Sums as they are could overflow though all elements are finite.
         lows, highs = zip(*(torch.aminmax(_finite_as(grad)) for _, grad in named_grads))
         numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
         if self._large:
