@@ -103,9 +103,10 @@ class ExpertMemory:
             self._dispatchers.append(layer.token_dispatcher)
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
-        # Of the latest steps, and of the attempts at the present one, the most rows of a pass over the balanced case.
+        # Of the latest steps, of the attempts at the present one and of the steps before a checkpoint, the most rows of
+        # a pass over the balanced case.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
-        self._attempted_share = 0.0
+        self._attempted_share = self._share_before = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
         self._is_measured = False
         # Whether steps follow the schedule's order of groups.
@@ -131,6 +132,7 @@ class ExpertMemory:
         """
         lines = learned_lines(self._config, learned)
         self.adopt(learned.for_expert_ranks(self._learned.expert_ranks))
+        self._share_before = max(self._learned.rows_share.values(), default=0.0)
         if not self._config.moe_paged_stash:
             return lines
         self._plan(num_microbatches)
@@ -309,9 +311,9 @@ class ExpertMemory:
 
     def _expected_share(self) -> float:
         """Returns the share of the C rows that a pass is expected to fill."""
-        # Before the first step of a resumed run, the steps before its checkpoint tell.
-        most = max(self._recent_shares, default=max(self._learned.rows_share.values(), default=0.0))
-        most = max(most, self._attempted_share)
+        # In the first steps of a resumed run, those before its checkpoint tell.
+        before = self._share_before if len(self._recent_shares) < RESERVE_STEPS else 0.0
+        most = max(before, self._attempted_share, *self._recent_shares)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
     def _needed_sizes_sync(self) -> tuple[Lack | None, LearnedSizes]:

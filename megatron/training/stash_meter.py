@@ -201,11 +201,12 @@ class StashMeter:
             return report
         since, self._since = self._since, _Interval()
         stash = self._gather_sync(since)
-        is_typical = report.is_last or report.iteration - stash.steps >= _UNTYPICAL_STEPS
+        is_typical = report.iteration - stash.steps >= _UNTYPICAL_STEPS
         notes = report.notes
         if is_typical and not self._has_advised and stash.pool is not None and _recomputes_often(stash):
             self._has_advised = True
-            notes = (*notes, advice_line(stash.pool, steps=stash.steps))
+            in_bytes = self._args.moe_paged_stash_buffer_bytes is not None
+            notes = (*notes, advice_line(stash.pool, steps=stash.steps, in_bytes=in_bytes))
         return replace(report, stash=stash, notes=notes)
 
     def _gather_sync(self, since: _Interval) -> StashReport:
@@ -249,13 +250,17 @@ def _recomputes_often(stash: StashReport) -> bool:
     return 2 * sum(any(step) for step in counts) >= stash.steps
 
 
-def advice_line(pool: PoolReport, *, steps: int) -> str:
-    """Returns a line on what recomputing costs, and the flag that would have avoided it in these steps."""
+def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
+    """Returns a line on what recomputing costs, and the flag that would have avoided it in these steps.
+
+    in_bytes: whether the device's pages were given in bytes, by a flag that overrides the factor.
+    """
     tier = "cuda" if pool.device_pages else "cpu"
+    instead = " instead of --moe-paged-stash-buffer-bytes" if in_bytes and pool.device_pages else ""
     return (
         "  paged stash: recomputing changes no result, and costs little time for act, more for gate_up; "
-        f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f} would have kept all "
-        f"tensors of the last {steps} steps"
+        f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f}{instead} would have "
+        f"kept all tensors of the last {steps} steps"
     )
 
 

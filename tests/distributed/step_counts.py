@@ -30,8 +30,8 @@ TINY = """
 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer
 --vocab-size 64 --num-workers 0 --lr 1e-4 --lr-decay-style constant --train-iters 100 --eval-iters 0
 """.split()
-# Ways to the host's own numbers of a tensor that reach no operator.
-_READS = (Tensor.tolist, Tensor.numpy)
+# Methods that read a tensor's numbers without an operator.
+_READS = ("tolist", "numpy")
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _profiled(run: TrainingRun, counts: StepCounts) -> None:
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             counts.calls[_place(frame)] += 1
-        elif event == "c_call" and getattr(argument, "__name__", "") in ("tolist", "numpy"):
+        elif event == "c_call" and getattr(argument, "__name__", "") in _READS:
             if isinstance(getattr(argument, "__self__", None), Tensor):
                 counts.reads[_reader(frame)] += 1
 

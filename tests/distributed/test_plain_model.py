@@ -26,7 +26,7 @@ def _take_weights(moe: PlainGroupedMoE, loop: PlainMoE, experts: list[PlainExper
 def _compare_on_rank() -> None:
     torch.manual_seed(1)
     loop, rank = PlainMoE(CONFIG), dist.get_rank()
-    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     grouped = PlainGroupedMoE(replace(CONFIG, grouped=True))
     parallel = PlainGroupedMoE(replace(CONFIG, grouped=True, expert_parallel=True))
     own = _experts(loop)[2 * rank : 2 * rank + 2]
@@ -34,19 +34,28 @@ def _compare_on_rank() -> None:
     _take_weights(parallel, loop, own)
     expected = loop(x)
     expected.square().sum().backward()
-    for moe in (grouped, parallel):
-        output = moe(x)
+    # Expert parallel ranks have the gradients of the rows of all ranks.
+    on_all_ranks = {name: _summed(param) for name, param in loop.named_parameters()}
+    for moe, experts in ((grouped, _experts(loop)), (parallel, own)):
+        again = x.detach().requires_grad_()
+        output = moe(again)
         torch.testing.assert_close(output, expected)
         output.square().sum().backward()
-    assert grouped.fc1.grad is not None and parallel.fc2.grad is not None
-    for index, expert in enumerate(_experts(loop)):
-        torch.testing.assert_close(grouped.fc1.grad[index], _gradient(expert.fc1.weight))
-    # Of the rows of all ranks.
-    for index, expert in enumerate(_experts(loop)):
-        total = _gradient(expert.fc2.weight)
-        dist.all_reduce(total)
-        if expert in own:
-            torch.testing.assert_close(parallel.fc2.grad[index - 2 * rank], total)
+        torch.testing.assert_close(again.grad, x.grad)
+        torch.testing.assert_close(moe.router.weight.grad, loop.router.weight.grad)
+        for place, expert in enumerate(experts):
+            number = _experts(loop).index(expert)
+            for name, weight in (("fc1", moe.fc1), ("fc2", moe.fc2)):
+                of_loop = _gradient(expert.get_parameter(f"{name}.weight"))
+                total = on_all_ranks[f"experts.{number}.{name}.weight"]
+                assert weight.grad is not None
+                torch.testing.assert_close(weight.grad[place], of_loop if moe is grouped else total)
+
+
+def _summed(param: torch.Tensor) -> torch.Tensor:
+    total = _gradient(param).clone()
+    dist.all_reduce(total)
+    return total
 
 
 def _gradient(weight: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,18 @@ READS = {
     "agree_sync": 1,
     "highest_sync": 1,
     "read_norm_sync": 1,
+    "train_step": 1,  # the loss scale, a tensor of the host
 }
-# Of the host's own tensors; on a GPU the batch is made on the host as well, and rows are split on the device.
-ON_HOST = {"data_iterators.py", "grouped_gemm.py", "training.py"}
+# Functions that read the host's own tensors: of the batch, and of the rows of each expert, which a GPU splits itself.
+ON_HOST = {"stack_samples", "<listcomp>", "__getitem__", "_split_sync"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The messages of gradients and parameters, and limits of operators, of our functions' calls, and of all calls."""
+    """The messages of gradients and parameters, and limits of operators, of our functions' calls, and of all calls.
+
+    operators, calls: with room for other versions of torch, whose functions they include.
+    """
 
     moves: dict[str, int]
     operators: int
@@ -40,21 +44,21 @@ class Limits:
 
 EXPERT_PARALLEL = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
 CASES = {
-    (): Limits({"allreduce_": 1}, operators=600, own_calls=1290, calls=2080),
+    (): Limits({"allreduce_": 1}, operators=650, own_calls=1290, calls=2300),
     ("--use-distributed-optimizer",): Limits(
         # A reduce-scatter of two ranks is an exchange of halves, an all-gather two broadcasts; the norm is gathered.
         {"alltoall_base_": 1, "broadcast_": 2, "allgather_": 1},
-        operators=600,
+        operators=650,
         own_calls=1320,
-        calls=2140,
+        calls=2350,
     ),
     EXPERT_PARALLEL: Limits(
         # Of the layer: numbers of rows, and rows and their probabilities to the experts and back; backward repeats
         # all but the first. The norm of experts is gathered.
         {"allreduce_": 1, "alltoall_base_": 7, "allgather_": 1},
-        operators=680,
+        operators=740,
         own_calls=1460,
-        calls=2540,
+        calls=2800,
     ),
 }
 # How many rows come from where, in each layer that exchanges them.
@@ -75,7 +79,9 @@ def test_a_step_sends_reads_and_calls_no_more_than_it_must(flags: tuple[str, ...
 def test_a_step_walks_over_no_module_and_enters_no_range_of_a_profiler_that_is_off() -> None:
     for counts in counts_of(["--use-distributed-optimizer"]):
         assert counts.calls_of("named_modules", "named_parameters", "_named_members", "named_children") == 0, counts
-        assert counts.calls_of("push_user_annotation") == 1, counts  # of torch's own DataLoader
+        ranges = [place for place in counts.calls.elements() if place[0].endswith("autograd/profiler.py")]
+        # Of torch's own DataLoader.
+        assert sum(name == "__enter__" for _, name in ranges) == 1, counts
         assert counts.calls_of("get_world_size", "get_process_group_ranks") == 0, counts
 
 
@@ -85,4 +91,4 @@ def test_more_layers_cost_the_same_messages_and_reads() -> None:
 
 
 def _reads(counts: StepCounts) -> dict[str, int]:
-    return {name: count for (path, name), count in counts.reads.items() if path.rpartition("/")[2] not in ON_HOST}
+    return {name: count for (_, name), count in counts.reads.items() if name not in ON_HOST}

@@ -461,7 +461,7 @@ def _unequal_hashes(names: list[str], by_rank: dict[int, list[int]]) -> list[str
 
 # A norm is large if it exceeds the parameter's largest so far by this factor, after this number of steps.
 _LARGE_FACTOR, _LARGE_AFTER_STEPS = 10.0, 5
-# Elements in each sum of _finite_as, and of the smallest gradient for which sums are worth it.
+# Elements in each sum of _same_finiteness, and of the smallest gradient for which sums are worth it.
 _IN_SUM, _LEAST = 256, 4096
 
 
@@ -519,7 +519,7 @@ class GradChecks:
         if not named_grads:
             return
         # Extremes are NaN if any element is. Sums as they are could overflow though all elements are finite.
-        lows, highs = zip(*(torch.aminmax(_finite_as(grad)) for _, grad in named_grads))
+        lows, highs = zip(*(torch.aminmax(_same_finiteness(grad)) for _, grad in named_grads))
         numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
         if self._large:
             numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
@@ -577,7 +577,7 @@ class GradChecks:
         self._largest[name] = (max(largest, norm), steps + 1)
 
 
-def _finite_as(grad: torch.Tensor) -> torch.Tensor:
+def _same_finiteness(grad: torch.Tensor) -> torch.Tensor:
     """Returns a tensor, [n], the same dtype, that is finite if and only if the gradient, any shape, is.
 
     On a CPU it is a product with small numbers, whose sums cannot overflow: that takes half the time of looking for

@@ -117,10 +117,14 @@ def shortage_words(pool: PoolReport) -> str:
     ]
     if not found:
         return ""
-    needed = rounded_up(pool.factor_to_keep_all or max(pool.factors_needed))
+    # Rows that spilled would do so again with the factor that keeps all tensors.
+    needed = max(pool.factor_to_keep_all, *(pool.factors_needed if pool.spilled_pages else ()), 0.0)
+    if pool.device_pages and needed <= pool.factor:
+        # Pages were not the reason: the order of the step was not known yet, or the pool has grown since.
+        return ", ".join(found)
     # Without pages on the device, the factor is of the host's pages.
     given = f", given {pool.factor:.2f}" if pool.device_pages else ""
-    return f"{', '.join(found)}, too few pages (factor needed {needed:.2f}{given})"
+    return f"{', '.join(found)}, too few pages (factor needed {rounded_up(needed):.2f}{given})"
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:

@@ -1,8 +1,8 @@
 """MessageRecorder: every message of a step as it passes torch's dispatcher, in a plan as in a run.
 
-What a message is for say the code's own trace names (record_function), which pass the dispatcher as well. Sums and
-gathers that collectives.py makes of smaller messages, for want of good ones on CPUs or for the order of its sums, count
-as what they are, so that the same comes out on every device.
+What a message is for say the code's own trace names, which pass the dispatcher as well: trace_range looks for dispatch
+modes such as this one. Sums and gathers that collectives.py makes of smaller messages, for want of good ones on CPUs or
+for the order of its sums, count as what they are, so that the same comes out on every device.
 """
 
 from collections.abc import Iterable, Sequence

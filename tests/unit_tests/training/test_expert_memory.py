@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
-from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.expert_lack import Lack, lacking_words
 from megatron.training.expert_memory import ExpertMemory, build_expert_memory
@@ -191,8 +191,22 @@ def test_fuller_passes_change_the_reserve_in_place() -> None:
         one.memory.begin_step(num_microbatches=2, forward_only=False)
     assert stash.reserve == fresh.memory.stash.reserve != before
     for share in (0.0, 1.5):
-        with pytest.raises(ValueError, match="must be above 0 and at most 1, and so must the one before"):
+        with pytest.raises(ValueError, match=f"share is {share}: must be above 0 and at most 1"):
             stash.set_reserved_share(share)
+
+
+def test_the_first_steps_of_a_resumed_run_reserve_as_the_steps_before_its_checkpoint_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toy = Toy.of(balanced_rows=TOKENS // 2, moe_paged_stash_buffer_size_factor_cuda=8.0)
+    # As if every pass had the balanced rows, a quarter of a buffer.
+    monkeypatch.setattr(toy.memory, "_learn_rows", lambda rows: 1.0)
+    toy.memory.prepare(LearnedSizes(rows_share={2: 3.0}, expert_ranks=1), num_microbatches=2, pp_group=None)
+    shares = []
+    for _ in range(RESERVE_STEPS + 1):
+        assert toy.memory.stash is not None and toy.step() == 1
+        shares.append(toy.memory.stash.reserved_share)
+    assert shares == [0.75] * (RESERVE_STEPS - 1) + [0.25] * 2
 
 
 def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:

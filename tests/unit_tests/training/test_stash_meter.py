@@ -34,7 +34,7 @@ from tests.structure.measure import ROOT
 from tests.unit_tests.training.small_reports import STEP
 from tools.run_log import read_run
 
-ARGS = argparse.Namespace(log_interval=3, num_layers=5, mtp_num_layers=None)
+ARGS = argparse.Namespace(log_interval=3, num_layers=5, mtp_num_layers=None, moe_paged_stash_buffer_bytes=None)
 SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
 HIGH_WATERS = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
 COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)
@@ -207,6 +207,12 @@ def pool_report(**fields: Any) -> PoolReport:
             {"dropped_act": 2, "factor_to_keep_all": 0.8, "device_pages": 0, "factor": 0.0},
             "act recomputed 2 times, too few pages (factor needed 0.80)",
         ),
+        (
+            {"spilled_pages": 4, "dropped_act": 2, "factor_to_keep_all": 1.15},
+            "4 pages spilled to the host, act recomputed 2 times, too few pages (factor needed 1.28, given 1.10)",
+        ),
+        # Of a step whose order was not known, in a pool with room for all of it.
+        ({"dropped_act": 2, "factor_to_keep_all": 0.95}, "act recomputed 2 times"),
     ],
 )
 def test_the_console_says_in_words_why_something_was_recomputed(fields: dict[str, Any], words: str) -> None:
@@ -228,11 +234,21 @@ def advised_by(device_pages: Callable[[int], int]) -> dict[int, tuple[tuple[str,
 def test_a_run_advises_once_a_factor_for_typical_steps_that_often_recompute() -> None:
     ((iteration, (notes, pool)),) = advised_by(lambda iteration: 30).items()
     # The first interval of three steps after 50 steps.
-    assert iteration == 54 and notes == (advice_line(pool, steps=3),)
+    assert iteration == 54 and notes == (advice_line(pool, steps=3, in_bytes=False),)
     assert advised_by(lambda iteration: 30 if iteration % 3 == 0 else 1000) == {}
     assert [*advised_by(lambda iteration: 1000 if iteration % 3 == 0 else 30)] == [54]
     assert f"--moe-paged-stash-buffer-size-factor-cuda {rounded_up(pool.factor_to_keep_all):.2f} would" in notes[0]
-    assert "--moe-paged-stash-buffer-size-factor-cpu" in advice_line(replace(pool, device_pages=0), steps=3)
+    assert "-factor-cpu" in advice_line(replace(pool, device_pages=0), steps=3, in_bytes=False)
+    assert " instead of --moe-paged-stash-buffer-bytes would" in advice_line(pool, steps=3, in_bytes=True)
+
+
+def test_a_run_that_ends_among_its_first_steps_gets_no_advice() -> None:
+    memory = Memory()
+    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    memory.last_step = figures_of_step(0, 1, device_pages=30, host_pages=0)[0]
+    report = meter.measure(replace(STEP, iteration=20, is_last=True, notes=()))
+    assert report.stash is not None and report.stash.pool is not None and report.stash.pool.dropped_act > 0
+    assert report.notes == ()
 
 
 def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:

@@ -296,10 +296,11 @@ class PagedStash:
         Plans read the reserve from the same memory as before, so that a captured step stays valid. Raises ValueError
         for a share that is not above 0 and at most 1, and if it was 0.
         """
-        if not (0.0 < self.reserved_share and 0.0 < share <= 1.0):
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"share is {share}: must be above 0 and at most 1")
+        if self.reserved_share == 0.0:
             raise ValueError(
-                f"reserved_share ({share}) must be above 0 and at most 1, and so must the one before "
-                f"({self.reserved_share})"
+                f"share is {share}, but the stash was built with reserved_share 0: build it with one above 0"
             )
         if share != self.reserved_share:
             with self._keeper.exclusive():
