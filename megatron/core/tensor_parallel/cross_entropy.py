@@ -103,7 +103,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         for chunk in _CHUNKS.of(rows) if columns.valid else ():
             valid = rows[chunk, : columns.valid]
             largest, of_label[chunk] = valid.amax(-1, keepdim=True), valid.gather(1, labels[chunk])
-            valid.copy_(valid.softmax(-1))
+            _softmax_in_place(valid)
             # log(sum(exp)) from the largest entry, whose probability cannot underflow as the label's may.
             torch.sub(largest, valid.amax(-1, keepdim=True).log_(), out=log_sum[chunk])
         # By how much this rank's probabilities, which sum to 1, are too large.
@@ -127,6 +127,15 @@ class _CrossEntropyInPlace(torch.autograd.Function):
             valid.mul_(scale if share is None else scale * share).scatter_add_(1, labels, -scale * mine)
         rows[:, ctx.columns.valid :] = 0
         return probs, None, None
+
+
+def _softmax_in_place(rows: Tensor) -> None:
+    """Replaces logits [R, C], fp32 or fp64, by their probabilities."""
+    if rows.device.type == "cpu":
+        # The CPU kernel writes an element only after its last read of it. Nothing promises so for kernels of GPUs.
+        torch.softmax(rows, -1, out=rows)
+    else:
+        rows.copy_(rows.softmax(-1))
 
 
 class _CrossEntropy(torch.autograd.Function):
