@@ -1,6 +1,6 @@
 """What a step costs beside its products: ours, plain PyTorch, and the best plain PyTorch, in one interleaved run a row.
 
-    python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 12] [--json FILE]
+    python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 30] [--json FILE]
 
 Two processes of one thread each train the model of train_step.py, in the sizes of the row. *plain*: torch's DDP, fused
 AdamW and clipping around a loop over experts. *grouped*: the same with a grouped matrix product, and a glibc heap that
@@ -42,11 +42,11 @@ TINY_SEQUENCE = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Sides by name, the base of the ratios among them; steps: of one round, so that it takes about a second."""
+    """Sides by name, the base of the ratios among them; steps: of one round, so that it takes less than a second."""
 
     base: str
     sides: dict[str, Build]
-    steps: int = 3
+    steps: int = 1
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
                 **megatron_core_sides(megatron_core, TINY, sequence=TINY_SEQUENCE),
                 **our_sides(*tiny),
             },
-            steps=30,
+            steps=10,
         ),
         "usual": Row(
             "plain",
@@ -102,9 +102,7 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
         ),
         "bf16": Row("ours", our_sides("--bf16")),
         "fsdp2": Row("plain", {"plain": build_plain, "torch FSDP2": build_fsdp2, "ours": partial(build_ours, *FSDP2)}),
-        "stash": Row(
-            "static", {"static": partial(build_ours, *static), "stash": partial(build_ours, *static, *STASH)}, steps=1
-        ),
+        "stash": Row("static", {"static": partial(build_ours, *static), "stash": partial(build_ours, *static, *STASH)}),
     }
 
 
@@ -140,7 +138,7 @@ def parse_options() -> argparse.Namespace:
     """The command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=[*rows()], choices=[*rows()], help="these rows alone")
-    parser.add_argument("--rounds", type=int, default=12, help="counted rounds of each side (default: 12)")
+    parser.add_argument("--rounds", type=int, default=30, help="counted rounds of each side (default: 30)")
     parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
