@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupMember, ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,15 @@ class ProcessGroupCollection:
     inter_dist_opt: ProcessGroup | None = None
     tp_dp_cp_host: ProcessGroup | None = None
     pp_host: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name, group in vars(self).items():
+            # new_group returns it, a number, on ranks outside the new group.
+            if group is GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"ProcessGroupCollection.{name} is GroupMember.NON_GROUP_MEMBER, a group without this rank: pass a "
+                    "group that includes this rank, or None for this rank alone"
+                )
 
 
 class _Alone(ProcessGroup):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import GroupMember
 
 from megatron.core import tensor_parallel as tp
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec
@@ -107,3 +108,8 @@ def test_dispatchers_take_what_a_rank_has_of_the_experts(dispatcher: type) -> No
     assert dispatcher(4, [0, 1, 2, 3], config)
     with pytest.raises(ValueError, match=r"local_expert_indices are \[2, 3\]: this rank has 4, \[0, 1, 2, 3\]"):
         dispatcher(4, [2, 3], config)
+
+
+def test_a_group_without_this_rank_is_an_error_that_names_its_field() -> None:
+    with pytest.raises(ValueError, match=r"ProcessGroupCollection\.ep is GroupMember\.NON_GROUP_MEMBER"):
+        ProcessGroupCollection(ep=GroupMember.NON_GROUP_MEMBER)
