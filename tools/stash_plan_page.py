@@ -26,8 +26,8 @@ _COLORS = {
 NAMES = {
     Rung.DEVICE: "every page on the device",
     Rung.HOST: "pages spilled to the host",
-    Rung.ACT: "act computed again",
-    Rung.GATE_UP: "gate_up computed again",
+    Rung.ACT: "act recomputed",
+    Rung.GATE_UP: "gate_up recomputed",
     Rung.NO_PAGES: "void: no pages",
     Rung.OVER_CAPACITY: "void: more rows than buffers have",
 }
@@ -37,8 +37,8 @@ _TIMES = {
     "experts backward": "#4a86c0",
     "to pages and back": "#59a14f",
     "to the host and back": "#b07aa1",
-    "act again": "#edc948",
-    "gate_up again": "#e15759",
+    "act recomputed": "#edc948",
+    "gate_up recomputed": "#e15759",
 }
 
 
@@ -186,8 +186,8 @@ def _worst(stages: Sequence[StageCosts]) -> dict[str, float]:
         "experts backward": [one.backward for one in stages],
         "to pages and back": [one.stash for one in stages],
         "to the host and back": [2 * one.spill for one in stages],
-        "act again": [one.act for one in stages],
-        "gate_up again": [one.gate_up for one in stages],
+        "act recomputed": [one.act for one in stages],
+        "gate_up recomputed": [one.gate_up for one in stages],
     }
     return {name: 1e3 * max(values) for name, values in columns.items()}
 

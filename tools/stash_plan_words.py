@@ -16,16 +16,16 @@ from megatron.training.stash_plan.walk import Rung, StageSteps, Walk
 RUNGS = {
     Rung.DEVICE: "device",
     Rung.HOST: "spills",
-    Rung.ACT: "act again",
-    Rung.GATE_UP: "gate_up again",
+    Rung.ACT: "act recomputed",
+    Rung.GATE_UP: "gate_up recomputed",
     Rung.NO_PAGES: "void: pages",
     Rung.OVER_CAPACITY: "void: rows",
 }
 GOALS = {
     Rung.DEVICE: "every page on the device",
     Rung.HOST: "at most spilled to the host",
-    Rung.ACT: "at most act computed again",
-    Rung.GATE_UP: "at most gate_up computed again, none void",
+    Rung.ACT: "at most act recomputed",
+    Rung.GATE_UP: "at most gate_up recomputed, none void",
 }
 
 
@@ -126,7 +126,7 @@ def _needs_lines(plan: StashPlan) -> list[str]:
 
 def _given_lines(plan: StashPlan) -> list[str]:
     walk = plan.given
-    cells = [["stage", "pages", "most held", "pages on the host", "most held", "gate_up again", "act again"]]
+    cells = [["stage", "pages", "most held", "pages on the host", "most held", "gate_up recomputed", "act recomputed"]]
     for number, stage in enumerate(walk.stages):
         if stage.layouts and stage.layouts[-1]:
             cells.append([str(number), *map(str, _stage_numbers(stage))])
@@ -183,7 +183,9 @@ def _cost_lines(plan: StashPlan) -> list[str]:
         f"costs of a step on the rank and stage with most, ms ({plan.device} of configs/devices.yaml, "
         f"{plan.host_gb_s:g} GB/s to the host; estimates):"
     ]
-    cells = [["enough for", "experts forward", "backward", "stash", "spill each way", "act again", "gate_up again"]]
+    cells = [
+        ["enough for", "experts forward", "backward", "stash", "spill each way", "act recomputed", "gate_up recomputed"]
+    ]
     for rung, of_stages in plan.costs.items():
         times = [(one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up) for one in of_stages]
         cells.append([RUNGS[rung], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
@@ -202,7 +204,7 @@ def _cost_lines(plan: StashPlan) -> list[str]:
 
 
 def _stage_numbers(stage: StageSteps) -> list[int]:
-    """Pages and the most held of both tiers, and tensors computed again."""
+    """Pages and the most held of both tiers, and tensors recomputed."""
     layouts = [layout for of_step in stage.layouts for layout in of_step]
     return [
         max(layout.device_pages for layout in layouts),

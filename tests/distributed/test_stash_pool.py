@@ -28,3 +28,16 @@ def refused_everywhere() -> None:
 
 def test_memory_that_one_rank_lacks_is_named_on_every_rank() -> None:
     run_on_ranks(refused_everywhere, 2)
+
+
+@pytest.mark.parametrize("heap_is_kept", [True, False])
+def test_a_pool_keeps_restored_memory_where_the_heap_does_not(
+    heap_is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.training.stash_pool.keep_cpu_heap", lambda: heap_is_kept)
+    pool = open_pool(torch.device("cpu"), PoolLayout(64, 3), config=PagedStashConfig(moe_paged_stash=True))
+    assert pool is not None
+    # The buffer itself is not held, so a pool that keeps it gives it out again.
+    addresses = {pool.restored.take(2**21).data_ptr() for _ in range(2)}
+    kept = [len(buffers) for buffers in pool.restored._persistent.values()]
+    assert (kept, len(addresses)) == (([], len(addresses)) if heap_is_kept else ([1], 1))

@@ -20,11 +20,12 @@ from benchmarks.stash_factors import (
 )
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.routing_trace import RoutingHeader, step_line
+from megatron.training.routing_trace import RoutingHeader
 from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stages import PlannedRun
 from megatron.training.stash_plan.walk import walk
 from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.routing_traces import write_trace
 from tools.run_log import Series
 
 # Tokens of each of 4 experts, two choices of 32 tokens. The first two experts are on the first rank.
@@ -45,11 +46,8 @@ def small_run(tmp_path: Path, steps: list[list[int]]) -> tuple[PlannedRun, list[
     """A run of two ranks whose layers all have the tokens of `steps`, and its steps."""
     words = command_line({**read_bases()["moe"], **FLAGS})
     header = RoutingHeader.of(validate_args(parse_args(argv=[*words, "--dry-run", "--world-size", "2"])))
-    lines = [
-        step_line(number, {layer: torch.tensor([[counts] * 2]) for layer in header.layers})
-        for number, counts in enumerate(steps, 1)
-    ]
-    (tmp_path / "trace").write_bytes(b"".join([header.line(0), *lines]))
+    tokens = ({layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps)
+    write_trace(tmp_path / "trace", header, tokens)
     return planned(words, tmp_path / "trace", ranks=2)
 
 

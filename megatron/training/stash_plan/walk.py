@@ -17,6 +17,8 @@ from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stage_walk import StageWalk
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags
 
+# Attempts at one step. A run gives up earlier; estimated growth may need more than its few.
+_MAX_VOIDS = 64
 # Numbers that are worked on at once: what fits into a core's cache.
 _NUMBERS_AT_ONCE = 1 << 16
 
@@ -26,7 +28,7 @@ class Rung(enum.IntEnum):
 
     DEVICE = 0  # every tensor has its pages on the device
     HOST = 1  # some pages are on the host
-    ACT = 2  # some act is computed again
+    ACT = 2  # some act is recomputed
     GATE_UP = 3  # some gate_up is
     NO_PAGES = 4  # void: an x, or with another policy any tensor, found no pages
     OVER_CAPACITY = 5  # void: more rows came than a buffer, or what one rank sends another, has room for
@@ -120,6 +122,7 @@ class _Walker:
                 if stop is None:
                     continue
                 voids[first + begin] += 1
+                assert voids[first + begin] <= _MAX_VOIDS, f"step {first + begin} stays void, to whatever size it grows"
                 if self.flags.moe_paged_stash_overflow_policy == "error":
                     return self._result(voids[: first + begin], ended_at=first + begin)
                 self._grow(found, stop)

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing, step_line
+from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing
 from megatron.training.stash_plan.outlook import outlook
 from megatron.training.stash_plan.routing import traced_spans
 from megatron.training.stash_plan.stages import planned_run
 from megatron.training.stash_plan.walk import Rung, walk
 from tests.browser import PICTURE_PROBLEMS, needs_browser, opened_browser
 from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.routing_traces import write_trace
 from tools.plan_stash import main, read_flags, stash_plan
 from tools.stash_plan_page import NAMES, as_page
 from tools.stash_plan_words import paste
@@ -58,11 +59,8 @@ def recorded(steps: int, of: RoutingHeader, *, shape: tuple[int, int]) -> list[R
 
 
 def written(path: Path, steps: list[RoutingStep]) -> str:
-    lines = [
-        step_line(one.iteration, {layer: torch.from_numpy(counts) for layer, counts in one.tokens.items()})
-        for one in steps
-    ]
-    path.write_bytes(b"".join([steps[0].header.line(0), *lines]))
+    tokens = ({layer: torch.from_numpy(counts) for layer, counts in one.tokens.items()} for one in steps)
+    write_trace(path, steps[0].header, tokens)
     return str(path)
 
 

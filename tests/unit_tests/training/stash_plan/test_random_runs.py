@@ -13,13 +13,14 @@ import pretrain_gpt
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.training import expert_memory
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.routing_trace import RoutingHeader, read_routing, step_line
+from megatron.training.routing_trace import RoutingHeader, read_routing
 from megatron.training.stash_plan import stage_walk
 from megatron.training.stash_plan.routing import traced_spans
 from megatron.training.stash_plan.stages import planned_run
 from megatron.training.stash_plan.walk import walk
 from tests.counts import long_count
 from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.routing_traces import write_trace
 from tests.unit_tests.training.stash_plan.real_stashes import RealRank, run_together
 
 STEPS = 3
@@ -61,12 +62,12 @@ def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) ->
     header, chance = RoutingHeader.of(args), np.random.default_rng(choose.randrange(1 << 30))
     num_ranks = args.world_size // args.pipeline_model_parallel_size
     shape = args.global_batch_size // num_ranks, num_ranks
-    lines = [header.line(0)]
-    for step in range(1, STEPS + 1):
+    steps = []
+    for _ in range(STEPS):
         skewed = [chance.dirichlet([choose.choice([0.5, 5.0, 500.0])] * header.num_experts) for _ in header.layers]
         counts = [chance.multinomial(header.tokens_of_microbatch * header.topk, one, size=shape) for one in skewed]
-        lines.append(step_line(step, dict(zip(header.layers, map(torch.from_numpy, counts)))))
-    path.write_bytes(b"".join(lines))
+        steps.append(dict(zip(header.layers, map(torch.from_numpy, counts))))
+    write_trace(path, header, steps)
 
 
 def real_ranks(args: argparse.Namespace) -> list[RealRank]:
@@ -94,8 +95,7 @@ def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatc
     header = RoutingHeader.of(args)
     steps = [BALANCED, SKEWED, BALANCED, BALANCED, BALANCED]
     tokens = [{layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps]
-    lines = [step_line(step, of_step) for step, of_step in enumerate(tokens, 1)]
-    (tmp_path / "trace").write_bytes(b"".join([header.line(0), *lines]))
+    write_trace(tmp_path / "trace", header, tokens)
     run = planned_run(args, pretrain_gpt.model_provider)
     spans, _ = traced_spans(read_routing(tmp_path / "trace"), run, num_groups=1, seed=1)
     dropped = walk(run, run.flags, spans=spans, grows=True).stages[0].counters[Counter.DROPPED_ACT]

@@ -86,8 +86,11 @@ class Reserve:
 
     def set_share(self, share: float) -> None:
         """Changes the reserved share from the next begin_step on. The rows stay where they are in memory."""
+        before = self._pages, self._share < 1
         self._share = share
         self._pages = {group: self._pages_of_share(group) for group in self._stashed}
+        if (self._pages, share < 1) == before:
+            return
         # Not written here, because copies of the ending step may still read the rows.
         self._pages_of_table, self._is_written = {}, False
 
