@@ -12,7 +12,8 @@ keeps its memory, as ours does. Rows:
 - EP 2: the usual sizes, each rank with half of the experts; grouped exchanges rows by hand
 - bf16: ours in bf16, with the distributed optimizer and without
 - fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
-- stash: ours with experts over both ranks and 4 microbatches, static buffers of factor 1.25 without and with a stash
+- stash 1.25, stash 2: ours with 12 layers and experts over both ranks, static buffers of that factor without and with a
+  stash; for the peak of the memory
 
 --megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
 `pip install --no-deps --target DIR megatron-core` has filled.
@@ -35,7 +36,7 @@ from benchmarks.plain_model import PlainConfig  # noqa: E402
 from benchmarks.sides import Build, print_table, run_rounds, start_side, write_record  # noqa: E402
 from benchmarks.train_step import MICRO_BATCH, RANKS, SEQUENCE, build_ours, build_plain  # noqa: E402
 
-SHARDED = "--use-distributed-optimizer"
+SHARDED, STASH = "--use-distributed-optimizer", "--moe-paged-stash"
 TINY = PlainConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128)
 TINY_SEQUENCE = 64
 
@@ -72,8 +73,6 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
         *("--seq-length", str(TINY_SEQUENCE), "--max-position-embeddings", str(TINY_SEQUENCE)),
     ]
     shared = ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
-    static = [*shared, "--moe-router-force-load-balancing", "--moe-expert-rank-capacity-factor", "1.25"]
-    static += ["--global-batch-size", str(4 * MICRO_BATCH * RANKS)]
     return {
         "tiny": Row(
             "grouped",
@@ -102,12 +101,19 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
         ),
         "bf16": Row("ours", our_sides("--bf16")),
         "fsdp2": Row("plain", {"plain": build_plain, "torch FSDP2": build_fsdp2, "ours": partial(build_ours, *FSDP2)}),
-        "stash": Row("static", {"static": partial(build_ours, *static), "stash": partial(build_ours, *static, *STASH)}),
+        "stash 1.25": stash_row(*shared, factor="1.25"),
+        "stash 2": stash_row(*shared, factor="2"),
     }
 
 
 FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
-STASH = ("--moe-paged-stash",)
+
+
+def stash_row(*flags: str, factor: str) -> Row:
+    """Static buffers of balanced routing, without and with a stash."""
+    static = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
+    static += ("--moe-expert-rank-capacity-factor", factor)
+    return Row("static", {"static": partial(build_ours, *static), "stash": partial(build_ours, *static, STASH)})
 
 
 def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, Build]:
