@@ -1,4 +1,4 @@
-"""What a step costs beside its products: ours, plain PyTorch, and the best plain PyTorch, in one interleaved run a row.
+"""CPU figures in one command: a step of ours, of plain PyTorch and of its best, side by side in one run for each row.
 
     python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 30] [--json FILE]
 
@@ -7,13 +7,14 @@ AdamW and clipping around a loop over experts. *grouped*: the same with a groupe
 keeps its memory, as ours does. Rows:
 
 - tiny: 1 layer, hidden 64, sequence 64, where a step is mostly fixed cost
-- usual: 4 layers, hidden 256, sequence 256
+- usual: 4 layers, hidden 256, sequence 256; *limit*: its products and copies alone, at the machine's best rate
 - experts 32: the usual sizes with 32 experts
 - EP 2: the usual sizes, each rank with half of the experts; grouped exchanges rows by hand
 - bf16: ours in bf16, with the distributed optimizer and without
 - fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
-- stash 1.25, stash 2: ours with 12 layers and experts over both ranks, static buffers of that factor without and with a
-  stash; for the peak of the memory
+- stash 1.25, stash 2: ours with 12 layers and experts over both ranks: dropless, with static buffers of that factor, and
+  with a stash too
+- stash copy: stash_copy.py's table; dry run: seconds and peak memory of a plan of 16,384 ranks
 
 --megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
 `pip install --no-deps --target DIR megatron-core` has filled.
@@ -21,7 +22,11 @@ keeps its memory, as ours does. Rows:
 
 import argparse
 import os
+import resource
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +35,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
 from benchmarks.ddp import build_fsdp2  # noqa: E402
 from benchmarks.megatron_core import build_megatron_core  # noqa: E402
 from benchmarks.plain_model import PlainConfig  # noqa: E402
@@ -37,6 +45,19 @@ from benchmarks.sides import Build, print_table, run_rounds, start_side, write_r
 from benchmarks.train_step import MICRO_BATCH, RANKS, SEQUENCE, build_ours, build_plain  # noqa: E402
 
 SHARDED, STASH = "--use-distributed-optimizer", "--moe-paged-stash"
+COMMANDS = {
+    "stash copy": ("benchmarks/stash_copy.py",),
+    # README's.
+    "dry run": (
+        *("pretrain_gpt.py", "--model", "deepseek-v3", "--dry-run", "--world-size", "16384"),
+        *("--pipeline-model-parallel-size", "16", "--expert-model-parallel-size", "64"),
+        *("--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "2"),
+        *("--moe-token-dispatcher-type", "alltoall", "--recompute-granularity", "selective"),
+        *("--recompute-modules", "moe", "layernorm", "mla_up_proj", "--bf16", SHARDED),
+        *("--seq-length", "4096", "--micro-batch-size", "1", "--global-batch-size", "16384", "--train-iters", "10"),
+        *("--lr", "1e-4", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "129280"),
+    ),
+}
 TINY = PlainConfig(num_layers=1, hidden_size=64, ffn_hidden_size=128)
 TINY_SEQUENCE = 64
 
@@ -56,6 +77,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     figures, measured = {}, {}
     for name in options.rows:
+        if name in COMMANDS:
+            figures[name] = {name: run_command(*COMMANDS[name], shows_output=name == "stash copy")}
+            continue
         row = rows(options.megatron_core)[name]
         sides = [start_side(side, build, ranks=RANKS) for side, build in row.sides.items()]
         rounds = run_rounds(sides, rounds=options.rounds, steps=row.steps)
@@ -89,6 +113,7 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
                 **plain_sides(PlainConfig()),
                 **megatron_core_sides(megatron_core, PlainConfig(), sequence=SEQUENCE),
                 **our_sides(),
+                "limit": partial(build_limit, PlainConfig(), tokens=MICRO_BATCH * SEQUENCE),
             },
         ),
         "experts 32": Row("grouped", {**plain_sides(PlainConfig(num_experts=32)), **our_sides("--num-experts", "32")}),
@@ -110,10 +135,10 @@ FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
 
 
 def stash_row(*flags: str, factor: str) -> Row:
-    """Static buffers of balanced routing, without and with a stash."""
-    static = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
-    static += ("--moe-expert-rank-capacity-factor", factor)
-    return Row("static", {"static": partial(build_ours, *static), "stash": partial(build_ours, *static, STASH)})
+    """Balanced routing: as many rows as come, static buffers, and static buffers with a stash."""
+    flags = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
+    static = partial(build_ours, *flags, "--moe-expert-rank-capacity-factor", factor)
+    return Row("static", {"dropless": partial(build_ours, *flags), "static": static, "stash": partial(static, STASH)})
 
 
 def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, Build]:
@@ -140,10 +165,52 @@ def our_sides(*flags: str) -> dict[str, Build]:
     return {"ours": partial(build_ours, *flags), "ours, ZeRO-1": partial(build_ours, *flags, SHARDED)}
 
 
+def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
+    """As many floating-point operations as a step's products, and copies of as many bytes as nobody can avoid.
+
+    Operations: three products for each weight that a token meets, and six of causal attention, as square products into
+    memory that exists. Bytes: fused Adam reads four and writes three of the size of the weights, messages read and
+    write the gradients once; a copy reads and writes.
+    """
+    dist.init_process_group("gloo")
+    hidden, side = config.hidden_size, 1024
+    experts = 3 * hidden * config.ffn_hidden_size
+    dense = config.num_layers * hidden * (4 * hidden + config.num_experts) + config.vocab_size * hidden
+    met = dense + config.num_layers * config.topk * experts
+    operations = 6 * tokens * (met + config.num_layers * SEQUENCE * hidden)
+    held = dense + config.vocab_size * hidden + config.num_layers * config.num_experts * experts
+    num_products = round(operations / (2 * side**3))
+    left, right, product = (torch.ones(side, side) for _ in range(3))
+    source, target = torch.ones(2, held // 2), torch.ones(2, held // 2)
+
+    def step() -> None:
+        for _ in range(num_products):
+            torch.mm(left, right, out=product)
+        for number in range(9):
+            target[number % 2].copy_(source[number % 2])
+
+    return step
+
+
+def run_command(script: str, *flags: str, shows_output: bool) -> dict[str, float]:
+    """Runs a script; prints and returns its wall seconds and peak memory."""
+    print(f"\n{script}", flush=True)
+    started_at = time.perf_counter()
+    output = None if shows_output else subprocess.DEVNULL
+    subprocess.run([sys.executable, ROOT / script, *flags], check=True, stdout=output)
+    seconds = time.perf_counter() - started_at
+    # Of the largest child so far: ranks of other rows are smaller than a plan of thousands of ranks.
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(f"{script}: {seconds:.1f} s, peak {peak / 2**20:.0f} MiB")
+    return {"seconds": seconds, "peak_bytes": peak}
+
+
 def parse_options() -> argparse.Namespace:
     """The command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=[*rows()], choices=[*rows()], help="these rows alone")
+    parser.add_argument(
+        "--rows", nargs="+", default=[*rows(), *COMMANDS], choices=[*rows(), *COMMANDS], help="these rows alone"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="counted rounds of each side (default: 30)")
     parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
