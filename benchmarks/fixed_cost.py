@@ -1,10 +1,10 @@
-"""CPU figures in one command: a step of ours, of plain PyTorch and of its best, side by side in one run for each row.
+"""Compares CPU step times of this framework, of plain PyTorch and of PyTorch with its fastest settings.
 
     python benchmarks/fixed_cost.py [--rows tiny usual ...] [--rounds 30] [--json FILE]
 
 Two processes of one thread each train the model of train_step.py, in the sizes of the row. *plain*: torch's DDP, fused
 AdamW and clipping around a loop over experts. *grouped*: the same with a grouped matrix product, and a glibc heap that
-keeps its memory, as ours does. Rows:
+keeps its memory, as ours does (megatron-core's does not). All sides of a row take turns. Rows:
 
 - tiny: 1 layer, hidden 64, sequence 64, where a step is mostly fixed cost
 - usual: 4 layers, hidden 256, sequence 256; *limit*: its products and copies alone, at the machine's best rate
@@ -12,8 +12,8 @@ keeps its memory, as ours does. Rows:
 - EP 2: the usual sizes, each rank with half of the experts; grouped exchanges rows by hand
 - bf16: ours in bf16, with the distributed optimizer and without
 - fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
-- stash 1.25, stash 2: ours with 12 layers and experts over both ranks: dropless, with static buffers of that factor, and
-  with a stash too
+- stash 1.25, stash 2: ours with 12 layers and experts over both ranks: dropless, with static buffers of that factor,
+  and with a stash too
 - stash copy: stash_copy.py's table; dry run: seconds and peak memory of a plan of 16,384 ranks
 
 --megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
@@ -22,7 +22,6 @@ keeps its memory, as ours does. Rows:
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -40,7 +39,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.ddp import build_fsdp2  # noqa: E402
 from benchmarks.megatron_core import build_megatron_core  # noqa: E402
-from benchmarks.plain_model import PlainConfig  # noqa: E402
+from benchmarks.plain_model import PlainConfig, PlainModel  # noqa: E402
 from benchmarks.sides import Build, print_table, run_rounds, start_side, write_record  # noqa: E402
 from benchmarks.train_step import MICRO_BATCH, RANKS, SEQUENCE, build_ours, build_plain  # noqa: E402
 
@@ -166,22 +165,17 @@ def our_sides(*flags: str) -> dict[str, Build]:
 
 
 def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
-    """As many floating-point operations as a step's products, and copies of as many bytes as nobody can avoid.
+    """Runs a step's floating-point operations as square products, and its least memory traffic as copies.
 
-    Operations: three products for each weight that a token meets, and six of causal attention, as square products into
-    memory that exists. Bytes: fused Adam reads four and writes three of the size of the weights, messages read and
-    write the gradients once; a copy reads and writes.
+    Both write to memory that exists. Traffic: fused Adam reads four and writes three of the
+    size of the weights, messages read and write the gradients once; a copy reads and writes.
     """
     dist.init_process_group("gloo")
-    hidden, side = config.hidden_size, 1024
-    experts = 3 * hidden * config.ffn_hidden_size
-    dense = config.num_layers * hidden * (4 * hidden + config.num_experts) + config.vocab_size * hidden
-    met = dense + config.num_layers * config.topk * experts
-    operations = 6 * tokens * (met + config.num_layers * SEQUENCE * hidden)
-    held = dense + config.vocab_size * hidden + config.num_layers * config.num_experts * experts
-    num_products = round(operations / (2 * side**3))
+    side = 1024
+    num_products = round(operations_of_step(config, tokens=tokens, sequence=SEQUENCE) / (2 * side**3))
     left, right, product = (torch.ones(side, side) for _ in range(3))
-    source, target = torch.ones(2, held // 2), torch.ones(2, held // 2)
+    num_weights = sum(weight.numel() for weight in PlainModel(config).parameters())
+    source, target = torch.ones(2, num_weights // 2), torch.ones(2, num_weights // 2)
 
     def step() -> None:
         for _ in range(num_products):
@@ -192,15 +186,28 @@ def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
     return step
 
 
+def operations_of_step(config: PlainConfig, *, tokens: int, sequence: int) -> int:
+    """Floating-point operations of the products of a step, forward and backward, causal attention as half.
+
+    Backward needs twice the operations of forward; nothing is recomputed.
+    """
+    hidden = config.hidden_size
+    experts = config.topk * 3 * hidden * config.ffn_hidden_size
+    weights = config.num_layers * (hidden * (4 * hidden + config.num_experts) + experts) + config.vocab_size * hidden
+    return 3 * 2 * tokens * (weights + config.num_layers * sequence * hidden)
+
+
 def run_command(script: str, *flags: str, shows_output: bool) -> dict[str, float]:
     """Runs a script; prints and returns its wall seconds and peak memory."""
     print(f"\n{script}", flush=True)
     started_at = time.perf_counter()
     output = None if shows_output else subprocess.DEVNULL
-    subprocess.run([sys.executable, ROOT / script, *flags], check=True, stdout=output)
-    seconds = time.perf_counter() - started_at
-    # Of the largest child so far: ranks of other rows are smaller than a plan of thousands of ranks.
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    child = subprocess.Popen([sys.executable, ROOT / script, *flags], stdout=output)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    seconds, peak = time.perf_counter() - started_at, usage.ru_maxrss * 1024
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, script)
     print(f"{script}: {seconds:.1f} s, peak {peak / 2**20:.0f} MiB")
     return {"seconds": seconds, "peak_bytes": peak}
 

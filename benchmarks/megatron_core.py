@@ -7,6 +7,7 @@ GPU). The optimizers take torch's fused AdamW, which its own code chooses where 
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
@@ -28,6 +29,7 @@ def build_megatron_core(
 ) -> Callable[[], None]:
     """Its DDP around its GPTModel, with its optimizer, sharded over the ranks or not; a step without its schedules."""
     use_megatron_core(folder)
+    warnings.simplefilter("ignore")  # of every package that it runs without
     # By name, as a type checker sees our package under it.
     rng, moe_utils, parallel_state, distributed, gpt, specs, optimizers, transformer = (
         import_module(f"megatron.core.{name}")

@@ -153,6 +153,9 @@ def measure(name: str, workspace: Workspace, *, steps: int) -> dict[str, Any]:
     words = [str(word) for word in (*flags, "--train-iters", steps)]
     if not trace.exists():
         train([*words, *shape.batch(RANKS), "--save", str(out), "--record-routing", str(trace)])
+    recorded = sum(1 for _ in read_routing(trace))
+    if recorded != steps:
+        raise ValueError(f"--steps is {steps}, but {trace} has {recorded}: give that number, or another --folder")
     found = {}
     for ranks in (RANKS, MORE_RANKS):
         # A rank may receive all rows, so that no step overflows.

@@ -192,7 +192,7 @@ class StashMeter:
         self._has_advised = False
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets stash, and adds a note the first time that typical steps often recompute."""
+        """Adds the figures of the stash at log lines, and once a note if at least half of typical steps recompute."""
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
@@ -244,7 +244,9 @@ class StashMeter:
 
 
 def _recomputes_often(stash: StashReport) -> bool:
-    """Whether at least half of the steps recomputed a tensor."""
+    """Whether at least half of the steps recomputed a tensor, and more pages would have kept all of them."""
+    if stash.pool is None or not stash.pool.factor_to_keep_all:
+        return False
     none = [0] * stash.steps
     counts = zip(stash.rungs.get("dropped_act", none), stash.rungs.get("dropped_gate_up", none), strict=True)
     return 2 * sum(any(step) for step in counts) >= stash.steps
@@ -283,10 +285,16 @@ def _rungs_by_kind(ranks: list[list[_Rungs]]) -> dict[str, list[int]]:
 
 
 def _factor_to_keep_all(step: StepFigures) -> float:
-    """Returns the factor of the device, or of the host if the device has no pages, with which nothing is recomputed."""
+    """Returns the factor of the device, or of the host if the device has no pages, with which nothing is recomputed.
+
+    Returns 0 if more pages would not have helped, because the order of the step was not known yet.
+    """
     assert step.layout is not None, "a pool dropped tensors"
+    num_pages = pages_to_keep_all(step)
+    if not step.reserve or num_pages <= step.layout.device_pages + step.layout.host_pages:
+        return 0.0
     on_host = step.layout.host_pages if step.layout.device_pages else 0
-    return (pages_to_keep_all(step) - on_host) / max(1, step.balanced_pages)
+    return (num_pages - on_host) / max(1, step.balanced_pages)
 
 
 def _pool_report(ranks: list[_Rank]) -> PoolReport | None:

@@ -204,8 +204,8 @@ class StatisticsExchange:
 def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:
     """Returns and clears the losses that layers recorded: totals over all layers, and figures of each layer.
 
-    Losses of each layer are recorded under --moe-per-layer-logging, else None. with_load: also returns each layer's
-    tokens per expert without that flag.
+    The figures of layers are None without --moe-per-layer-logging, unless with_load, which adds each layer's tokens per
+    expert.
     """
     totals: Totals = {}
     layers: LayerTotals | None = None

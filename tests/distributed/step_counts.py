@@ -39,7 +39,8 @@ class StepCounts:
     """Counts of one step on one rank.
 
     collectives: of c10d, by name. operators: of torch, collectives too, below autograd. calls: of Python functions, by
-    file and name, of all packages. reads: of tensors by the host, by file and function.
+    file and name, of all packages. reads: of tensors by the host, by file and function, but no copies to
+    the host (`.cpu()`), which are nothing on a CPU.
     """
 
     collectives: Counter[str] = field(default_factory=Counter)
@@ -78,7 +79,7 @@ class _Operators(TorchDispatchMode):
 
 
 def counts_of(flags: Sequence[str]) -> list[StepCounts]:
-    """Returns the counts of each rank for the tiny model with these flags beside."""
+    """Returns the counts of each rank for the tiny model with these additional flags."""
     return run_on_ranks(_count, RANKS, [*TINY, *flags])
 
 

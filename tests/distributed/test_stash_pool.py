@@ -40,4 +40,5 @@ def test_a_pool_keeps_restored_memory_where_the_heap_does_not(
     # The buffer itself is not held, so a pool that keeps it gives it out again.
     addresses = {pool.restored.take(2**21).data_ptr() for _ in range(2)}
     kept = [len(buffers) for buffers in pool.restored._persistent.values()]
-    assert (kept, len(addresses)) == (([], len(addresses)) if heap_is_kept else ([1], 1))
+    assert kept == ([] if heap_is_kept else [1])
+    assert heap_is_kept or len(addresses) == 1

@@ -160,7 +160,7 @@ class CollectiveScheduler:
         self._chunks.append(chunk)
         if chunk.hook_runner is not None:
             self._runner_of.update(dict.fromkeys(chunk.groups, chunk.hook_runner))
-        for observer in self.observers.each:
+        for observer in self.observers.members:
             observer.attach(chunk.groups, chunk.module)
 
     def observe(self, observer: BucketObserver) -> None:
@@ -280,7 +280,7 @@ class CollectiveScheduler:
         """Accumulates `param.grad`, if any, in its bucket, and counts the gradient."""
         self._before_grad(group, param)
         group.accumulate(param)
-        for observer in self.observers.each:
+        for observer in self.observers.members:
             observer.after_grad(group, param)
         self.mark_grad_ready(group, param)
 
@@ -288,7 +288,7 @@ class CollectiveScheduler:
         """Computes a deferred weight gradient into its bucket; `accumulate` follows and counts it."""
         self._before_grad(group, param)
         group.add(param, new)
-        for observer in self.observers.each:
+        for observer in self.observers.members:
             observer.after_grad(group, param)
 
     def mark_grad_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
@@ -444,7 +444,7 @@ class CollectiveScheduler:
         for group in groups:
             if group.is_sharded:
                 group.param_state = ParamState.STALE
-                for observer in self.observers.each:
+                for observer in self.observers.members:
                     observer.gather_due(group)
 
     def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup], *, again: bool = False) -> None:
@@ -563,7 +563,7 @@ class CollectiveScheduler:
                 f"parameter {group.name_of(param)} has a gradient, but forward read it before the gather of its new "
                 "values was complete: call its own module, or wait_params with it before it is read"
             )
-        for observer in self.observers.each:
+        for observer in self.observers.members:
             observer.before_grad(group, param)
 
     def _check_collecting(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
@@ -599,7 +599,7 @@ class CollectiveScheduler:
                 chunk.checks.forget()
             if chunk.hook_runner is not None:
                 chunk.hook_runner.begin()
-        for observer in self.observers.each:
+        for observer in self.observers.members:
             observer.begin_iteration()
 
     def _in_order(self) -> list[_ParamAndGradBucketGroup]:
@@ -748,42 +748,42 @@ class _Observers:
     """The observers of one scheduler, called in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.each: list[BucketObserver] = []
+        self.members: list[BucketObserver] = []
 
     def add(self, observer: BucketObserver) -> None:
         """Adds an observer."""
-        self.each.append(observer)
+        self.members.append(observer)
 
     def end_iteration(self) -> None:
         """Calls end_iteration of every observer."""
-        for observer in self.each:
+        for observer in self.members:
             observer.end_iteration()
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
         """Context of the agreement between ranks; notifies every observer before and after it."""
-        for observer in self.each:
+        for observer in self.members:
             observer.before_agreement()
         yield
-        for observer in self.each:
+        for observer in self.members:
             observer.after_agreement()
 
     @contextmanager
     def launching(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
         """Context that launches a group's collectives; notifies every observer before and after it."""
-        for observer in self.each:
+        for observer in self.members:
             observer.before_launch(traffic, group)
         yield
-        for observer in self.each:
+        for observer in self.members:
             observer.after_launch(traffic, group)
 
     @contextmanager
     def waiting(self, traffic: Traffic, group: _ParamAndGradBucketGroup) -> Iterator[None]:
         """Context that waits for a group's collectives; notifies every observer before and after it."""
-        for observer in self.each:
+        for observer in self.members:
             observer.before_wait(traffic, group)
         yield
-        for observer in self.each:
+        for observer in self.members:
             observer.after_wait(traffic, group)
 
 

@@ -28,12 +28,12 @@ class PoolReport:
     fullest, the sizes of its tiers and the most pages that each held at once; timeline: when, see stash_timeline.py,
     None where the plan is that of an earlier report whose step was as full.
     planned_pages, spilled_pages of them that found no room on the device, live_bytes in them and tail_bytes that no row
-    filled, dropped_gate_up and dropped_act, tensors that were computed again: sums over ranks and steps.
+    filled, dropped_gate_up and dropped_act, tensors that were recomputed: sums over ranks and steps.
     factor: device pages over those of a balanced step's peak, the longest step of the run, of the rank that has the
     fewest; factors_needed: the same of the pages that would have sufficed, of the rank that needed the most in each
     step, oldest first. factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor, 0
-    if none did. It includes the pages that gate_up and act leave free for later layers, and is of the host's pages if
-    the device has none.
+    if none did for want of pages. It includes the pages that gate_up and act leave free for later layers, and is of the
+    host's pages if the device has none.
     """
 
     rank: int

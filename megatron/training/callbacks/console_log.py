@@ -119,7 +119,7 @@ def shortage_words(pool: PoolReport) -> str:
         return ""
     # Rows that spilled would do so again with the factor that keeps all tensors.
     needed = max(pool.factor_to_keep_all, *(pool.factors_needed if pool.spilled_pages else ()), 0.0)
-    if pool.device_pages and needed <= pool.factor:
+    if not needed or (pool.device_pages and needed <= pool.factor):
         # Pages were not the reason: the order of the step was not known yet, or the pool has grown since.
         return ", ".join(found)
     # Without pages on the device, the factor is of the host's pages.

@@ -151,7 +151,7 @@ class StageWalk:
         return grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def shares(self, part: RoutingSpan) -> np.ndarray:
-        """[S, N]: of C, the rows for which each of these steps keeps pages back, if none of them is void."""
+        """Returns the share of C that each of these steps reserves pages for, if none is void: [S, N]."""
         seen = np.concatenate([self._recent, self._shares_of(part).max(axis=2)])
         first = len(self._recent)
         most = np.stack(

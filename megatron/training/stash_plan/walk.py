@@ -17,7 +17,7 @@ from megatron.training.stash_plan.routing import RoutingSpan
 from megatron.training.stash_plan.stage_walk import StageWalk
 from megatron.training.stash_plan.stages import PlannedRun, StashFlags
 
-# Attempts at one step. A run gives up earlier; estimated growth may need more than its few.
+# Most attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need more attempts.
 _MAX_VOIDS = 64
 # Numbers that are worked on at once: what fits into a core's cache.
 _NUMBERS_AT_ONCE = 1 << 16
@@ -122,7 +122,9 @@ class _Walker:
                 if stop is None:
                     continue
                 voids[first + begin] += 1
-                assert voids[first + begin] <= _MAX_VOIDS, f"step {first + begin} stays void, to whatever size it grows"
+                assert voids[first + begin] <= _MAX_VOIDS, (
+                    f"step {first + begin} still overflows after {_MAX_VOIDS} attempts"
+                )
                 if self.flags.moe_paged_stash_overflow_policy == "error":
                     return self._result(voids[: first + begin], ended_at=first + begin)
                 self._grow(found, stop)

@@ -114,6 +114,20 @@ def test_a_renamed_field_is_compared_under_its_new_name(tmp_path: Path, monkeypa
     assert _verdict_after(tmp_path / "with", rename).is_same
 
 
+def test_a_new_field_may_be_in_the_head_alone_and_is_compared_once_both_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(lines: list[dict[str, Any]]) -> None:
+        for line in lines[:4]:
+            line["news"] = 1
+
+    assert "logged in head alone: news" in _verdict_after(tmp_path / "without", add).text
+    monkeypatch.setattr(judging, "NEW_FIELDS", {"news", "grad_norm"})
+    assert _verdict_after(tmp_path / "with", add).is_same
+    assert "differs from" in _verdict_after(tmp_path / "other", _set(1, grad_norm=0.123)).text
+    assert "logged in base alone: grad_norm" in _verdict_after(tmp_path / "lost", _drop("grad_norm")).text
+
+
 def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     base, head = _write(tmp_path / "base", _lines()), _write(tmp_path / "head", _lines(), codes=[[0, 0], [1, 1]])
     (head / "rank0.txt").write_text("step 1\nRemoteRankError: rank 1 failed\n")

@@ -71,7 +71,7 @@ def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages:
         voids=int(step == 2),
         events=events,
         specs=SPECS,
-        reserve=(),
+        reserve=((0, 0, 0),) * len(rows),
         prefetch_groups=0,
     )
     return sizes, most
@@ -213,6 +213,7 @@ def pool_report(**fields: Any) -> PoolReport:
         ),
         # Of a step whose order was not known, in a pool with room for all of it.
         ({"dropped_act": 2, "factor_to_keep_all": 0.95}, "act recomputed 2 times"),
+        ({"dropped_act": 2, "device_pages": 0, "factor": 0.0}, "act recomputed 2 times"),
     ],
 )
 def test_the_console_says_in_words_why_something_was_recomputed(fields: dict[str, Any], words: str) -> None:
@@ -240,6 +241,19 @@ def test_a_run_advises_once_a_factor_for_typical_steps_that_often_recompute() ->
     assert f"--moe-paged-stash-buffer-size-factor-cuda {rounded_up(pool.factor_to_keep_all):.2f} would" in notes[0]
     assert "-factor-cpu" in advice_line(replace(pool, device_pages=0), steps=3, in_bytes=False)
     assert " instead of --moe-paged-stash-buffer-bytes would" in advice_line(pool, steps=3, in_bytes=True)
+
+
+@pytest.mark.parametrize("unknown", [{"reserve": ()}, {"layout": PoolLayout(512, 1000)}], ids=["order", "other reason"])
+def test_steps_that_recomputed_for_another_reason_get_no_factor_and_no_advice(unknown: dict[str, Any]) -> None:
+    memory = Memory()
+    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    for iteration in range(1, 67):
+        step = figures_of_step(0, iteration, device_pages=30, host_pages=0)[0]
+        memory.last_step = replace(step, **unknown)
+        report = meter.measure(replace(STEP, iteration=iteration, notes=()))
+        assert report.notes == ()
+    assert report.stash is not None and report.stash.pool is not None
+    assert report.stash.pool.dropped_act > 0 == report.stash.pool.factor_to_keep_all
 
 
 def test_a_run_that_ends_among_its_first_steps_gets_no_advice() -> None:

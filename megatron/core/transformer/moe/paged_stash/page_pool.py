@@ -20,13 +20,12 @@ pool must be joined before its reset.
 
 [Note: persistent buffers] On a GPU, restored rows lie in memory of the caching allocator. On the CPU they lie in
 buffers that are reused, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has
-to find, zero and map its pages. Where the process keeps its heap (megatron.core.device.keep_cpu_heap), the heap is such
-memory already: the rows' originals came from it and returned to it, and buffers beside it would only add to it.
+to find, zero and map its pages. Where the process keeps its heap (megatron.core.device.keep_cpu_heap), it already
+reuses such memory, up to blocks of 1 GiB: separate buffers would only add to it. The heap has no huge pages.
 
 [Note: lowest pages] On a CPU an untouched page of the pool takes no memory. So plan sorts the free pages there and
-gives out those with the lowest addresses: a pool that is larger than needed takes only as much memory as its fullest
-moment needed. On a GPU all memory is there from the start, and rings keep the order of release, which needs no sort in
-a kernel.
+gives out those with the lowest addresses: a pool that is larger than needed takes only the memory of its peak. On a GPU
+all memory is there from the start, and rings keep the order of release, which needs no sort in a kernel.
 """
 
 import ctypes

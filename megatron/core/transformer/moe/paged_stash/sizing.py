@@ -31,8 +31,8 @@ HEADROOM = Fraction(11, 10)
 # Largest expected share. A reserve for all rows of a buffer would be a guarantee, and would count on no page that is
 # released before the step ends.
 _ALMOST_ALL = 0.999
-# Steps that the reserve looks back on. Fewer recompute less, but with 2 an x lacked pages in routing that
-# benchmarks/stash_factors.py recorded.
+# Steps that the reserve looks back on. With fewer steps less is recomputed, but with 2 steps an x found no page in
+# routing that benchmarks/stash_factors.py recorded.
 RESERVE_STEPS = 8
 
 RowsOf = Callable[[GroupKey], int]

@@ -294,7 +294,7 @@ class PagedStash:
         """Makes later steps reserve pages for this share of max_rows. Call it between steps, before `reset`.
 
         Plans read the reserve from the same memory as before, so that a captured step stays valid. Raises ValueError
-        for a share that is not above 0 and at most 1, and if it was 0.
+        unless 0 < share <= 1, and if the stash was built with reserved_share 0.
         """
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share is {share}: must be above 0 and at most 1")
