@@ -221,7 +221,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30, help="counted rounds of each side (default: 30)")
     parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}: must be at least 1")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json is {options.json}: {options.json.parent} is not a folder")
+    if options.megatron_core is not None and not (options.megatron_core / "megatron" / "core").is_dir():
+        parser.error(f"--megatron-core is {options.megatron_core}: it has no megatron/core")
+    return options
 
 
 if __name__ == "__main__":

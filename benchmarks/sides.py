@@ -79,7 +79,10 @@ def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[
     measured: dict[str, list[Measurement]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
         for side in sides if number % 2 else sides[::-1]:
-            measurement = side.measure(steps)
+            try:
+                measurement = side.measure(steps)
+            except (EOFError, OSError) as error:
+                raise RuntimeError(f"a rank of {side.name} ended in round {number}: see its error above") from error
             if number > 0:
                 measured[side.name].append(measurement)
     for side in sides:
@@ -138,6 +141,8 @@ def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] =
             target=serve,
             args=(build, theirs),
             kwargs={"rank": rank, "ranks": ranks, "port": port, "packages": packages},
+            # Ends with this process, which may have failed because of another side.
+            daemon=True,
         )
         process.start()
         connections.append(ours)

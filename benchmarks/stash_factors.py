@@ -304,7 +304,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150, help="steps to train (default: 150)")
     parser.add_argument("--folder", type=Path, help="keep text, tokens and runs here, and use those that are there")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for text in options.only:
+        if not any(text in name for name in SHAPES):
+            parser.error(f"--only has {text!r}: no shape has it in its name; they are {'; '.join(SHAPES)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
     return (
         "  paged stash: recomputing changes no result, and costs little time for act, more for gate_up; "
         f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f}{instead} would have "
-        f"kept all tensors of the last {steps} steps"
+        f"kept all tensors of the last {steps} steps; later ones may need more"
     )
 
 

@@ -519,7 +519,9 @@ class GradChecks:
         if not named_grads:
             return
         # Extremes are NaN if any element is. A plain sum may overflow although every element is finite.
-        lows, highs = zip(*(torch.aminmax(_same_finiteness(grad)) for _, grad in named_grads))
+        # Products in bf16 or tf32 would round the largest fp32 numbers to infinity.
+        in_sums = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
+        lows, highs = zip(*(torch.aminmax(_same_finiteness(grad, in_sums=in_sums)) for _, grad in named_grads))
         numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
         if self._large:
             numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
@@ -577,14 +579,14 @@ class GradChecks:
         self._largest[name] = (max(largest, norm), steps + 1)
 
 
-def _same_finiteness(grad: torch.Tensor) -> torch.Tensor:
+def _same_finiteness(grad: torch.Tensor, *, in_sums: bool) -> torch.Tensor:
     """Returns a tensor, [n], the same dtype, that is finite if and only if the gradient, any shape, is.
 
-    On a CPU these are sums of 256 elements, scaled so that they cannot overflow (in full fp32, torch's default for
-    products): half the time of finding the extremes of all elements, which was 2% of a step.
+    in_sums: on a CPU, these are sums of 256 elements, scaled so that they cannot overflow: half the time of finding the
+    extremes of all elements, which was 2% of a step.
     """
     is_on_cpu, is_large = grad.device.type == "cpu", grad.numel() >= _MIN_ELEMENTS
-    if not (is_on_cpu and is_large and grad.dtype == torch.float32 and grad.is_contiguous()):
+    if not (in_sums and is_on_cpu and is_large and grad.dtype == torch.float32 and grad.is_contiguous()):
         return grad
     flat, whole = grad.view(-1), grad.numel() // _ELEMENTS_IN_SUM * _ELEMENTS_IN_SUM
     sums = torch.mv(flat[:whole].view(-1, _ELEMENTS_IN_SUM), flat.new_full((_ELEMENTS_IN_SUM,), 0.5 / _ELEMENTS_IN_SUM))

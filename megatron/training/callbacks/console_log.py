@@ -109,7 +109,8 @@ def _pool_fields(pool: PoolReport) -> list[str]:
 
 def shortage_words(pool: PoolReport) -> str:
     """Says in words what was spilled and recomputed since the last log line, and why; empty if nothing was."""
-    found = [f"{pool.spilled_pages} pages spilled to the host"] if pool.spilled_pages else []
+    spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
+    found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
     found += [
         f"{name} recomputed {count} {'time' if count == 1 else 'times'}"
         for name, count in (("act", pool.dropped_act), ("gate_up", pool.dropped_gate_up))
@@ -122,9 +123,14 @@ def shortage_words(pool: PoolReport) -> str:
     if not needed or (pool.device_pages and needed <= pool.factor):
         # Pages were not the reason: the order of the step was not known yet, or the pool has grown since.
         return ", ".join(found)
+    shown, given = f"{rounded_up(needed):.2f}", f"{pool.factor:.2f}"
+    if shown == given:
+        shown, given = f"{needed:.5f}", f"{pool.factor:.5f}"
     # Without pages on the device, the factor is of the host's pages.
-    given = f", given {pool.factor:.2f}" if pool.device_pages else ""
-    return f"{', '.join(found)}, too few pages (factor needed {rounded_up(needed):.2f}{given})"
+    reason = f"too few pages (factor needed {shown}{f', given {given}' if pool.device_pages else ''})"
+    # More pages would not have kept the recomputed tensors where no factor would have.
+    num_explained = len(found) if pool.factor_to_keep_all else 1
+    return ", ".join([*found[:num_explained], reason, *found[num_explained:]])
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:

@@ -214,6 +214,14 @@ def pool_report(**fields: Any) -> PoolReport:
         # Of a step whose order was not known, in a pool with room for all of it.
         ({"dropped_act": 2, "factor_to_keep_all": 0.95}, "act recomputed 2 times"),
         ({"dropped_act": 2, "device_pages": 0, "factor": 0.0}, "act recomputed 2 times"),
+        (
+            {"spilled_pages": 1, "dropped_gate_up": 1},
+            "1 page spilled to the host, too few pages (factor needed 1.28, given 1.10), gate_up recomputed 1 time",
+        ),
+        (
+            {"dropped_act": 2, "factor": 1.0999, "factor_to_keep_all": 1.09995},
+            "act recomputed 2 times, too few pages (factor needed 1.09995, given 1.09990)",
+        ),
     ],
 )
 def test_the_console_says_in_words_why_something_was_recomputed(fields: dict[str, Any], words: str) -> None:

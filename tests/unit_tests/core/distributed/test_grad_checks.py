@@ -40,3 +40,13 @@ def test_any_layout_is_measured() -> None:
     assert not found(grad) and not found(torch.zeros(0))
     grad[5, 5] = float("inf")
     assert found(grad)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_of_less_precision_report_no_finite_gradient(precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert not found(torch.full((1 << 20,), torch.finfo(torch.float32).max))
+    finally:
+        torch.set_float32_matmul_precision(before)

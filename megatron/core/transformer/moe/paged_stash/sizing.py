@@ -366,9 +366,9 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
     outcome = f"saves {own.saving:.0%}"
     if own.saving < 0:
         outcome = (
-            f"COSTS {-own.saving:.0%}: less memory is needed here with a smaller "
-            "moe_paged_stash_buffer_size_factor_cuda, moe_paged_stash_page_size or moe_paged_stash_prefetch_layers, or "
-            "without moe_paged_stash"
+            f"COSTS {-own.saving:.0%}: less memory is needed here with a smaller moe_paged_stash_page_size or "
+            "moe_paged_stash_prefetch_layers, without moe_paged_stash, or, where tensors may be recomputed, with a "
+            "smaller moe_paged_stash_buffer_size_factor_cuda"
         )
     return (
         f"paged stash: {where}; {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers "
