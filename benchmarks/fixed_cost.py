@@ -44,6 +44,7 @@ from benchmarks.sides import Build, print_table, run_rounds, start_side, write_r
 from benchmarks.train_step import MICRO_BATCH, RANKS, SEQUENCE, build_ours, build_plain  # noqa: E402
 
 SHARDED, STASH = "--use-distributed-optimizer", "--moe-paged-stash"
+FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
 COMMANDS = {
     "stash copy": ("benchmarks/stash_copy.py",),
     # README's.
@@ -63,7 +64,7 @@ TINY_SEQUENCE = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Sides by name, the base of the ratios among them; steps: of one round, so that it takes less than a second."""
+    """Sides by name, and the side that ratios are of. steps: of one round, most of which take less than a second."""
 
     base: str
     sides: dict[str, Build]
@@ -130,11 +131,8 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
     }
 
 
-FSDP2 = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
-
-
 def stash_row(*flags: str, factor: str) -> Row:
-    """Balanced routing: as many rows as come, static buffers, and static buffers with a stash."""
+    """Balanced routing: dropless, static buffers, and static buffers with a stash."""
     flags = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
     static = partial(build_ours, *flags, "--moe-expert-rank-capacity-factor", factor)
     return Row("static", {"dropless": partial(build_ours, *flags), "static": static, "stash": partial(static, STASH)})
@@ -167,8 +165,8 @@ def our_sides(*flags: str) -> dict[str, Build]:
 def build_limit(config: PlainConfig, *, tokens: int) -> Callable[[], None]:
     """Runs a step's floating-point operations as square products, and its least memory traffic as copies.
 
-    Both write to memory that exists. Traffic: fused Adam reads four and writes three of the
-    size of the weights, messages read and write the gradients once; a copy reads and writes.
+    Both write to memory that exists. In units of the weights' size, fused Adam reads four and writes three. Messages
+    read and write the gradients once. A copy reads and writes, so these are nine copies of half the size.
     """
     dist.init_process_group("gloo")
     side = 1024
@@ -215,9 +213,8 @@ def run_command(script: str, *flags: str, shows_output: bool) -> dict[str, float
 def parse_options() -> argparse.Namespace:
     """The command line of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rows", nargs="+", default=[*rows(), *COMMANDS], choices=[*rows(), *COMMANDS], help="these rows alone"
-    )
+    names = [*rows(), *COMMANDS]
+    parser.add_argument("--rows", nargs="+", default=names, choices=names, help="these rows alone")
     parser.add_argument("--rounds", type=int, default=30, help="counted rounds of each side (default: 30)")
     parser.add_argument("--megatron-core", type=Path, metavar="DIR", help="folder of megatron-core's package")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

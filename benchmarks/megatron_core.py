@@ -105,8 +105,8 @@ def use_megatron_core(folder: str) -> None:
         del sys.modules[name]
     # Its folder has no __init__.py, so a package of that name anywhere on the path would win.
     sys.path[:] = [folder, *(place for place in sys.path if Path(place or os.curdir).resolve() != ROOT)]
-    # Set to None in a package without an __init__.py, where inspect fails if it has met another file under the name.
-    vars(import_module("megatron")).pop("__file__", None)
+    # A package without an __init__.py has no file, at which inspect fails where it has seen our package's.
+    import_module("megatron").__file__ = str(Path(folder) / "megatron")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     # Its optimizers and its clipping accept the types of CUDA alone.
     kind_of = torch.Tensor.type

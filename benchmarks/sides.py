@@ -182,7 +182,7 @@ def join_ranks(rank: int, *, ranks: int, port: int) -> None:
 
 
 def context() -> dict[str, str]:
-    """What the figures depend on."""
+    """Returns the conditions of a measurement: date, device, version of torch and commit."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": platform.processor() or platform.machine(),

@@ -39,8 +39,8 @@ class StepCounts:
     """Counts of one step on one rank.
 
     collectives: of c10d, by name. operators: of torch, collectives too, below autograd. calls: of Python functions, by
-    file and name, of all packages. reads: of tensors by the host, by file and function, but no copies to
-    the host (`.cpu()`), which are nothing on a CPU.
+    file and name, of all packages. reads: of tensors by the host, by file and function. Copies to the host
+    (`.cpu()`) are not counted, because they do nothing on a CPU.
     """
 
     collectives: Counter[str] = field(default_factory=Counter)
