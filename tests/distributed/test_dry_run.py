@@ -19,6 +19,7 @@ from megatron.core.distributed.layout import FlatBuffer
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.transformer.moe import dispatch_static
 from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
 from megatron.core.utils import get_model_config, unwrap_model
@@ -219,7 +220,7 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
     for name in names:
         # Padded rows, as on GPUs; on hosts no padding travels.
         padded = patch.dict(vars(dispatch_static), rank_row_layout=lambda device: padded_rank_rows)
-        with padded, _sent_as_on_gpus(name.startswith("peak")), started_run(_argv(name)) as run:
+        with padded, _as_on_gpus(name.startswith("peak")), started_run(_argv(name)) as run:
             held[name] = _held(run, *(_saved(run) if name in SAVED else ({}, 0)))
             if not name.startswith("saved"):
                 held[name] = replace(held[name], **_third_step(run))
@@ -227,8 +228,8 @@ def _held_by_rank(names: list[str]) -> dict[str, Held]:
 
 
 @contextmanager
-def _sent_as_on_gpus(does: bool) -> Iterator[None]:
-    """Inside, sums and gathers are made of the messages that GPUs get, whose memory is freed with them."""
+def _as_on_gpus(does: bool) -> Iterator[None]:
+    """Inside, messages and the loss take the memory that they take on GPUs, and messages free theirs at their end."""
     made = MessagePool.__init__
 
     def make(memory: MessagePool, dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
@@ -237,7 +238,9 @@ def _sent_as_on_gpus(does: bool) -> Iterator[None]:
     if not does:
         yield
         return
-    with patch.dict(vars(collectives), _is_on_host=lambda flat: False), patch.object(MessagePool, "__init__", make):
+    sent_by_devices = patch.dict(vars(collectives), _is_on_host=lambda flat: False)
+    with_copies = patch.object(cross_entropy, "_can_overwrite", lambda rows: False)
+    with sent_by_devices, with_copies, patch.object(MessagePool, "__init__", make):
         yield
 
 

@@ -131,11 +131,15 @@ class _CrossEntropyInPlace(torch.autograd.Function):
 
 def _softmax_in_place(rows: Tensor) -> None:
     """Replaces logits [R, C], fp32 or fp64, by their probabilities."""
-    if rows.device.type == "cpu":
-        # The CPU kernel writes an element only after its last read of it. Nothing promises so for kernels of GPUs.
+    if _can_overwrite(rows):
         torch.softmax(rows, -1, out=rows)
     else:
         rows.copy_(rows.softmax(-1))
+
+
+def _can_overwrite(rows: Tensor) -> bool:
+    # The CPU kernel writes an element only after its last read of it. Nothing promises so for kernels of GPUs.
+    return rows.device.type == "cpu"
 
 
 class _CrossEntropy(torch.autograd.Function):
