@@ -1,0 +1,414 @@
+"""Device: the model of one GPU. It puts operators, clocks, memory and captures together.
+
+`Device.run` (operators.py) is called for each operator of torch. The callbacks of engine_streams.cpp call `record`,
+`block` and the `synchronize` functions, for the program's own streams and events and for those of the autograd engine.
+"""
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.device_model import operators
+from tests.device_model.alarms import AlarmList, Kind, site
+from tests.device_model.library import LIBRARY
+from tests.device_model.memory import Block, CaptureLedger, Ledger, Memory, Pool, overwrite
+from tests.device_model.operators import OperatorRunner, Range, extent
+from tests.device_model.timeline import HOST, Clock, Event, Timeline, join
+
+_NAN_BYTE = 0xFF
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work of a graph on the CPU. uses: addresses of the storages. run: starts it, and returns what is to be awaited."""
+
+    uses: frozenset[int]
+    run: Callable[[], Any]
+
+
+@dataclass(eq=False)
+class Recorded:
+    """Work of a graph: what a replay launches, and the bytes that it uses."""
+
+    number: int
+    pool: Pool
+    steps: "list[Step]" = field(default_factory=list)
+    inputs: list[tuple[Range, str]] = field(default_factory=list)
+    outputs: list[tuple[Range, str]] = field(default_factory=list)
+    generators: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """The graph's name in alarms."""
+        return f"graph {self.number}"
+
+
+@dataclass(eq=False)
+class Capture:
+    """A capture under way. streams: those that take part, with their clocks before it. kept: bytes of older memory."""
+
+    recorded: Recorded
+    origin: int
+    ledger: CaptureLedger
+    streams: dict[int, Clock] = field(default_factory=dict)
+    host: Clock = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)
+    is_broken: str | None = None
+
+
+class Device(OperatorRunner):
+    """One modelled GPU. There is one for each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alarms = AlarmList()
+        self.timeline = Timeline()
+        self.memory = Memory(self.alarms)
+        self.ledger = Ledger(self.alarms)
+        self.capture: Capture | None = None
+        self.num_pinned = 0
+        self.num_launches = 0
+        self.host_wait_sites: Counter[str] = Counter()
+        self.generator_states = {0}  # of the default generator, and of those that it draws from now
+        self.drawn_state = 0
+        self.together: list[Capture] | None = None
+        self._num_captures = 0
+        self._callbacks = _callbacks_of(self)
+        operators._DEVICE[:] = [self]
+
+    # Streams and events.
+
+    @property
+    def stream(self) -> int:
+        """Number of the current stream of this thread."""
+        return int(LIBRARY.get_current_stream())
+
+    def record(self, number: int, stream: int) -> int:
+        """Records an event, 0 a new one, in a stream; returns its number."""
+        if number == 0:
+            self.timeline.last_event += 1
+            number = self.timeline.last_event
+        capture = self.capture
+        is_captured = capture is not None and stream in capture.streams
+        clock = dict(self.timeline.clock_of(stream))
+        join(clock, self.timeline.clocks[HOST])
+        self.timeline.events[number] = Event(clock, stream, capture.recorded.number if capture and is_captured else 0)
+        return number
+
+    def block(self, number: int, stream: int) -> None:
+        """Makes a stream wait for an event."""
+        event = self.timeline.events.get(number)
+        if event is None:
+            return  # never recorded: CUDA does not wait either
+        capture = self.capture
+        now = capture.recorded.number if capture is not None else 0
+        if event.capture != 0 and event.capture != now:
+            self.alarms.add(Kind.CAPTURE_WAIT, "a stream waits for an event of a capture that has ended", site())
+            return
+        if event.capture != 0 and capture is not None:
+            if stream == 0:
+                self.alarms.add(Kind.CAPTURE_WAIT, "the default stream waits for a captured event", site())
+                return
+            if stream not in capture.streams:
+                capture.streams[stream] = dict(self.timeline.clock_of(stream))
+        elif capture is not None and stream in capture.streams and event.stream != stream:
+            self.alarms.add(Kind.CAPTURE_WAIT, "a captured stream waits for an event from before the capture", site())
+            return
+        join(self.timeline.clock_of(stream), event.clock)
+
+    def host_waits(self, what: str, clock: Clock | None = None) -> None:
+        """Makes the host wait: for a clock, or for the current stream."""
+        stream = self.stream
+        if self.capture is not None:
+            self.alarms.add(Kind.FORBIDDEN, f"the host waits ({what})", site())
+        self.host_wait_sites[f"{what} at {site()}"] += 1
+        self.timeline.host_waits(self.timeline.clock_of(stream) if clock is None else clock)
+
+    def synchronize_event(self, number: int) -> None:
+        """Makes the host wait for an event."""
+        event = self.timeline.events.get(number)
+        if event is not None:
+            if event.capture != 0:
+                self.alarms.add(Kind.CAPTURE_WAIT, "the host waits for an event of a capture", site())
+            self.host_waits("event", event.clock)
+
+    def synchronize_stream(self, stream: int) -> None:
+        """Makes the host wait for a stream."""
+        self.host_waits("stream", self.timeline.clock_of(stream))
+
+    def synchronize_device(self) -> None:
+        """Makes the host wait for all streams."""
+        self.host_waits("device", {})
+        self.timeline.host_waits_for_all()
+
+    def query(self) -> None:
+        """Notes that the host asks for the progress of an event or a stream."""
+        if self.capture is not None:
+            self.alarms.add(Kind.FORBIDDEN, "the host queries the progress of the device", site())
+
+    def use_address(self, address: int, stream: int) -> None:
+        """Notes that the autograd engine has recorded a stream for the memory at an address of the program."""
+        for key, block in list(self.memory.blocks.items()):
+            storage = block.reference()
+            if storage is not None and storage.data_ptr() == address and address:
+                block.recorded.add(stream)
+                return
+
+    def use(self, tensor: Tensor, stream: int) -> None:
+        """Notes record_stream: the allocator waits for the work that the stream has then, before it reuses memory."""
+        self.block_of(tensor).recorded.add(stream)
+
+    # Memory.
+
+    def allocate(self, program: torch.UntypedStorage, storage: torch.UntypedStorage) -> Block:
+        """Gives a storage of the program memory of the device, from the pool of a capture inside of one."""
+        stream, capture = self.stream, self.capture
+        pool = capture.recorded.pool if capture is not None and stream in capture.streams else None
+        block = self.memory.allocate(program, storage, stream=stream, clock=self.timeline.clock_of(stream), pool=pool)
+        if pool is not None and capture is not None:
+            capture.made[id(block)] = _all_bytes(storage)
+        return block
+
+    def allocate_pinned(self, storage: torch.UntypedStorage) -> Block:
+        """Notes that a storage of the host is pinned."""
+        self.num_pinned += 1
+        clock = self.timeline.clocks[HOST]
+        return self.memory.allocate(storage, storage, stream=HOST, clock=clock, pool=None)
+
+    def resized(self, program: torch.UntypedStorage, block: Block) -> Block:
+        """Gives a storage whose size has changed new memory, with the old bytes as far as they go."""
+        self.memory.free(block)
+        storage = torch.UntypedStorage(program.nbytes())
+        old = block.storage
+        shared = min(old.nbytes(), storage.nbytes())
+        if shared:
+            _all_bytes(storage)[:shared] = _all_bytes(old)[:shared]
+        return self.allocate(program, storage)
+
+    # Work.
+
+    def launch(
+        self,
+        name: str,
+        reads: Sequence[Range],
+        writes: Sequence[Range],
+        *,
+        random: bool = False,
+        copies: bool = False,
+    ) -> None:
+        """Notes work on the current stream. copies: a copy of torch, which keeps pinned memory until it is done."""
+        stream, capture = self.stream, self.capture
+        self.num_launches += 1
+        ledger = self.ledger
+        where = site()
+        if capture is not None:
+            if stream in capture.streams:
+                ledger = capture.ledger
+                if random and self.drawn_state not in capture.recorded.generators | {0}:
+                    self.alarms.add(Kind.UNREGISTERED, name, where)
+            else:
+                self.alarms.add(Kind.OUTSIDE, name, where)
+        tick, clock = self.timeline.tick(stream)
+        by = (stream, tick, where)
+        for block, start, end in reads:
+            ledger.access(block, start, end, by=by, clock=clock, is_write=False, name=name)
+            if copies and block.is_pinned:
+                block.recorded.add(stream)
+        for block, start, end in writes:
+            ledger.access(block, start, end, by=by, clock=clock, is_write=True, name=name)
+            if copies and block.is_pinned:
+                block.recorded.add(stream)
+
+    def host_accesses(self, name: str, pinned: Iterable[Tensor], written: Sequence[int]) -> None:
+        """Notes that the host reads or writes pinned memory."""
+        if self.capture is not None:
+            return
+        tick, clock = self.timeline.tick_host()
+        by = (HOST, tick, site())
+        for tensor in pinned:
+            block, start, end = self.range_of(tensor)
+            self.ledger.access(
+                block, start, end, by=by, clock=clock, is_write=id(tensor) in written, name=f"{name} on the host"
+            )
+
+    def finish_collectives(self, tensors: Iterable[Tensor]) -> None:
+        """Waits on the CPU for collectives that use the bytes of these tensors. No part of the model: values only."""
+        for tensor in tensors:
+            block = self.block_of(tensor)
+            while block.pending:
+                block.pending.pop().wait()
+
+    # Captures.
+
+    def begin_capture(self, pool: Pool, generators: set[int]) -> None:
+        """Starts to record the work of the current stream into a graph."""
+        if self.capture is not None:
+            raise RuntimeError("a capture is under way already")
+        stream = self.stream
+        if stream == 0:
+            raise RuntimeError("the default stream cannot be captured")
+        self._num_captures += 1
+        recorded = Recorded(self._num_captures, pool, generators=generators)
+        capture = Capture(recorded, stream, CaptureLedger(self.alarms, pool))
+        capture.streams[stream] = dict(self.timeline.clock_of(stream))
+        self.capture = capture
+
+    def end_capture(self) -> Recorded:
+        """Ends the capture and returns the graph's work. Reports streams that it has not joined."""
+        capture = self.capture
+        assert capture is not None, "no capture"
+        self.capture = None
+        known = self.timeline.clock_of(capture.origin)
+        if self.stream != capture.origin:
+            self.alarms.add(Kind.CAPTURE_WAIT, "a capture ends on another stream than it began on", site())
+        for stream, before in capture.streams.items():
+            clock = self.timeline.clock_of(stream)
+            if clock.get(stream, 0) > max(before.get(stream, 0), known.get(stream, 0)):
+                self.alarms.add(Kind.UNJOINED, f"stream {stream}", site())
+        for stream, before in capture.streams.items():
+            # None of the work has run, so nobody may count on it.
+            launched = self.timeline.clock_of(stream).get(stream, 0)
+            clock = self.timeline.clocks[stream] = before
+            clock[stream] = launched
+            self.timeline._host_seen.pop(stream, None)
+        for block in capture.ledger.blocks():
+            if block.pool is capture.recorded.pool:
+                block.others.clear()
+        recorded = capture.recorded
+        recorded.inputs = [((block, start, end), where) for (block, start, end), where in capture.ledger.inputs.items()]
+        recorded.outputs = [((block, start, end), where) for (block, start, end), where in capture.ledger.outputs.items()]
+        if self.together is None:
+            self.undo([capture])
+        else:
+            self.together.append(capture)
+        return recorded
+
+    def undo(self, captures: Sequence[Capture]) -> None:
+        """Restores memory to what it was before these captures, and fills memory that they allocated with NaN."""
+        for capture in reversed(captures):
+            for current, before in capture.kept.values():
+                current.copy_(before)
+        for capture in captures:
+            for data in capture.made.values():
+                data.fill_(_NAN_BYTE)
+
+    def before_launch(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: Sequence[Any], inputs: dict[int, Tensor]
+    ) -> None:
+        """In a capture, keeps what an operator overwrites."""
+        capture = self.capture
+        if capture is None or self.stream not in capture.streams:
+            return
+        for place, name in writes:
+            value = kwargs.get(name) if name in kwargs else args[place] if place < len(args) else None
+            for plain in operators._tensors(value):
+                self.keep(capture, plain)
+
+    def keep(self, capture: Capture, plain: Tensor) -> None:
+        """Keeps the bytes of memory from before the capture."""
+        storage = plain.untyped_storage()
+        key = storage.data_ptr()
+        if key in capture.kept or any(data.data_ptr() == key for data in capture.made.values()):
+            return
+        data = _all_bytes(storage)
+        capture.kept[key] = (data, data.clone())
+
+    def after_launch(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, *, is_free: bool
+    ) -> None:
+        """In a capture, adds an operator to the graph."""
+        capture = self.capture
+        if capture is None or is_free or self.stream not in capture.streams:
+            return
+        given = operators._tensors([*args, *kwargs.values()])
+        known = {id(one) for one in given}
+        made = [(place, one) for place, one in enumerate(operators._tensors(results)) if id(one) not in known]
+
+        def again() -> None:
+            found = operators._tensors(func(*args, **kwargs))
+            for place, one in made:
+                one.copy_(found[place])
+
+        self.add_step(given, again)
+
+    def add_step(self, uses: Iterable[Tensor], run: Callable[[], Any]) -> None:
+        """In a capture, adds work to the graph. uses: plain tensors."""
+        if self.capture is not None and self.stream in self.capture.streams:
+            self.capture.recorded.steps.append(Step(frozenset(one.untyped_storage()._cdata for one in uses), run))
+
+    def replay(self, recorded: Recorded) -> None:
+        """Launches the work of a graph on the current stream, as one unit."""
+        if self.capture is not None:
+            self.alarms.add(Kind.FORBIDDEN, "a replay inside a capture", site())
+        where, stream = site(), self.stream
+        tick, clock = self.timeline.tick(stream)
+        for (block, start, end), captured_at in recorded.inputs:
+            if not block.is_alive and block.pool is not recorded.pool:
+                self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
+            by = (stream, tick, f"{where}: {captured_at}")
+            self.ledger.access(block, start, end, by=by, clock=clock, is_write=False, name=recorded.name)
+        own = {block for (block, _, _), _ in recorded.outputs if block.pool is recorded.pool}
+        self.ledger.sequence += 1
+        overwrite(recorded.pool, own, sequence=self.ledger.sequence, name=recorded.name)
+        for (block, start, end), captured_at in recorded.outputs:
+            if not block.is_alive and block.pool is not recorded.pool:
+                self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
+            by = (stream, tick, f"{where}: {captured_at}")
+            self.ledger.access(block, start, end, by=by, clock=clock, is_write=True, name=recorded.name)
+        flying: list[tuple[frozenset[int], Any]] = []
+        with operators.plainly():
+            for step in recorded.steps:
+                for uses, work in [one for one in flying if one[0] & step.uses]:
+                    work.wait()
+                    flying.remove((uses, work))
+                work = step.run()
+                if work is not None:
+                    flying.append((step.uses, work))
+            for _, work in flying:
+                work.wait()
+
+
+def _all_bytes(storage: torch.UntypedStorage) -> Tensor:
+    with operators.plainly():
+        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+
+
+class _Callbacks(ctypes.Structure):
+    _fields_ = [
+        ("record", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)),
+        ("block", ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)),
+        ("query", ctypes.CFUNCTYPE(None)),
+        ("synchronize_event", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
+        ("synchronize_stream", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
+        ("synchronize_device", ctypes.CFUNCTYPE(None)),
+        ("use", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)),
+    ]
+
+
+def _callbacks_of(device: Device) -> _Callbacks:
+    """Registers a device with the library. The result must live as long as the process uses it."""
+    functions = {
+        "record": device.record,
+        "block": device.block,
+        "query": device.query,
+        "synchronize_event": device.synchronize_event,
+        "synchronize_stream": device.synchronize_stream,
+        "synchronize_device": device.synchronize_device,
+        "use": lambda address, stream: device.use_address(address or 0, stream),
+    }
+    callbacks = _Callbacks(*(kind(functions[name]) for name, kind in _Callbacks._fields_))
+    LIBRARY.set_callbacks.argtypes = [_Callbacks]
+    LIBRARY.set_callbacks.restype = None
+    LIBRARY.get_current_stream.restype = ctypes.c_int64
+    LIBRARY.set_current_stream.argtypes = [ctypes.c_int64]
+    LIBRARY.set_callbacks(callbacks)
+    return callbacks
+
+
+__all__ = ["Capture", "Device", "Recorded", "extent"]

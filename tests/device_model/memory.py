@@ -1,0 +1,275 @@
+"""Memory of the modelled device: blocks with the last accesses of their bytes, and what an allocator may do with them.
+
+[Note: allocator] Torch's caching allocator hands freed memory out again to the stream that allocated it, in the order
+of that stream. Which block it hands out depends on sizes and on history. The model assumes the worst: the next
+allocation of a stream may get any memory that was freed for it before. A block is safe then if each access by other
+streams comes before the next launch of its own stream, or was declared with record_stream. Memory of captures comes
+from pools: later captures of a pool may reuse what is free at that time. Pinned memory is handed out in the order of
+the host; torch waits for copies from and to it by itself, but not for kernels.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.device_model.alarms import AlarmList, Kind, site
+from tests.device_model.timeline import HOST, Clock
+
+Access = tuple[int, int, str]  # stream, number of the launch, site
+
+
+class Segment:
+    """Bytes with the same last accesses. written: sequence number of the write, 0 if there was none."""
+
+    __slots__ = ("start", "end", "writer", "readers", "written")
+
+    def __init__(self, start: int, end: int, writer: Access | None, readers: dict[int, Access], written: int) -> None:
+        self.start, self.end, self.writer, self.readers, self.written = start, end, writer, readers, written
+
+
+@dataclass(eq=False)
+class Pool:
+    """Memory pool of graphs. now: number of allocations and frees so far."""
+
+    number: int
+    now: int = 0
+    blocks: "list[Block]" = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of one storage.
+
+    storage: holds the bytes; the program's storage is empty. stream: the one that allocated it, HOST for pinned memory.
+    others: last launch of each other stream that used it. born, died: times of its pool. overwritten: sequence number
+    of the last replay that may have overwritten it, and the name of that graph.
+    """
+
+    storage: torch.UntypedStorage
+    stream: int
+    place: str
+    pool: Pool | None = None
+    segments: list[Segment] = field(default_factory=list)
+    others: dict[int, Access] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+    is_alive: bool = True
+    freed_at: str = ""
+    born: int = 0
+    died: float = float("inf")
+    overwritten: tuple[int, str] = (0, "")
+    pending: list[Any] = field(default_factory=list)  # works of collectives that use the bytes
+    reference: Any = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is memory of the host."""
+        return self.stream == HOST
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return self.storage.nbytes()
+
+
+class Ledger:
+    """Last accesses of blocks that have run on the device."""
+
+    def __init__(self, alarms: AlarmList) -> None:
+        self._alarms = alarms
+        self.sequence = 0
+
+    def access(
+        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, is_write: bool, name: str
+    ) -> None:
+        """Notes an access of bytes start to end, and reports accesses that have no order with it."""
+        if start >= end:
+            return
+        if by[0] != block.stream:
+            block.others[by[0]] = by
+        if not is_write and block.overwritten[0]:
+            self._check_overwritten(block, start, end, by=by, name=name)
+        self._note(block.segments, block, start, end, by=by, clock=clock, is_write=is_write, name=name)
+
+    def _note(
+        self,
+        segments: list[Segment],
+        block: Block,
+        start: int,
+        end: int,
+        *,
+        by: Access,
+        clock: Clock,
+        is_write: bool,
+        name: str,
+    ) -> bool:
+        """Returns whether some of the bytes had no write in this ledger."""
+        if not segments:
+            segments.append(Segment(0, max(block.num_bytes, end), None, {}, 0))
+        if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
+            touched = segments
+        else:
+            touched = _split(segments, start, end)
+        for one in touched:
+            self._check(block, one, by=by, clock=clock, is_write=is_write, name=name)
+        if not is_write:
+            for one in touched:
+                one.readers[by[0]] = by
+            return any(one.writer is None for one in touched)
+        self.sequence += 1
+        first = touched[0]
+        first.start, first.end = start, end
+        first.writer, first.readers, first.written = by, {}, self.sequence
+        if len(touched) > 1:
+            dropped = set(map(id, touched[1:]))
+            segments[:] = [one for one in segments if id(one) not in dropped]
+        return False
+
+    def _check(
+        self, block: Block, segment: Segment, *, by: Access, clock: Clock, is_write: bool, name: str
+    ) -> None:
+        writer = segment.writer
+        if writer is not None and clock.get(writer[0], 0) < writer[1]:
+            self._alarms.add(Kind.RACE, f"{name} {'writes' if is_write else 'reads'} what was written", by[2], writer[2])
+        if is_write:
+            for reader in segment.readers.values():
+                if clock.get(reader[0], 0) < reader[1]:
+                    self._alarms.add(Kind.RACE, f"{name} writes what is read", by[2], reader[2])
+
+    def _check_overwritten(self, block: Block, start: int, end: int, *, by: Access, name: str) -> None:
+        sequence, graph = block.overwritten
+        for one in block.segments or [Segment(start, end, None, {}, 0)]:
+            if one.start < end and start < one.end and one.written < sequence:
+                self._alarms.add(Kind.OVERWRITTEN, f"{name} reads after a replay of {graph}", by[2], block.place)
+                return
+
+
+class CaptureLedger(Ledger):
+    """Accesses of a region that a capture records, without those that happened before it.
+
+    inputs, outputs: bytes that the region reads before it has written them, and bytes that it writes, with their sites.
+    """
+
+    def __init__(self, alarms: AlarmList, pool: Pool) -> None:
+        super().__init__(alarms)
+        self._pool = pool
+        self._segments: dict[Block, list[Segment]] = {}
+        self.inputs: dict[tuple[Block, int, int], str] = {}
+        self.outputs: dict[tuple[Block, int, int], str] = {}
+
+    def access(
+        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, is_write: bool, name: str
+    ) -> None:
+        """Notes an access; see Ledger."""
+        if start >= end:
+            return
+        segments = self._segments.setdefault(block, [])
+        is_input = self._note(segments, block, start, end, by=by, clock=clock, is_write=is_write, name=name)
+        if by[0] != block.stream and block.pool is self._pool:
+            block.others[by[0]] = by
+        if is_input:
+            self.inputs.setdefault((block, start, end), by[2])
+        elif is_write:
+            self.outputs.setdefault((block, start, end), by[2])
+
+    def blocks(self) -> set[Block]:
+        """Returns all blocks that the region uses."""
+        return set(self._segments)
+
+
+def _split(segments: list[Segment], start: int, end: int) -> list[Segment]:
+    """Splits segments at start and end, and returns those between."""
+    found, result = [], []
+    for one in segments:
+        if one.end <= start or one.start >= end:
+            result.append(one)
+            continue
+        if one.start < start:
+            result.append(Segment(one.start, start, one.writer, dict(one.readers), one.written))
+        if one.end > end:
+            after = Segment(end, one.end, one.writer, dict(one.readers), one.written)
+        else:
+            after = None
+        one.start, one.end = max(one.start, start), min(one.end, end)
+        result.append(one)
+        found.append(one)
+        if after is not None:
+            result.append(after)
+    segments[:] = result
+    return found
+
+
+class Memory:
+    """All blocks that are alive, by the address of the program's storage object, and those that were freed lately."""
+
+    def __init__(self, alarms: AlarmList) -> None:
+        self._alarms = alarms
+        self.blocks: dict[int, Block] = {}
+        self._freed: dict[tuple[int, int], list[Block]] = {}
+        self._pools: list[Pool] = []
+        self.num_bytes = self.peak_bytes = 0
+        self.exclusive: dict[str, set[int]] = {}
+
+    def new_pool(self) -> Pool:
+        """Returns an empty pool for graphs."""
+        self._pools.append(Pool(len(self._pools) + 1))
+        return self._pools[-1]
+
+    def allocate(
+        self, program: torch.UntypedStorage, storage: torch.UntypedStorage, *, stream: int, clock: Clock, pool: Pool | None
+    ) -> Block:
+        """Gives the program's storage a block. stream: HOST for pinned memory. clock: that of this stream."""
+        place = site()
+        self._hand_out(stream, clock, pool, place)
+        block = Block(storage, stream, place, pool)
+        if pool is not None:
+            pool.now += 1
+            block.born = pool.now
+            pool.blocks.append(block)
+        key = program._cdata
+        if not block.is_pinned:
+            self.num_bytes += block.num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self.blocks[key] = block
+        block.reference = weakref.ref(program, lambda _: self._died(key, block))
+        return block
+
+    def free(self, block: Block) -> None:
+        """Notes that the program has released a block."""
+        if not block.is_alive:
+            return
+        block.is_alive = False
+        if not block.is_pinned:
+            self.num_bytes -= block.num_bytes
+        if block.pool is not None:
+            block.pool.now += 1
+            block.died = block.pool.now
+        block.freed_at = ""
+        if any(stream not in block.recorded for stream in block.others):
+            self._freed.setdefault((block.stream, block.pool.number if block.pool else 0), []).append(block)
+
+    def _died(self, key: int, block: Block) -> None:
+        if self.blocks.get(key) is block:
+            del self.blocks[key]
+        self.free(block)
+
+    def _hand_out(self, stream: int, clock: Clock, pool: Pool | None, place: str) -> None:
+        freed = self._freed.pop((stream, pool.number if pool else 0), None)
+        for block in freed or ():
+            for other, access in block.others.items():
+                if other not in block.recorded and clock.get(other, 0) < access[1]:
+                    self._alarms.add(Kind.HANDED_OUT, f"memory of {block.place}", place, access[2])
+
+
+def overwrite(pool: Pool, own: "set[Block]", *, sequence: int, name: str) -> None:
+    """Marks all blocks of a pool that may share memory with the blocks of a graph that is replayed.
+
+    Two blocks may share memory if one was freed before the other was allocated.
+    """
+    if not own:
+        return
+    last_born, first_died = max(one.born for one in own), min(one.died for one in own)
+    for block in pool.blocks:
+        if block not in own and (block.died < last_born or block.born > first_died):
+            block.overwritten = sequence, name

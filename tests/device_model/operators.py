@@ -1,0 +1,372 @@
+"""Tensors of the modelled device, and the dispatch mode that runs their operators on the CPU and notes what they use.
+
+[Note: tensors] A DeviceTensor says that it is on cuda:0, so that the program and torch take the path of a GPU. The
+storage that the program sees gives it identity, size and lifetime, and is never read. The bytes are in a second storage
+on the CPU, which the model finds by the first: views, `.data` and resizing of storages then work as on a GPU. Graphs
+may hold the bytes without holding what the program has released.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from megatron.core.graphs.refusals import reason_against_operator
+from tests.device_model.alarms import Kind, site
+from tests.device_model.memory import Block
+from tests.device_model.timeline import HOST
+
+if TYPE_CHECKING:
+    from tests.device_model.device import Device
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+Range = tuple[Block, int, int]
+# Operators that change no memory of the device, though they are no views.
+_WITHOUT_WORK = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided detach detach_ alias lift_fresh lift set_ resize_ "
+    "_unsafe_view is_pinned _has_compatible_shallow_copy_type is_same_size _reshape_alias record_stream".split()
+)
+_METADATA_IN_PLACE = frozenset(
+    "as_strided_ squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_ detach_ set_ resize_".split()
+)
+# What an operator of the project really reads and writes, where its schema says less: see access_sets.py.
+AccessSet = Callable[..., tuple[list[Range], list[Range]]]
+
+
+class DeviceTensor(Tensor):
+    """Tensor of the modelled device; see [Note: tensors]."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _DEVICE[0].run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        """Copies the numbers to the host, as tolist does for a GPU."""
+        return self.detach().cpu().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            copy = self.detach().clone()
+        copy.requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True  # type: ignore[attr-defined]
+        copy.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_is_param"})
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().cpu().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+_DEVICE: "list[Device]" = []
+
+
+class DeviceMode(TorchDispatchMode):
+    """Passes every operator to the model, so that factories make DeviceTensors and accesses of the host are seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _DEVICE[0].run(func, args, kwargs or {})
+
+
+def make_tensor(program: torch.UntypedStorage, like: Tensor) -> DeviceTensor:
+    """Returns a DeviceTensor over the program's storage with sizes, strides and offset of `like`."""
+    base = torch.empty(0, dtype=like.dtype)
+    base.set_(program, like.storage_offset(), like.size(), like.stride())  # type: ignore[call-overload]
+    made: DeviceTensor = torch.Tensor._make_subclass(  # type: ignore[assignment]
+        DeviceTensor, base, False, dispatch_device=True, device_for_backend_keys=CUDA
+    )
+    return made
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Returns the first byte of a tensor in its storage, and the one after its last."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((count - 1) * stride for count, stride in zip(tensor.size(), tensor.stride()))
+    return start, start + (last + 1) * size
+
+
+@contextmanager
+def plainly() -> Any:
+    """Runs operators of plain tensors without modes and without autograd."""
+    with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+class OperatorRunner:
+    """Runs operators; the base class of Device."""
+
+    def __init__(self) -> None:
+        self.access_sets: dict[str, AccessSet] = {}
+        self._facts: dict[Any, tuple[str, bool, bool, list[Any]]] = {}
+        self._local = threading.local()
+
+    # Tensors.
+
+    def block_of(self: "Device", tensor: Tensor) -> Block:
+        """Returns the block of a DeviceTensor or of a pinned tensor. Follows a resized storage."""
+        program = tensor.untyped_storage()
+        block = self.memory.blocks[program._cdata]
+        if not block.is_pinned and block.num_bytes != program.nbytes():
+            block = self.resized(program, block)
+        return block
+
+    def bytes_of(self: "Device", tensor: Tensor) -> Tensor:
+        """Returns a plain tensor over the bytes of a DeviceTensor."""
+        block = self.block_of(tensor)
+        plain = torch.empty(0, dtype=tensor.dtype)
+        plain.set_(block.storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        if tensor.is_conj():
+            plain = plain.conj()
+        return plain
+
+    def range_of(self: "Device", tensor: Tensor) -> Range:
+        """Returns the bytes that a DeviceTensor or a pinned tensor covers."""
+        return (self.block_of(tensor), *extent(tensor))
+
+    def is_pinned(self: "Device", tensor: Tensor) -> bool:
+        """Whether a plain tensor is in pinned memory."""
+        if not self.num_pinned:
+            return False
+        block = self.memory.blocks.get(tensor.untyped_storage()._cdata)
+        return block is not None and block.is_pinned
+
+    def adopt(self: "Device", plain: Tensor) -> DeviceTensor:
+        """Returns a new DeviceTensor whose bytes are those of a plain tensor."""
+        storage = plain.untyped_storage()
+        program = torch.UntypedStorage(storage.nbytes())
+        self.allocate(program, storage)
+        return make_tensor(program, plain)
+
+    def adopt_pinned(self: "Device", plain: Tensor) -> Tensor:
+        """Makes a plain tensor of the host one in pinned memory."""
+        self.allocate_pinned(plain.untyped_storage())
+        return plain
+
+    # Operators.
+
+    def run(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs one operator, on whatever tensors."""
+        name, is_checked, is_free, writes = self._facts.get(func) or self._learn(func)
+        if name == "device":
+            return CUDA
+        inputs: dict[int, Tensor] = {}  # by address of the plain tensor: the program's
+        programs: dict[int, torch.UntypedStorage] = {}  # by address of the storage of bytes: the program's
+        hosts: list[Tensor] = []
+        on_device = False
+
+        def lower(value: Any) -> Any:
+            nonlocal on_device
+            if isinstance(value, DeviceTensor):
+                on_device = True
+                plain = self.bytes_of(value)
+                inputs[id(plain)] = value
+                programs[plain.untyped_storage()._cdata] = value.untyped_storage()
+                return plain
+            if isinstance(value, Tensor):
+                hosts.append(value)
+            elif isinstance(value, (list, tuple)):
+                return type(value)(map(lower, value)) if type(value) in (list, tuple) else value
+            elif isinstance(value, torch.device) and value.type == "cuda":
+                on_device = True
+                return CPU
+            return value
+
+        low_args = tuple(map(lower, args))
+        low_kwargs = {key: lower(value) for key, value in kwargs.items()}
+        wanted = kwargs.get("device")
+        if name in ("is_pinned", "_is_pinned"):
+            return not on_device and self.is_pinned(args[0])
+        if not on_device:
+            return self._run_on_host(func, name, args, kwargs, hosts)
+        if name == "record_stream":
+            self.use(args[0], args[1].stream_id)
+            return None
+        if name in _METADATA_IN_PLACE:
+            return self._change_metadata(func, args, kwargs)
+        if func.namespace == "c10d":
+            self.alarms.add(Kind.FORBIDDEN, f"{func} is not modelled", site())
+        if is_checked and wanted is None:
+            self._check_reads(func, args, kwargs)
+        if name in ("copy_", "_to_copy"):
+            return self._copy(func, name, args, kwargs, low_args, low_kwargs, inputs, programs)
+        self.finish_collectives(inputs.values())
+        self.before_launch(func, low_args, low_kwargs, writes, inputs)
+        results = func(*low_args, **low_kwargs)
+        to_host = wanted is not None and torch.device(wanted).type == "cpu"
+        raised = self._raise(results, inputs, programs, to_host=to_host)
+        if name.endswith("_like") or name.startswith("new_"):
+            inputs = {}  # they take the shape and nothing else
+        if not is_free:
+            reads_of, writes_of = self._ranges(func, args, kwargs, inputs, hosts, writes, raised)
+            self.launch(name, reads_of, writes_of, random=torch.Tag.nondeterministic_seeded in func.tags)
+        self.after_launch(func, low_args, low_kwargs, results, is_free=name in _WITHOUT_WORK or func.is_view)
+        return raised
+
+    def _learn(self, func: Any) -> tuple[str, bool, bool, list[Any]]:
+        name = func._schema.name.split("::")[-1]
+        plain = name.rstrip("_")
+        tags = set(func.tags)
+        reading = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        is_checked = bool(tags & reading) or plain in _CHECKED
+        writes = [
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        is_free = name in _WITHOUT_WORK or (func.is_view and not writes)
+        facts = self._facts[func] = (name, is_checked, is_free, writes)
+        return facts
+
+    def _check_reads(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        given = {argument.name: argument.default_value for argument in func._schema.arguments}
+        given |= dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+        reason = reason_against_operator(func, given)
+        if reason is not None:
+            self.host_waits(f"{func}")
+
+    def _raise(
+        self: "Device", results: Any, inputs: dict[int, Tensor], programs: dict[int, torch.UntypedStorage], *, to_host: bool
+    ) -> Any:
+        if isinstance(results, Tensor):
+            known = inputs.get(id(results))
+            if known is not None:
+                return known
+            if to_host or results.is_meta:
+                return results
+            program = programs.get(results.untyped_storage()._cdata)
+            if program is not None:
+                return make_tensor(program, results)
+            made = self.adopt(results)
+            programs[results.untyped_storage()._cdata] = made.untyped_storage()
+            return made
+        if isinstance(results, (list, tuple)):
+            return type(results)(
+                self._raise(one, inputs, programs, to_host=to_host) for one in results
+            )
+        return results
+
+    def _ranges(
+        self: "Device",
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: dict[int, Tensor],
+        hosts: list[Tensor],
+        writes: list[Any],
+        results: Any,
+    ) -> tuple[list[Range], list[Range]]:
+        declared = self.access_sets.get(func._schema.name)
+        if declared is not None:
+            return declared(self, *args, **kwargs)
+        written: list[Tensor] = []
+        for place, name in writes:
+            value = kwargs.get(name) if name in kwargs else args[place] if place < len(args) else None
+            written += _tensors(value)
+        ids = set(map(id, written))
+        reads = [self.range_of(one) for one in inputs.values() if id(one) not in ids]
+        for one in hosts:
+            if self.is_pinned(one):
+                if id(one) not in ids:
+                    reads.append(self.range_of(one))
+            elif one.dim() > 0 and func.namespace != "aten":
+                self.alarms.add(Kind.PAGEABLE, str(func), site())
+        known = {id(one) for one in inputs.values()}
+        made = [one for one in _tensors(results) if isinstance(one, DeviceTensor) and id(one) not in known]
+        outputs = [self.range_of(one) for one in written if isinstance(one, DeviceTensor) or self.is_pinned(one)]
+        return reads, outputs + [self.range_of(one) for one in made if not func.is_view]
+
+    def _run_on_host(
+        self: "Device", func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], hosts: list[Tensor]
+    ) -> Any:
+        pins = name in ("pin_memory", "_pin_memory")
+        if kwargs.get("pin_memory") or pins:
+            if self.capture is not None:
+                self.alarms.add(Kind.FORBIDDEN, "allocation of pinned memory", site())
+            if pins:
+                return args[0] if self.is_pinned(args[0]) else self.adopt_pinned(args[0].clone())
+            made = func(*args, **{**kwargs, "pin_memory": False})
+            return self.adopt_pinned(made)
+        results = func(*args, **kwargs)
+        if self.num_pinned and not func.is_view and name not in _WITHOUT_WORK:
+            pinned = [one for one in hosts if self.is_pinned(one)]
+            if pinned:
+                written = [id(leaf) for place, key in self._facts[func][3] for leaf in _tensors(
+                    kwargs.get(key) if key in kwargs else args[place] if place < len(args) else None)]
+                self.host_accesses(name, pinned, written)
+        return results
+
+    def _change_metadata(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        # Meta kernels change sizes and strides, and nothing else.
+        with torch.utils._mode_utils.no_dispatch():
+            before = torch._C._meta_in_tls_dispatch_include()
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                func(*args, **kwargs)
+            finally:
+                torch._C._set_meta_in_tls_dispatch_include(before)
+        return args[0]
+
+    def _copy(
+        self: "Device",
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        low_args: Sequence[Any],
+        low_kwargs: dict[str, Any],
+        inputs: dict[int, Tensor],
+        programs: dict[int, torch.UntypedStorage],
+    ) -> Any:
+        """Copies between or within memories; [Note: copies] of docs of CUDA: only pinned memory is copied behind the host."""
+        is_new = name == "_to_copy"
+        source = args[0] if is_new else args[1]
+        source_on_host = not isinstance(source, DeviceTensor)
+        wanted = kwargs.get("device")
+        to_host = (wanted is not None and torch.device(wanted).type == "cpu") if is_new else not isinstance(
+            args[0], DeviceTensor
+        )
+        behind = bool(kwargs.get("non_blocking", args[2] if not is_new and len(args) > 2 else False))
+        self.finish_collectives(inputs.values())
+        self.before_launch(func, low_args, low_kwargs, [] if is_new else [(0, "self")], inputs)
+        results = func(*low_args, **low_kwargs)
+        raised = self._raise(results, inputs, programs, to_host=to_host) if is_new else args[0]
+        if is_new and to_host and behind and kwargs.get("pin_memory"):
+            self.adopt_pinned(raised)
+        target = raised
+        pinned = self.is_pinned(source if source_on_host else target) if source_on_host or to_host else False
+        reads = [] if source_on_host and not pinned else [self.range_of(source)]
+        writes = [] if to_host and not pinned else [self.range_of(target)]
+        self.launch(name, reads, writes, copies=True)
+        if (source_on_host or to_host) and not (behind and pinned):
+            where = f"{'from' if source_on_host else 'to'} {'pinned' if pinned else 'pageable'} memory"
+            self.host_waits(f"{name} {where}")
+        self.after_launch(func, low_args, low_kwargs, results, is_free=False)
+        return raised
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for one in value for leaf in _tensors(one)]
+    return []
+
+
+_CHECKED = frozenset(
+    "histc _histogramdd_bin_edges multinomial normal isin mode segment_reduce searchsorted embedding_renorm "
+    "_pack_padded_sequence _to_sparse _coalesce _linalg_check_errors _linalg_eigh _linalg_eigvals linalg_eig "
+    "linalg_eigvals _linalg_svd linalg_matrix_exp linalg_lstsq cholesky cholesky_inverse index index_put "
+    "_index_put_impl _unsafe_index _unsafe_index_put masked_fill index_fill _foreach_addcdiv _foreach_addcmul".split()
+)
