@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.distributed import collectives as project_collectives
 from tests.device_model import operators
 from tests.device_model.alarms import site
 from tests.device_model.device import Device
@@ -81,8 +80,6 @@ def install_collectives(device: Device) -> None:
     for name in vars(group_type):
         if name in _METHODS or name in _UNSUPPORTED:
             setattr(group_type, name, _method(device, name, getattr(group_type, name)))
-    # The groups are gloo's; the program takes the path of NCCL.
-    project_collectives._is_over_nccl = lambda flat, group: flat.is_cuda
 
 
 def _method(device: Device, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

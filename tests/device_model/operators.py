@@ -203,15 +203,18 @@ class OperatorRunner:
             return self._copy(func, name, args, kwargs, low_args, low_kwargs, inputs, programs)
         self.finish_collectives(inputs.values())
         self.before_launch(func, low_args, low_kwargs, writes, inputs)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        schema, is_view = func._schema, func.is_view
+        func = _ONLY_ON_GPUS.get(func, func)
         results = func(*low_args, **low_kwargs)
         to_host = wanted is not None and torch.device(wanted).type == "cpu"
         raised = self._raise(results, inputs, programs, to_host=to_host)
         if name.endswith("_like") or name.startswith("new_"):
             inputs = {}  # they take the shape and nothing else
         if not is_free:
-            reads_of, writes_of = self._ranges(func, args, kwargs, inputs, hosts, writes, raised)
-            self.launch(name, reads_of, writes_of, random=torch.Tag.nondeterministic_seeded in func.tags)
-        self.after_launch(func, low_args, low_kwargs, results, is_free=name in _WITHOUT_WORK or func.is_view)
+            reads_of, writes_of = self._ranges(schema.name, args, kwargs, inputs, hosts, writes, raised)
+            self.launch(name, reads_of, writes_of, random=is_random)
+        self.after_launch(func, low_args, low_kwargs, results, is_free=name in _WITHOUT_WORK or is_view)
         return raised
 
     def _learn(self, func: Any) -> tuple[str, bool, bool, list[Any]]:
@@ -259,7 +262,7 @@ class OperatorRunner:
 
     def _ranges(
         self: "Device",
-        func: Any,
+        name: str,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         inputs: dict[int, Tensor],
@@ -267,12 +270,12 @@ class OperatorRunner:
         writes: list[Any],
         results: Any,
     ) -> tuple[list[Range], list[Range]]:
-        declared = self.access_sets.get(func._schema.name)
+        declared = self.access_sets.get(name)
         if declared is not None:
             return declared(self, *args, **kwargs)
         written: list[Tensor] = []
-        for place, name in writes:
-            value = kwargs.get(name) if name in kwargs else args[place] if place < len(args) else None
+        for place, key in writes:
+            value = kwargs.get(key) if key in kwargs else args[place] if place < len(args) else None
             written += _tensors(value)
         ids = set(map(id, written))
         reads = [self.range_of(one) for one in inputs.values() if id(one) not in ids]
@@ -280,12 +283,12 @@ class OperatorRunner:
             if self.is_pinned(one):
                 if id(one) not in ids:
                     reads.append(self.range_of(one))
-            elif one.dim() > 0 and func.namespace != "aten":
-                self.alarms.add(Kind.PAGEABLE, str(func), site())
+            elif one.dim() > 0 and one.numel() and not name.startswith("aten::"):
+                self.alarms.add(Kind.PAGEABLE, name, site())
         known = {id(one) for one in inputs.values()}
         made = [one for one in _tensors(results) if isinstance(one, DeviceTensor) and id(one) not in known]
         outputs = [self.range_of(one) for one in written if isinstance(one, DeviceTensor) or self.is_pinned(one)]
-        return reads, outputs + [self.range_of(one) for one in made if not func.is_view]
+        return reads, outputs + [self.range_of(one) for one in made]
 
     def _run_on_host(
         self: "Device", func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], hosts: list[Tensor]
@@ -370,3 +373,30 @@ _CHECKED = frozenset(
     "linalg_eigvals _linalg_svd linalg_matrix_exp linalg_lstsq cholesky cholesky_inverse index index_put "
     "_index_put_impl _unsafe_index _unsafe_index_put masked_fill index_fill _foreach_addcdiv _foreach_addcmul".split()
 )
+
+
+# Operators that torch has for GPUs alone: what they compute, in operators of the CPU.
+
+
+def _softmax(logits: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return torch.ops.aten._softmax(logits.float() if half_to_float else logits, dim, False)
+
+
+def _log_softmax(logits: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return torch.ops.aten._log_softmax(logits.float() if half_to_float else logits, dim, False)
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
+
+
+def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten._log_softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
+
+
+_ONLY_ON_GPUS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._softmax.default: _softmax,
+    torch.ops.aten._log_softmax.default: _log_softmax,
+    torch.ops.aten._softmax_backward_data.default: _softmax_backward,
+    torch.ops.aten._log_softmax_backward_data.default: _log_softmax_backward,
+}
