@@ -3,7 +3,6 @@
 torch.Stream, torch.Event, torch.accelerator and the autograd engine need no replacement: they call engine_streams.cpp.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -240,7 +239,6 @@ def install() -> Device:
         return _DEVICES[0]
     device = Device()
     _DEVICES.append(device)
-    os.environ["LOCAL_RANK"] = "0"
     cuda = torch.cuda
     replaced = {
         "_lazy_init": _nothing,
