@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.device_model import operators
-from tests.device_model.alarms import site
 from tests.device_model.device import Device
 from tests.device_model.library import LIBRARY
+from tests.device_model.memory import Usage, Use
 from tests.device_model.operators import DeviceTensor, _tensors
 
 _STREAMS: dict[Any, torch.Stream] = {}
@@ -119,9 +119,9 @@ def _launch(device: Device, name: str, original: Callable[..., Any], group: Any,
         if capture is not None and device.stream in capture.streams:
             for plain in plain_outputs:
                 device.keep(capture, plain)
-        device.launch(
-            f"{name} of {site()}", [device.range_of(one) for one in inputs], [device.range_of(one) for one in outputs]
-        )
+        usages = [Usage(*device.range_of(one), Use.READ) for one in inputs]
+        usages += [Usage(*device.range_of(one), Use.WRITE) for one in outputs]
+        device.launch(name, usages)
         inner = start()
         device.add_step([*plain_outputs, *plain_inputs], start)
         for block in {device.block_of(one) for one in tensors}:

@@ -5,6 +5,7 @@
 """
 
 import ctypes
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.moe.paged_stash import PagePool
 from tests.device_model import operators
+from tests.device_model.access_sets import ACCESS_SETS
 from tests.device_model.alarms import AlarmList, Kind, site
 from tests.device_model.library import LIBRARY
-from tests.device_model.memory import Block, CaptureLedger, Ledger, Memory, Pool, overwrite
+from tests.device_model.memory import Block, CaptureLedger, Ledger, Memory, Pool, Usage, Use, overwrite
 from tests.device_model.operators import OperatorRunner, Range, extent
 from tests.device_model.timeline import HOST, Clock, Event, Timeline, join
 
@@ -78,6 +81,9 @@ class Device(OperatorRunner):
         self.generator_states = {0}  # of the default generator, and of those that it draws from now
         self.drawn_state = 0
         self.together: list[Capture] | None = None
+        self.access_sets = dict(ACCESS_SETS)
+        # Page pools by the block of their ring. What a replay uses of their pages differs from replay to replay.
+        self.page_pools: dict[Block, weakref.ref[PagePool]] = {}
         self._num_captures = 0
         self._callbacks = _callbacks_of(self)
         operators._DEVICE[:] = [self]
@@ -193,15 +199,7 @@ class Device(OperatorRunner):
 
     # Work.
 
-    def launch(
-        self,
-        name: str,
-        reads: Sequence[Range],
-        writes: Sequence[Range],
-        *,
-        random: bool = False,
-        copies: bool = False,
-    ) -> None:
+    def launch(self, name: str, usages: Sequence[Usage], *, random: bool = False, copies: bool = False) -> None:
         """Notes work on the current stream. copies: a copy of torch, which keeps pinned memory until it is done."""
         stream, capture = self.stream, self.capture
         self.num_launches += 1
@@ -216,12 +214,8 @@ class Device(OperatorRunner):
                 self.alarms.add(Kind.OUTSIDE, name, where)
         tick, clock = self.timeline.tick(stream)
         by = (stream, tick, where)
-        for block, start, end in reads:
-            ledger.access(block, start, end, by=by, clock=clock, is_write=False, name=name)
-            if copies and block.is_pinned:
-                block.recorded.add(stream)
-        for block, start, end in writes:
-            ledger.access(block, start, end, by=by, clock=clock, is_write=True, name=name)
+        for block, start, end, use in usages:
+            ledger.access(block, start, end, by=by, clock=clock, use=use, name=name)
             if copies and block.is_pinned:
                 block.recorded.add(stream)
 
@@ -233,9 +227,8 @@ class Device(OperatorRunner):
         by = (HOST, tick, site())
         for tensor in pinned:
             block, start, end = self.range_of(tensor)
-            self.ledger.access(
-                block, start, end, by=by, clock=clock, is_write=id(tensor) in written, name=f"{name} on the host"
-            )
+            use = Use.WRITE if id(tensor) in written else Use.READ
+            self.ledger.access(block, start, end, by=by, clock=clock, use=use, name=f"{name} on the host")
 
     def finish_collectives(self, tensors: Iterable[Tensor]) -> None:
         """Waits on the CPU for collectives that use the bytes of these tensors. No part of the model: values only."""
@@ -281,8 +274,17 @@ class Device(OperatorRunner):
             if block.pool is capture.recorded.pool:
                 block.others.clear()
         recorded = capture.recorded
-        recorded.inputs = [((block, start, end), where) for (block, start, end), where in capture.ledger.inputs.items()]
-        recorded.outputs = [((block, start, end), where) for (block, start, end), where in capture.ledger.outputs.items()]
+        pools = [pool for pool in (reference() for reference in self.page_pools.values()) if pool is not None]
+        tiers = [tier for pool in pools for tier in (pool.device_pages, pool.host_pages) if tier.numel()]
+        whole = set(map(self.block_of, tiers))
+
+        def widened(ranges: dict[Range, str]) -> list[tuple[Range, str]]:
+            return [
+                ((block, 0, block.num_bytes) if block in whole else (block, start, end), where)
+                for (block, start, end), where in ranges.items()
+            ]
+
+        recorded.inputs, recorded.outputs = widened(capture.ledger.inputs), widened(capture.ledger.outputs)
         if self.together is None:
             self.undo([capture])
         else:
@@ -352,7 +354,7 @@ class Device(OperatorRunner):
             if not block.is_alive and block.pool is not recorded.pool:
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
-            self.ledger.access(block, start, end, by=by, clock=clock, is_write=False, name=recorded.name)
+            self.ledger.access(block, start, end, by=by, clock=clock, use=Use.READ, name=recorded.name)
         own = {block for (block, _, _), _ in recorded.outputs if block.pool is recorded.pool}
         self.ledger.sequence += 1
         overwrite(recorded.pool, own, sequence=self.ledger.sequence, name=recorded.name)
@@ -360,7 +362,7 @@ class Device(OperatorRunner):
             if not block.is_alive and block.pool is not recorded.pool:
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
-            self.ledger.access(block, start, end, by=by, clock=clock, is_write=True, name=recorded.name)
+            self.ledger.access(block, start, end, by=by, clock=clock, use=Use.WRITE, name=recorded.name)
         flying: list[tuple[frozenset[int], Any]] = []
         with operators.plainly():
             for step in recorded.steps:

@@ -10,7 +10,8 @@ the host; torch waits for copies from and to it by itself, but not for kernels.
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,13 +21,41 @@ from tests.device_model.timeline import HOST, Clock
 Access = tuple[int, int, str]  # stream, number of the launch, site
 
 
+class Use(Enum):
+    """Kinds of accesses. ATOMIC, HAND_OVER: see [Note: atomic accesses] in access_sets.py."""
+
+    READ = "reads"
+    WRITE = "writes"
+    ATOMIC = "reads and writes atomically"
+    HAND_OVER = "releases"
+
+
+class Usage(NamedTuple):
+    """Bytes start to end of a block, and what is done with them."""
+
+    block: "Block"
+    start: int
+    end: int
+    use: Use
+
+
 class Segment:
     """Bytes with the same last accesses. written: sequence number of the write, 0 if there was none."""
 
-    __slots__ = ("start", "end", "writer", "readers", "written")
+    __slots__ = ("start", "end", "writer", "readers", "atomics", "written")
 
-    def __init__(self, start: int, end: int, writer: Access | None, readers: dict[int, Access], written: int) -> None:
-        self.start, self.end, self.writer, self.readers, self.written = start, end, writer, readers, written
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end, self.written = start, end, 0
+        self.writer: Access | None = None
+        self.readers: dict[int, Access] = {}
+        self.atomics: dict[int, Access] = {}
+
+    def part(self, start: int, end: int) -> "Segment":
+        """Returns a part of it with the same history."""
+        made = Segment(start, end)
+        made.writer, made.written = self.writer, self.written
+        made.readers, made.atomics = dict(self.readers), dict(self.atomics)
+        return made
 
 
 @dataclass(eq=False)
@@ -81,16 +110,16 @@ class Ledger:
         self.sequence = 0
 
     def access(
-        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, is_write: bool, name: str
+        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str
     ) -> None:
         """Notes an access of bytes start to end, and reports accesses that have no order with it."""
         if start >= end:
             return
         if by[0] != block.stream:
             block.others[by[0]] = by
-        if not is_write and block.overwritten[0]:
+        if use is not Use.WRITE and block.overwritten[0]:
             self._check_overwritten(block, start, end, by=by, name=name)
-        self._note(block.segments, block, start, end, by=by, clock=clock, is_write=is_write, name=name)
+        self._note(block.segments, block, start, end, by=by, clock=clock, use=use, name=name)
 
     def _note(
         self,
@@ -101,45 +130,49 @@ class Ledger:
         *,
         by: Access,
         clock: Clock,
-        is_write: bool,
+        use: Use,
         name: str,
     ) -> bool:
         """Returns whether some of the bytes had no write in this ledger."""
         if not segments:
-            segments.append(Segment(0, max(block.num_bytes, end), None, {}, 0))
+            segments.append(Segment(0, max(block.num_bytes, end)))
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
             touched = segments
         else:
             touched = _split(segments, start, end)
         for one in touched:
-            self._check(block, one, by=by, clock=clock, is_write=is_write, name=name)
-        if not is_write:
+            self._check(block, one, by=by, clock=clock, use=use, name=name)
+        if use is Use.READ or use is Use.ATOMIC:
             for one in touched:
-                one.readers[by[0]] = by
+                (one.readers if use is Use.READ else one.atomics)[by[0]] = by
             return any(one.writer is None for one in touched)
         self.sequence += 1
         first = touched[0]
         first.start, first.end = start, end
-        first.writer, first.readers, first.written = by, {}, self.sequence
+        first.writer, first.readers, first.atomics, first.written = by, {}, {}, self.sequence
+        if use is Use.HAND_OVER:
+            first.writer = None
         if len(touched) > 1:
             dropped = set(map(id, touched[1:]))
             segments[:] = [one for one in segments if id(one) not in dropped]
         return False
 
     def _check(
-        self, block: Block, segment: Segment, *, by: Access, clock: Clock, is_write: bool, name: str
+        self, block: Block, segment: Segment, *, by: Access, clock: Clock, use: Use, name: str
     ) -> None:
         writer = segment.writer
         if writer is not None and clock.get(writer[0], 0) < writer[1]:
-            self._alarms.add(Kind.RACE, f"{name} {'writes' if is_write else 'reads'} what was written", by[2], writer[2])
-        if is_write:
-            for reader in segment.readers.values():
-                if clock.get(reader[0], 0) < reader[1]:
-                    self._alarms.add(Kind.RACE, f"{name} writes what is read", by[2], reader[2])
+            self._alarms.add(Kind.RACE, f"{name} {use.value} what was written", by[2], writer[2])
+        others = [segment.readers] if use is not Use.READ else []
+        others += [segment.atomics] if use is not Use.ATOMIC else []
+        for accesses in others:
+            for one in accesses.values():
+                if clock.get(one[0], 0) < one[1]:
+                    self._alarms.add(Kind.RACE, f"{name} {use.value} what is used", by[2], one[2])
 
     def _check_overwritten(self, block: Block, start: int, end: int, *, by: Access, name: str) -> None:
         sequence, graph = block.overwritten
-        for one in block.segments or [Segment(start, end, None, {}, 0)]:
+        for one in block.segments or [Segment(start, end)]:
             if one.start < end and start < one.end and one.written < sequence:
                 self._alarms.add(Kind.OVERWRITTEN, f"{name} reads after a replay of {graph}", by[2], block.place)
                 return
@@ -159,18 +192,18 @@ class CaptureLedger(Ledger):
         self.outputs: dict[tuple[Block, int, int], str] = {}
 
     def access(
-        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, is_write: bool, name: str
+        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str
     ) -> None:
         """Notes an access; see Ledger."""
         if start >= end:
             return
         segments = self._segments.setdefault(block, [])
-        is_input = self._note(segments, block, start, end, by=by, clock=clock, is_write=is_write, name=name)
+        is_input = self._note(segments, block, start, end, by=by, clock=clock, use=use, name=name)
         if by[0] != block.stream and block.pool is self._pool:
             block.others[by[0]] = by
-        if is_input:
+        if is_input or use is Use.ATOMIC:
             self.inputs.setdefault((block, start, end), by[2])
-        elif is_write:
+        elif use is Use.WRITE:
             self.outputs.setdefault((block, start, end), by[2])
 
     def blocks(self) -> set[Block]:
@@ -186,9 +219,9 @@ def _split(segments: list[Segment], start: int, end: int) -> list[Segment]:
             result.append(one)
             continue
         if one.start < start:
-            result.append(Segment(one.start, start, one.writer, dict(one.readers), one.written))
+            result.append(one.part(one.start, start))
         if one.end > end:
-            after = Segment(end, one.end, one.writer, dict(one.readers), one.written)
+            after = one.part(end, one.end)
         else:
             after = None
         one.start, one.end = max(one.start, start), min(one.end, end)

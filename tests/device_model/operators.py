@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megatron.core.graphs.refusals import reason_against_operator
 from tests.device_model.alarms import Kind, site
-from tests.device_model.memory import Block
+from tests.device_model.memory import Block, Usage, Use
 from tests.device_model.timeline import HOST
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _METADATA_IN_PLACE = frozenset(
     "as_strided_ squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_ detach_ set_ resize_".split()
 )
 # What an operator of the project really reads and writes, where its schema says less: see access_sets.py.
-AccessSet = Callable[..., tuple[list[Range], list[Range]]]
+AccessSet = Callable[..., Callable[[], list[Usage]]]
 
 
 class DeviceTensor(Tensor):
@@ -205,6 +205,8 @@ class OperatorRunner:
         self.before_launch(func, low_args, low_kwargs, writes, inputs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         schema, is_view = func._schema, func.is_view
+        declare = self.access_sets.get(schema.name)
+        declared = None if declare is None else declare(self, *args, **kwargs)
         func = _ONLY_ON_GPUS.get(func, func)
         results = func(*low_args, **low_kwargs)
         to_host = wanted is not None and torch.device(wanted).type == "cpu"
@@ -212,8 +214,11 @@ class OperatorRunner:
         if name.endswith("_like") or name.startswith("new_"):
             inputs = {}  # they take the shape and nothing else
         if not is_free:
-            reads_of, writes_of = self._ranges(schema.name, args, kwargs, inputs, hosts, writes, raised)
-            self.launch(name, reads_of, writes_of, random=is_random)
+            if declared is not None:
+                usages = declared()
+            else:
+                usages = self._usages(schema.name, args, kwargs, inputs, hosts, writes, raised)
+            self.launch(name, usages, random=is_random)
         self.after_launch(func, low_args, low_kwargs, results, is_free=name in _WITHOUT_WORK or is_view)
         return raised
 
@@ -260,7 +265,7 @@ class OperatorRunner:
             )
         return results
 
-    def _ranges(
+    def _usages(
         self: "Device",
         name: str,
         args: Sequence[Any],
@@ -269,26 +274,23 @@ class OperatorRunner:
         hosts: list[Tensor],
         writes: list[Any],
         results: Any,
-    ) -> tuple[list[Range], list[Range]]:
-        declared = self.access_sets.get(name)
-        if declared is not None:
-            return declared(self, *args, **kwargs)
+    ) -> list[Usage]:
         written: list[Tensor] = []
         for place, key in writes:
             value = kwargs.get(key) if key in kwargs else args[place] if place < len(args) else None
             written += _tensors(value)
         ids = set(map(id, written))
-        reads = [self.range_of(one) for one in inputs.values() if id(one) not in ids]
+        found = [Usage(*self.range_of(one), Use.READ) for one in inputs.values() if id(one) not in ids]
         for one in hosts:
             if self.is_pinned(one):
                 if id(one) not in ids:
-                    reads.append(self.range_of(one))
+                    found.append(Usage(*self.range_of(one), Use.READ))
             elif one.dim() > 0 and one.numel() and not name.startswith("aten::"):
                 self.alarms.add(Kind.PAGEABLE, name, site())
         known = {id(one) for one in inputs.values()}
         made = [one for one in _tensors(results) if isinstance(one, DeviceTensor) and id(one) not in known]
-        outputs = [self.range_of(one) for one in written if isinstance(one, DeviceTensor) or self.is_pinned(one)]
-        return reads, outputs + [self.range_of(one) for one in made]
+        outputs = [one for one in written if isinstance(one, DeviceTensor) or self.is_pinned(one)]
+        return found + [Usage(*self.range_of(one), Use.WRITE) for one in (*outputs, *made)]
 
     def _run_on_host(
         self: "Device", func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], hosts: list[Tensor]
@@ -349,9 +351,9 @@ class OperatorRunner:
             self.adopt_pinned(raised)
         target = raised
         pinned = self.is_pinned(source if source_on_host else target) if source_on_host or to_host else False
-        reads = [] if source_on_host and not pinned else [self.range_of(source)]
-        writes = [] if to_host and not pinned else [self.range_of(target)]
-        self.launch(name, reads, writes, copies=True)
+        usages = [] if source_on_host and not pinned else [Usage(*self.range_of(source), Use.READ)]
+        usages += [] if to_host and not pinned else [Usage(*self.range_of(target), Use.WRITE)]
+        self.launch(name, usages, copies=True)
         if (source_on_host or to_host) and not (behind and pinned):
             where = f"{'from' if source_on_host else 'to'} {'pinned' if pinned else 'pageable'} memory"
             self.host_waits(f"{name} {where}")

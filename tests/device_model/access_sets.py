@@ -1,0 +1,194 @@
+"""What the stash's operators really read and write, where their schemas name whole tensors.
+
+Each function is called before its operator runs, and returns a function that is called after it, because plans write
+the page ids that they use, and releases clear them.
+
+[Note: atomic accesses] `plan` and `release` may run at the same time. They meet in the free page ids (ring, tails),
+which their kernels read and write with acquire and release operations. Such accesses have no order among each other,
+and need one with all others. A page changes hands in this way: who gets it has to see that it is free, and so comes
+after all that was done before its release. So a release has to come after all accesses of its pages; from then on these
+do not count.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megatron.core.transformer.moe.paged_stash.page_layout import EncodedTensor, Held, split_tensors
+from tests.device_model.memory import Use, Usage
+
+if TYPE_CHECKING:
+    from tests.device_model.device import Device
+
+_TABLE_ITEM = _HELD_ITEM = 8  # bytes, int64
+_RECORD = _HELD_ITEM * len(Held)
+
+
+class _Operands:
+    """The records and page ids of one call's tensors, as they are when this is made."""
+
+    def __init__(self, device: "Device", table: Tensor, held: Tensor, layout: list[int], tensors: list[int]) -> None:
+        self._device, self._page_bytes, self._device_pages = device, layout[0], layout[1]
+        self.encoded = split_tensors(tensors)
+        self._table, self._held = table, held
+        records, ids = device.bytes_of(held), device.bytes_of(table)
+        self.pages = [
+            ids[one.table_start : one.table_start + int(records[one.slot, Held.PAGES])].tolist() for one in self.encoded
+        ]
+
+    def records(self, use: Use) -> list[Usage]:
+        """The records of the tensors."""
+        block, start, _ = self._device.range_of(self._held)
+        return [Usage(block, start + one.slot * _RECORD, start + (one.slot + 1) * _RECORD, use) for one in self.encoded]
+
+    def table(self, use: Use) -> list[Usage]:
+        """The entries that hold page ids."""
+        block, start, _ = self._device.range_of(self._table)
+        return [
+            Usage(
+                block,
+                start + one.table_start * _TABLE_ITEM,
+                start + (one.table_start + len(pages)) * _TABLE_ITEM,
+                use,
+            )
+            for one, pages in zip(self.encoded, self.pages)
+        ]
+
+    def bytes_of_pages(self, device_pages: Tensor, host_pages: Tensor, use: Use) -> list[Usage]:
+        """The pages themselves."""
+        tiers = [
+            self._device.range_of(tier) if tier.numel() else None for tier in (device_pages, host_pages)
+        ]
+        found = []
+        for page in (page for pages in self.pages for page in pages):
+            on_host = page >= self._device_pages
+            tier = tiers[on_host]
+            assert tier is not None, "a page of a tier without pages"
+            start = tier[1] + (page - self._device_pages * on_host) * self._page_bytes
+            found.append(Usage(tier[0], start, start + self._page_bytes, use))
+        return found
+
+
+def plan(
+    device: "Device",
+    num_rows: Tensor,
+    reserve: Tensor,
+    *,
+    heads: Tensor,
+    tails: Tensor,
+    ring: Tensor,
+    table: Tensor,
+    held: Tensor,
+    counters: Tensor,
+    layout: list[int],
+    tensors: list[int],
+) -> Callable[[], list[Usage]]:
+    """Takes free pages; returns what that uses."""
+
+    def used() -> list[Usage]:
+        operands = _Operands(device, table, held, layout, tensors)
+        return [
+            *(Usage(*device.range_of(one), Use.READ) for one in (num_rows, reserve)),
+            *(Usage(*device.range_of(one), Use.WRITE) for one in (heads, counters)),
+            *(Usage(*device.range_of(one), Use.ATOMIC) for one in (ring, tails)),
+            *operands.records(Use.WRITE),
+            *operands.table(Use.WRITE),
+        ]
+
+    return used
+
+
+def stash(
+    device: "Device",
+    sources: Sequence[Tensor],
+    device_pages: Tensor,
+    *,
+    host_pages: Tensor,
+    table: Tensor,
+    held: Tensor,
+    layout: list[int],
+    tensors: list[int],
+    num_programs: int,
+) -> Callable[[], list[Usage]]:
+    """Copies rows into pages."""
+    return lambda: _copy(device, sources, Use.READ, device_pages, host_pages, table, held, layout, tensors)
+
+
+def restore(
+    device: "Device",
+    device_pages: Tensor,
+    host_pages: Tensor,
+    *,
+    table: Tensor,
+    held: Tensor,
+    targets: Sequence[Tensor],
+    layout: list[int],
+    tensors: list[int],
+    num_programs: int,
+) -> Callable[[], list[Usage]]:
+    """Copies rows out of pages."""
+    return lambda: _copy(device, targets, Use.WRITE, device_pages, host_pages, table, held, layout, tensors)
+
+
+def _copy(
+    device: "Device",
+    rows: Sequence[Tensor],
+    use: Use,
+    device_pages: Tensor,
+    host_pages: Tensor,
+    table: Tensor,
+    held: Tensor,
+    layout: list[int],
+    tensors: list[int],
+) -> list[Usage]:
+    operands = _Operands(device, table, held, layout, tensors)
+    records = device.bytes_of(held)
+    opposite = Use.WRITE if use is Use.READ else Use.READ
+    return [
+        *(
+            _live(device, tensor, one, int(records[one.slot, Held.ROWS]), use)
+            for tensor, one, pages in zip(rows, operands.encoded, operands.pages)
+            if pages
+        ),
+        *operands.bytes_of_pages(device_pages, host_pages, opposite),
+        *operands.records(Use.READ),
+        *operands.table(Use.READ),
+    ]
+
+
+def _live(device: "Device", tensor: Tensor, encoded: EncodedTensor, num_rows: int, use: Use) -> Usage:
+    """The bytes of live rows. ROWS counts them in rows of this tensor."""
+    block, start, end = device.range_of(tensor)
+    return Usage(block, start, min(end, start + num_rows * encoded.pitch_bytes), use)
+
+
+def release(
+    device: "Device",
+    ring: Tensor,
+    tails: Tensor,
+    *,
+    table: Tensor,
+    held: Tensor,
+    layout: list[int],
+    tensors: list[int],
+) -> Callable[[], list[Usage]]:
+    """Gives pages back. The pages themselves are no operands: the device knows which pool has a ring."""
+    operands = _Operands(device, table, held, layout, tensors)
+    reference = device.page_pools.get(device.block_of(ring))
+    pool = None if reference is None else reference()
+
+    def used() -> list[Usage]:
+        found = [
+            *(Usage(*device.range_of(one), Use.ATOMIC) for one in (ring, tails)),
+            *operands.records(Use.WRITE),
+            *operands.table(Use.READ),
+        ]
+        if pool is not None:
+            found += operands.bytes_of_pages(pool.device_pages, pool.host_pages, Use.HAND_OVER)
+        return found
+
+    return used
+
+
+ACCESS_SETS = {f"paged_stash::{one.__name__}": one for one in (plan, stash, restore, release)}
