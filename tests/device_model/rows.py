@@ -1,12 +1,17 @@
-"""Runs of the training program on modelled GPUs: the rows of the capture table in docs/cuda_graphs.md, and others.
+"""Runs of the training program on modelled GPUs.
 
-    PYTHONPATH=. .venv/bin/python -m tests.device_model.rows [--graphs none|full|local] [--waits] [NAME ...]
+    PYTHONPATH=. .venv/bin/python -m tests.device_model.rows [--waits] [--flags "FURTHER FLAGS"] [PART OF A NAME ...]
 
-prints each row's alarms, and with --waits where the host waits.
+prints what the model finds in each row, and with --waits where the host waits. Without names it runs all rows.
+
+Rows are those of the capture table in docs/cuda_graphs.md, by whole steps ("full: ...") and by parts of layers
+("local: ..."), eagerly where nothing can be captured, and cases of the gate (tools/gate/cases.py) for what that table
+leaves out: FSDP2, ZeRO-2, offloading, updates in backward, overflows of the stash.
 """
 
 import argparse
 import importlib
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,13 +19,23 @@ from typing import Any
 
 from tests.device_model.host import on_modelled_gpus
 from tools.capture_configurations import CONFIGURATIONS
+from tools.gate.cases import CASES, PRETRAIN, RUN, Case
 
-NUM_STEPS = 4
-GRAPHS = {
-    "none": [],
-    "full": ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "2"],
-    "local": ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "2", "--cuda-graph-modules"],
-}
+FULL = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
+LOCAL = ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", "--cuda-graph-modules"]
+# Two eager steps, or one to warm up, the capture with the first replay, and another replay.
+NUM_STEPS = 3
+# Subjects of the gate whose cases are rows, apart from those that read files.
+SUBJECTS = ("ddp", "ZeRO-1", "ZeRO-2", "FSDP2", "in backward", "offload", "stash", "static", "fp16", "recompute")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command line, its number of ranks, and its number of steps."""
+
+    argv: tuple[str, ...]
+    ranks: int
+    num_steps: int = NUM_STEPS
 
 
 @dataclass
@@ -28,23 +43,41 @@ class Modelled:
     """A rank's record of a run on the modelled device. losses: of each step; failure: why there is no graph."""
 
     name: str
-    losses: list[Any] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
     num_graphs: int = 0
     failure: str | None = None
     num_launches: int = 0
     seconds: float = 0.0
+    error: str | None = None
 
 
-def argv_of(name: str, graphs: str) -> list[str]:
-    """Returns the command line of a row."""
-    row = CONFIGURATIONS[name]
-    return [*row.argv, *GRAPHS[graphs], *(row.modules.split() if graphs == "local" else [])]
+def all_rows() -> dict[str, Row]:
+    """Returns all rows by name."""
+    rows = {}
+    for name, one in CONFIGURATIONS.items():
+        if one.needs_gpu:
+            continue  # symmetric memory and DeepEP, of which the model has nothing
+        if one.is_whole:
+            rows[f"full: {name}"] = Row((*one.argv, *FULL), one.ranks)
+        if one.modules:
+            rows[f"local: {name}"] = Row((*one.argv, *LOCAL, *one.modules.split()), one.ranks)
+        if not one.is_whole and "--optimizer-cuda-graph" not in one.argv:
+            rows[f"eager: {name}"] = Row(tuple(one.argv), one.ranks)
+    for case in CASES:
+        if case.program == PRETRAIN and case.name.startswith(SUBJECTS) and "{" not in case.flags:
+            rows[case.name] = _row_of_case(case)
+    return rows
 
 
-def train(runs: Sequence[tuple[str, Sequence[str]]], num_steps: int = NUM_STEPS) -> list[Modelled]:
-    """Trains command lines one after the other on this rank, and returns what the model found."""
+def _row_of_case(case: Case) -> Row:
+    return Row(tuple(shlex.split(f"{RUN} {case.flags} --eval-iters 0")), case.ranks)
+
+
+def train(rows: Sequence[tuple[str, Row]]) -> list[Modelled]:
+    """Trains rows one after the other on this rank, and returns what the model found."""
     # Here and not above: a process that only starts others must not load the model.
     from megatron.training.training import train_step
     from tests.device_model.cuda_api import install
@@ -52,19 +85,25 @@ def train(runs: Sequence[tuple[str, Sequence[str]]], num_steps: int = NUM_STEPS)
 
     device = install()
     found = []
-    for name, argv in runs:
+    for name, row in rows:
         record = Modelled(name)
         device.alarms.found.clear()
         device.host_wait_sites.clear()
         launches, began = device.num_launches, time.monotonic()
-        with started_run(argv) as run:
-            for _ in range(num_steps):
-                record.losses.append(repr(run.measured(train_step(run)[0]).losses))
-            graph = run.steps.graph
-            if graph is not None:
-                record.num_graphs, record.failure = graph.num_graphs, graph.failure
-                graph.drop_graphs()
+        try:
+            with started_run(row.argv) as run:
+                for _ in range(row.num_steps):
+                    record.losses.append(repr(run.measured(train_step(run)[0]).losses))
+                graph = run.steps.graph
+                if graph is not None:
+                    record.num_graphs, record.failure = graph.num_graphs, graph.failure
+                    graph.drop_graphs()
+        except Exception as error:
+            if row.ranks > 1:
+                raise  # the other ranks wait for this one
+            record.error = f"{type(error).__name__}: {error}"
         record.alarms = [f"{count} x {alarm}" for alarm, count in device.alarms.found.items()]
+        record.kinds = sorted(kind.name for kind in device.alarms.kinds())
         record.waits = dict(device.host_wait_sites)
         record.num_launches, record.seconds = device.num_launches - launches, time.monotonic() - began
         found.append(record)
@@ -75,28 +114,28 @@ def main() -> None:
     """Prints what the model finds in the rows that are named, or in all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[])
-    parser.add_argument("--graphs", choices=list(GRAPHS), default="full")
     parser.add_argument("--waits", action="store_true")
-    parser.add_argument("--more", default="", help="further flags, in one word")
+    parser.add_argument("--flags", default="")
     options = parser.parse_args()
-    names = options.names or list(CONFIGURATIONS)
-    for name in names:
-        runs = [(name, [*argv_of(name, options.graphs), *options.more.split()])]
+    for name, row in all_rows().items():
+        if options.names and not any(part in name for part in options.names):
+            continue
+        row = Row((*row.argv, *shlex.split(options.flags)), row.ranks, row.num_steps)
         try:
-            results = on_modelled_gpus(train, CONFIGURATIONS[name].ranks, runs)
+            results = on_modelled_gpus(train, row.ranks, [(name, row)])
         except Exception as error:
-            print(f"ERROR {name}: {str(error)[:1500]}", flush=True)
+            print(f"{name}: ERROR {error}", flush=True)
             continue
         for rank, (record,) in enumerate(results):
             print(
                 f"{name} [{rank}]: {record.seconds:.1f} s, {record.num_launches} launches, {record.num_graphs} graphs, "
-                f"{record.failure or ''} {record.losses[-1]}",
+                f"{record.error or record.failure or ''} {record.losses[-1:]}",
                 flush=True,
             )
             for alarm in record.alarms:
                 print(f"    {alarm}")
             for wait, count in record.waits.items() if options.waits else ():
-                print(f"    waits {count} x {wait}")
+                print(f"    waits {count} x {wait}", flush=True)
 
 
 if __name__ == "__main__":
