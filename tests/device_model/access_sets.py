@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import EncodedTensor, Held, split_tensors
-from tests.device_model.memory import Use, Usage
+from tests.device_model.memory import Usage, Use
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device
@@ -57,9 +57,7 @@ class _Operands:
 
     def bytes_of_pages(self, device_pages: Tensor, host_pages: Tensor, use: Use) -> list[Usage]:
         """The pages themselves."""
-        tiers = [
-            self._device.range_of(tier) if tier.numel() else None for tier in (device_pages, host_pages)
-        ]
+        tiers = [self._device.range_of(tier) if tier.numel() else None for tier in (device_pages, host_pages)]
         found = []
         for page in (page for pages in self.pages for page in pages):
             on_host = page >= self._device_pages

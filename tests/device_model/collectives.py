@@ -5,6 +5,7 @@ current stream wait for its end, and not the host. A synchronous one runs on the
 Until `wait` the work holds its tensors, as ProcessGroupNCCL does.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,19 +60,34 @@ class ModelledWork(dist.Work):
         return future
 
 
-class _Then:
-    """Work of gloo, with work on the CPU after it."""
+class _Once:
+    """Work of gloo that is awaited once, as transfers of gloo must be, with what follows on the CPU."""
 
-    def __init__(self, inner: Any, then: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, then: Callable[[], Any] | None) -> None:
         self._inner, self._then, self._is_done = inner, then, False
 
     def wait(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
         if self._inner is not None:
             self._inner.wait()
-        if not self._is_done:
-            self._is_done = True
+        if self._then is not None:
             with operators.plainly():
                 self._then()
+
+
+# Gloo breaks a transfer off if nobody holds its work. By far more than can be under way.
+_HELD: "deque[_Once]" = deque()
+_MAX_HELD = 4096
+
+
+def _held(inner: Any, then: Callable[[], Any] | None = None) -> _Once:
+    work = _Once(inner, then)
+    _HELD.append(work)
+    if len(_HELD) > _MAX_HELD:
+        _HELD.popleft().wait()
+    return work
 
 
 def install_collectives(device: Device) -> None:
@@ -85,7 +101,7 @@ def install_collectives(device: Device) -> None:
 def _method(device: Device, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         given = _tensors([*args, *kwargs.values()])
-        if not any(isinstance(one, DeviceTensor) for one in given):
+        if not any(type(one) is DeviceTensor for one in given):
             return original(group, *args, **kwargs)
         if name in _UNSUPPORTED:
             raise NotImplementedError(f"the device model does not know {name}")
@@ -99,7 +115,7 @@ def _launch(device: Device, name: str, original: Callable[..., Any], group: Any,
     tensors = [*outputs, *inputs]
     options = next((one for one in reversed(args) if hasattr(one, "asyncOp")), None)
     is_async = True if options is None else bool(options.asyncOp)
-    device.finish_collectives(tensors)
+    device.finish_collectives(inputs, outputs)
     low = {id(one): device.bytes_of(one) for one in tensors}
     plain_outputs, plain_inputs = [low[id(one)] for one in outputs], [low[id(one)] for one in inputs]
 
@@ -123,9 +139,10 @@ def _launch(device: Device, name: str, original: Callable[..., Any], group: Any,
         usages += [Usage(*device.range_of(one), Use.WRITE) for one in outputs]
         device.launch(name, usages)
         inner = start()
-        device.add_step([*plain_outputs, *plain_inputs], start)
-        for block in {device.block_of(one) for one in tensors}:
-            block.pending.append(inner)
+        device.add_step(plain_inputs, plain_outputs, start)
+        for part, is_write in ((inputs, False), (outputs, True)):
+            for block in {device.block_of(one) for one in part}:
+                block.pending.append((inner, is_write))
         if is_async:
             end = torch.accelerator.current_stream().record_event()
     finally:
@@ -148,7 +165,7 @@ def _allreduce(original: Any, group: Any, tensors: Any, options: Any = None) -> 
 
     def run(outputs: list[Tensor], _: list[Tensor]) -> Any:
         work = original(group, outputs, options)
-        return _Then(work, lambda: [one.div_(group.size()) for one in outputs] if averages else None)  # type: ignore[arg-type,return-value]
+        return _held(work, (lambda: [one.div_(group.size()) for one in outputs]) if averages else None)
 
     return tensors, [], run, group
 
@@ -158,7 +175,7 @@ def _broadcast(original: Any, group: Any, tensors: Any, options: Any) -> Any:
     is_root = group.rank() == options.rootRank
 
     def run(outputs: list[Tensor], inputs: list[Tensor]) -> Any:
-        return original(group, inputs if is_root else outputs, options)
+        return _held(original(group, inputs if is_root else outputs, options))
 
     return ([], tensors, run, group) if is_root else (tensors, [], run, group)
 
@@ -167,7 +184,7 @@ def _all_gather_single(original: Any, group: Any, output: Tensor, input: Tensor,
     def run(outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         gathered = [torch.empty_like(inputs[0]) for _ in range(group.size())]
         work = dist.all_gather(gathered, inputs[0].clone(), group=group, async_op=True)
-        return _Then(work, lambda: outputs[0].view(-1).copy_(torch.cat([one.view(-1) for one in gathered])))  # type: ignore[arg-type,return-value]
+        return _held(work, lambda: outputs[0].view(-1).copy_(torch.cat([one.view(-1) for one in gathered])))
 
     return [output], [input], run, group
 
@@ -187,32 +204,37 @@ def _reduce_scatter_single(original: Any, group: Any, output: Tensor, input: Ten
                 total += part
             outputs[0].view(-1).copy_(total.div_(group.size()) if averages else total)
 
-        return _Then(work, add)
+        return _held(work, add)
 
     return [output], [input], run, group
 
 
 def _all_to_all_single(original: Any, group: Any, output: Tensor, input: Tensor, *rest: Any) -> Any:
-    return [output], [input], lambda outputs, inputs: original(group, outputs[0], inputs[0], *rest), group
+    return [output], [input], lambda outputs, inputs: _held(original(group, outputs[0], inputs[0], *rest)), group
 
 
 def _allgather(original: Any, group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
     def run(low_outputs: list[Tensor], low_inputs: list[Tensor]) -> Any:
-        return original(group, [low_outputs], low_inputs, *rest)
+        return _held(original(group, [low_outputs], low_inputs, *rest))
 
     return _tensors(outputs), _tensors(inputs), run, group
 
 
 def _alltoall(original: Any, group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
-    return outputs, inputs, lambda low_outputs, low_inputs: original(group, low_outputs, low_inputs, *rest), group
+    return (
+        outputs,
+        inputs,
+        lambda low_outputs, low_inputs: _held(original(group, low_outputs, low_inputs, *rest)),
+        group,
+    )
 
 
 def _send(original: Any, group: Any, tensors: Any, peer: int, tag: int) -> Any:
-    return [], _tensors(tensors), lambda _, inputs: original(group, inputs, peer, tag), (group, "send", peer)
+    return [], _tensors(tensors), lambda _, inputs: _held(original(group, inputs, peer, tag)), (group, "send", peer)
 
 
 def _recv(original: Any, group: Any, tensors: Any, peer: int, tag: int) -> Any:
-    return _tensors(tensors), [], lambda outputs, _: original(group, outputs, peer, tag), (group, "recv", peer)
+    return _tensors(tensors), [], lambda outputs, _: _held(original(group, outputs, peer, tag)), (group, "recv", peer)
 
 
 _METHODS: dict[str, Callable[..., Any]] = {

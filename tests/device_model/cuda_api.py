@@ -3,6 +3,7 @@
 torch.Stream, torch.Event, torch.accelerator and the autograd engine need no replacement: they call engine_streams.cpp.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -112,12 +113,21 @@ class _DefaultGenerators:
         return DEFAULT_GENERATOR
 
 
+GRAPHS: "weakref.WeakSet[CUDAGraph]" = weakref.WeakSet()
+
+
 class CUDAGraph:
     """Replacement of torch.cuda.CUDAGraph."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._recorded: Recorded | None = None
         self._generators: set[int] = set()
+        GRAPHS.add(self)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it holds captured work, and so memory."""
+        return self._recorded is not None
 
     def register_generator_state(self, generator: Generator) -> None:
         """Lets captured work draw from a generator."""

@@ -28,10 +28,15 @@ _NAN_BYTE = 0xFF
 
 @dataclass(frozen=True)
 class Step:
-    """Work of a graph on the CPU. uses: addresses of the storages. run: starts it, and returns what is to be awaited."""
+    """Work of a graph on the CPU. reads, writes: addresses of storages. run: returns a collective's work, or None."""
 
-    uses: frozenset[int]
+    reads: frozenset[int]
+    writes: frozenset[int]
     run: Callable[[], Any]
+
+    def meets(self, other: "Step") -> bool:
+        """Whether it uses what the other writes, or writes what the other uses."""
+        return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
 
 
 @dataclass(eq=False)
@@ -160,7 +165,7 @@ class Device(OperatorRunner):
 
     def use_address(self, address: int, stream: int) -> None:
         """Notes that the autograd engine has recorded a stream for the memory at an address of the program."""
-        for key, block in list(self.memory.blocks.items()):
+        for block in list(self.memory.blocks.values()):
             storage = block.reference()
             if storage is not None and storage.data_ptr() == address and address:
                 block.recorded.add(stream)
@@ -219,6 +224,33 @@ class Device(OperatorRunner):
             if copies and block.is_pinned:
                 block.recorded.add(stream)
 
+    def run_kernel(
+        self,
+        name: str,
+        *,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Callable[[Callable[[Any], Any]], Any],
+    ) -> None:
+        """Runs a kernel that is no operator of torch. run: receives a function that returns a tensor's plain form, and other values as they are."""
+        tensors = [*reads, *writes]
+        on_device = [one for one in tensors if type(one) is operators.DeviceTensor]
+        self.finish_collectives([one for one in reads if type(one) is operators.DeviceTensor], writes)
+        plain = {id(one): self.bytes_of(one) for one in on_device}
+        capture = self.capture
+        if capture is not None and self.stream in capture.streams:
+            for one in writes:
+                self.keep(capture, plain[id(one)])
+        usages = [Usage(*self.range_of(one), Use.READ) for one in reads if id(one) in plain]
+        self.launch(name, [*usages, *(Usage(*self.range_of(one), Use.WRITE) for one in writes)])
+
+        def again() -> None:
+            run(lambda one: plain.get(id(one), one))
+
+        with operators.plainly():
+            again()
+        self.add_step(plain.values(), [plain[id(one)] for one in writes], again)
+
     def host_accesses(self, name: str, pinned: Iterable[Tensor], written: Sequence[int]) -> None:
         """Notes that the host reads or writes pinned memory."""
         if self.capture is not None:
@@ -230,12 +262,19 @@ class Device(OperatorRunner):
             use = Use.WRITE if id(tensor) in written else Use.READ
             self.ledger.access(block, start, end, by=by, clock=clock, use=use, name=f"{name} on the host")
 
-    def finish_collectives(self, tensors: Iterable[Tensor]) -> None:
-        """Waits on the CPU for collectives that use the bytes of these tensors. No part of the model: values only."""
-        for tensor in tensors:
-            block = self.block_of(tensor)
-            while block.pending:
-                block.pending.pop().wait()
+    def finish_collectives(self, reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> None:
+        """Waits on the CPU for collectives under way that write what is read, or use what is written.
+
+        This is no part of the model, which would report such an access: it keeps the numbers right.
+        """
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                block = self.block_of(tensor)
+                if block.pending:
+                    for work, writes_too in block.pending:
+                        if is_write or writes_too:
+                            work.wait()
+                    block.pending = [] if is_write else [one for one in block.pending if not one[1]]
 
     # Captures.
 
@@ -307,10 +346,8 @@ class Device(OperatorRunner):
         capture = self.capture
         if capture is None or self.stream not in capture.streams:
             return
-        for place, name in writes:
-            value = kwargs.get(name) if name in kwargs else args[place] if place < len(args) else None
-            for plain in operators._tensors(value):
-                self.keep(capture, plain)
+        for plain in operators.written_by(writes, args, kwargs):
+            self.keep(capture, plain)
 
     def keep(self, capture: Capture, plain: Tensor) -> None:
         """Keeps the bytes of memory from before the capture."""
@@ -322,7 +359,14 @@ class Device(OperatorRunner):
         capture.kept[key] = (data, data.clone())
 
     def after_launch(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any, *, is_free: bool
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        results: Any,
+        *,
+        writes: Sequence[Any],
+        is_free: bool,
     ) -> None:
         """In a capture, adds an operator to the graph."""
         capture = self.capture
@@ -337,12 +381,14 @@ class Device(OperatorRunner):
             for place, one in made:
                 one.copy_(found[place])
 
-        self.add_step(given, again)
+        written = operators.written_by(writes, args, kwargs)
+        self.add_step(given, [*written, *(one for _, one in made)], again)
 
-    def add_step(self, uses: Iterable[Tensor], run: Callable[[], Any]) -> None:
-        """In a capture, adds work to the graph. uses: plain tensors."""
+    def add_step(self, reads: Iterable[Tensor], writes: Iterable[Tensor], run: Callable[[], Any]) -> None:
+        """In a capture, adds work to the graph. reads, writes: plain tensors."""
         if self.capture is not None and self.stream in self.capture.streams:
-            self.capture.recorded.steps.append(Step(frozenset(one.untyped_storage()._cdata for one in uses), run))
+            used = (frozenset(one.untyped_storage()._cdata for one in tensors) for tensors in (reads, writes))
+            self.capture.recorded.steps.append(Step(*used, run))
 
     def replay(self, recorded: Recorded) -> None:
         """Launches the work of a graph on the current stream, as one unit."""
@@ -363,15 +409,15 @@ class Device(OperatorRunner):
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
             self.ledger.access(block, start, end, by=by, clock=clock, use=Use.WRITE, name=recorded.name)
-        flying: list[tuple[frozenset[int], Any]] = []
+        flying: list[tuple[Step, Any]] = []
         with operators.plainly():
             for step in recorded.steps:
-                for uses, work in [one for one in flying if one[0] & step.uses]:
+                for other, work in [one for one in flying if step.meets(one[0])]:
                     work.wait()
-                    flying.remove((uses, work))
+                    flying.remove((other, work))
                 work = step.run()
                 if work is not None:
-                    flying.append((step.uses, work))
+                    flying.append((step, work))
             for _, work in flying:
                 work.wait()
 

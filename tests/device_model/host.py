@@ -38,7 +38,7 @@ def on_modelled_gpus(fn: Callable[..., Any], world_size: int, *args: Any, timeou
 @cache
 def _host() -> Connection:
     ours, theirs = multiprocessing.Pipe()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tests.device_model.host", str(theirs.fileno())]
     subprocess.Popen(words, cwd=harness.ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()

@@ -88,7 +88,7 @@ class Block:
     born: int = 0
     died: float = float("inf")
     overwritten: tuple[int, str] = (0, "")
-    pending: list[Any] = field(default_factory=list)  # works of collectives that use the bytes
+    pending: list[tuple[Any, bool]] = field(default_factory=list)  # collectives of gloo that use it, and if they write
     reference: Any = None
 
     @property
@@ -109,9 +109,7 @@ class Ledger:
         self._alarms = alarms
         self.sequence = 0
 
-    def access(
-        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str
-    ) -> None:
+    def access(self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str) -> None:
         """Notes an access of bytes start to end, and reports accesses that have no order with it."""
         if start >= end:
             return
@@ -157,9 +155,7 @@ class Ledger:
             segments[:] = [one for one in segments if id(one) not in dropped]
         return False
 
-    def _check(
-        self, block: Block, segment: Segment, *, by: Access, clock: Clock, use: Use, name: str
-    ) -> None:
+    def _check(self, block: Block, segment: Segment, *, by: Access, clock: Clock, use: Use, name: str) -> None:
         writer = segment.writer
         if writer is not None and clock.get(writer[0], 0) < writer[1]:
             self._alarms.add(Kind.RACE, f"{name} {use.value} what was written", by[2], writer[2])
@@ -191,9 +187,7 @@ class CaptureLedger(Ledger):
         self.inputs: dict[tuple[Block, int, int], str] = {}
         self.outputs: dict[tuple[Block, int, int], str] = {}
 
-    def access(
-        self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str
-    ) -> None:
+    def access(self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str) -> None:
         """Notes an access; see Ledger."""
         if start >= end:
             return
@@ -250,7 +244,13 @@ class Memory:
         return self._pools[-1]
 
     def allocate(
-        self, program: torch.UntypedStorage, storage: torch.UntypedStorage, *, stream: int, clock: Clock, pool: Pool | None
+        self,
+        program: torch.UntypedStorage,
+        storage: torch.UntypedStorage,
+        *,
+        stream: int,
+        clock: Clock,
+        pool: Pool | None,
     ) -> Block:
         """Gives the program's storage a block. stream: HOST for pinned memory. clock: that of this stream."""
         place = site()

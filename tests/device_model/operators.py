@@ -7,7 +7,7 @@ may hold the bytes without holding what the program has released.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megatron.core.graphs.refusals import reason_against_operator
 from tests.device_model.alarms import Kind, site
 from tests.device_model.memory import Block, Usage, Use
-from tests.device_model.timeline import HOST
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device
@@ -168,7 +167,7 @@ class OperatorRunner:
 
         def lower(value: Any) -> Any:
             nonlocal on_device
-            if isinstance(value, DeviceTensor):
+            if type(value) is DeviceTensor:
                 on_device = True
                 plain = self.bytes_of(value)
                 inputs[id(plain)] = value
@@ -201,7 +200,7 @@ class OperatorRunner:
             self._check_reads(func, args, kwargs)
         if name in ("copy_", "_to_copy"):
             return self._copy(func, name, args, kwargs, low_args, low_kwargs, inputs, programs)
-        self.finish_collectives(inputs.values())
+        self._await_collectives(inputs.values(), written_by(writes, args, kwargs))
         self.before_launch(func, low_args, low_kwargs, writes, inputs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         schema, is_view = func._schema, func.is_view
@@ -219,8 +218,14 @@ class OperatorRunner:
             else:
                 usages = self._usages(schema.name, args, kwargs, inputs, hosts, writes, raised)
             self.launch(name, usages, random=is_random)
-        self.after_launch(func, low_args, low_kwargs, results, is_free=name in _WITHOUT_WORK or is_view)
+        self.after_launch(func, low_args, low_kwargs, results, writes=writes, is_free=name in _WITHOUT_WORK or is_view)
         return raised
+
+    def _await_collectives(self: "Device", tensors: Iterable[Tensor], written: list[Tensor]) -> None:
+        ids = set(map(id, written))
+        self.finish_collectives(
+            [one for one in tensors if id(one) not in ids], [one for one in written if type(one) is DeviceTensor]
+        )
 
     def _learn(self, func: Any) -> tuple[str, bool, bool, list[Any]]:
         name = func._schema.name.split("::")[-1]
@@ -245,7 +250,12 @@ class OperatorRunner:
             self.host_waits(f"{func}")
 
     def _raise(
-        self: "Device", results: Any, inputs: dict[int, Tensor], programs: dict[int, torch.UntypedStorage], *, to_host: bool
+        self: "Device",
+        results: Any,
+        inputs: dict[int, Tensor],
+        programs: dict[int, torch.UntypedStorage],
+        *,
+        to_host: bool,
     ) -> Any:
         if isinstance(results, Tensor):
             known = inputs.get(id(results))
@@ -260,9 +270,7 @@ class OperatorRunner:
             programs[results.untyped_storage()._cdata] = made.untyped_storage()
             return made
         if isinstance(results, (list, tuple)):
-            return type(results)(
-                self._raise(one, inputs, programs, to_host=to_host) for one in results
-            )
+            return type(results)(self._raise(one, inputs, programs, to_host=to_host) for one in results)
         return results
 
     def _usages(
@@ -275,10 +283,7 @@ class OperatorRunner:
         writes: list[Any],
         results: Any,
     ) -> list[Usage]:
-        written: list[Tensor] = []
-        for place, key in writes:
-            value = kwargs.get(key) if key in kwargs else args[place] if place < len(args) else None
-            written += _tensors(value)
+        written = written_by(writes, args, kwargs)
         ids = set(map(id, written))
         found = [Usage(*self.range_of(one), Use.READ) for one in inputs.values() if id(one) not in ids]
         for one in hosts:
@@ -288,8 +293,8 @@ class OperatorRunner:
             elif one.dim() > 0 and one.numel() and not name.startswith("aten::"):
                 self.alarms.add(Kind.PAGEABLE, name, site())
         known = {id(one) for one in inputs.values()}
-        made = [one for one in _tensors(results) if isinstance(one, DeviceTensor) and id(one) not in known]
-        outputs = [one for one in written if isinstance(one, DeviceTensor) or self.is_pinned(one)]
+        made = [one for one in _tensors(results) if type(one) is DeviceTensor and id(one) not in known]
+        outputs = [one for one in written if type(one) is DeviceTensor or self.is_pinned(one)]
         return found + [Usage(*self.range_of(one), Use.WRITE) for one in (*outputs, *made)]
 
     def _run_on_host(
@@ -307,8 +312,7 @@ class OperatorRunner:
         if self.num_pinned and not func.is_view and name not in _WITHOUT_WORK:
             pinned = [one for one in hosts if self.is_pinned(one)]
             if pinned:
-                written = [id(leaf) for place, key in self._facts[func][3] for leaf in _tensors(
-                    kwargs.get(key) if key in kwargs else args[place] if place < len(args) else None)]
+                written = list(map(id, written_by(self._facts[func][3], args, kwargs)))
                 self.host_accesses(name, pinned, written)
         return results
 
@@ -334,16 +338,16 @@ class OperatorRunner:
         inputs: dict[int, Tensor],
         programs: dict[int, torch.UntypedStorage],
     ) -> Any:
-        """Copies between or within memories; [Note: copies] of docs of CUDA: only pinned memory is copied behind the host."""
+        """Copies within the device, or between it and the host, which waits unless its memory is pinned."""
         is_new = name == "_to_copy"
         source = args[0] if is_new else args[1]
-        source_on_host = not isinstance(source, DeviceTensor)
+        source_on_host = type(source) is not DeviceTensor
         wanted = kwargs.get("device")
-        to_host = (wanted is not None and torch.device(wanted).type == "cpu") if is_new else not isinstance(
-            args[0], DeviceTensor
+        to_host = (
+            (wanted is not None and torch.device(wanted).type == "cpu") if is_new else type(args[0]) is not DeviceTensor
         )
         behind = bool(kwargs.get("non_blocking", args[2] if not is_new and len(args) > 2 else False))
-        self.finish_collectives(inputs.values())
+        self._await_collectives(inputs.values(), [] if is_new else [args[0]])
         self.before_launch(func, low_args, low_kwargs, [] if is_new else [(0, "self")], inputs)
         results = func(*low_args, **low_kwargs)
         raised = self._raise(results, inputs, programs, to_host=to_host) if is_new else args[0]
@@ -357,8 +361,16 @@ class OperatorRunner:
         if (source_on_host or to_host) and not (behind and pinned):
             where = f"{'from' if source_on_host else 'to'} {'pinned' if pinned else 'pageable'} memory"
             self.host_waits(f"{name} {where}")
-        self.after_launch(func, low_args, low_kwargs, results, is_free=False)
+        self.after_launch(func, low_args, low_kwargs, results, writes=[] if is_new else [(0, "self")], is_free=False)
         return raised
+
+
+def written_by(writes: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors among the arguments at these places that an operator writes to."""
+    found: list[Tensor] = []
+    for place, name in writes:
+        found += _tensors(kwargs[name] if name in kwargs else args[place] if place < len(args) else None)
+    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

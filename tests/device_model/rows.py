@@ -15,7 +15,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.device_model.host import on_modelled_gpus
 from tools.capture_configurations import CONFIGURATIONS

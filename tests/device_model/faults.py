@@ -1,0 +1,153 @@
+"""Seeded faults: lines of the project that the device model must miss, one at a time.
+
+    PYTHONPATH=. .venv/bin/python -m tests.device_model.faults [PART OF A NAME ...]
+
+puts each fault of faults.yaml into the running functions, trains the row that it names, and prints what was found.
+"""
+
+import argparse
+import gc
+import importlib
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests.device_model.host import on_modelled_gpus
+from tests.device_model.rows import Modelled, Row, all_rows, train
+from tools.gate.fault import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).with_name("faults.yaml")
+
+
+@dataclass(frozen=True)
+class DeviceFault(Fault):
+    """A fault that the model must find. kind: that of the alarm. row: the name of a row; flags: further ones of it."""
+
+    row: str
+    flags: str = ""
+
+    def chosen_row(self) -> Row:
+        """Returns the row that is trained with the fault."""
+        row = all_rows()[self.row]
+        return Row((*row.argv, *self.flags.split()), row.ranks, row.num_steps)
+
+
+def read_faults() -> list[DeviceFault]:
+    """Returns the faults of faults.yaml. Raises TypeError for an entry with unknown or missing keys."""
+    return [DeviceFault(**entry) for entry in yaml.safe_load(FAULTS.read_text(encoding="utf-8"))]
+
+
+@contextmanager
+def put_in(fault: Fault) -> Iterator[None]:
+    """Gives the running functions that the fault changes their changed code. Raises ValueError if it changes none."""
+    path = ROOT / fault.file
+    text = path.read_text(encoding="utf-8")
+    changed = _codes(compile(fault.changed(text), str(path), "exec"))
+    sound = _codes(compile(text, str(path), "exec"))
+    wanted = {
+        name: code
+        for name, code in changed.items()
+        if code.co_code != sound[name].co_code
+        or code.co_consts != sound[name].co_consts
+        or code.co_names != sound[name].co_names
+    }
+    found = [
+        one
+        for one in gc.get_objects()
+        if isinstance(one, types.FunctionType)
+        and one.__code__.co_filename == str(path)
+        and one.__code__.co_qualname in wanted
+    ]
+    functions = [one for one in found if one.__code__.co_freevars == wanted[one.__code__.co_qualname].co_freevars]
+    if not functions:
+        raise ValueError(f"fault {fault.name!r} changes no function that is loaded")
+    before = [one.__code__ for one in functions]
+    for one in functions:
+        one.__code__ = wanted[one.__code__.co_qualname]
+    try:
+        yield
+    finally:
+        for one, code in zip(functions, before, strict=True):
+            one.__code__ = code
+
+
+def _codes(code: types.CodeType) -> dict[str, types.CodeType]:
+    """Returns the code of all functions by qualified name, without those inside of others."""
+    found = {}
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            if "<" not in one.co_name and one.co_flags & 0x2:  # CO_NEWLOCALS: a function and no class body
+                found[one.co_qualname] = one
+            else:
+                found |= _codes(one)
+    return found
+
+
+def train_with_faults(faults: Sequence[tuple[DeviceFault, Row]]) -> list[Modelled]:
+    """Trains each fault's row with the fault, on this rank."""
+    records = []
+    for fault, row in faults:
+        with put_in(fault):
+            try:
+                records += train([(fault.name, row)])
+            except Exception as error:
+                records.append(_broken(fault.name, error))
+    return records
+
+
+def _broken(name: str, error: Exception) -> Modelled:
+    from tests.device_model.cuda_api import install
+
+    alarms = install().alarms
+    return Modelled(
+        name,
+        alarms=[f"{count} x {alarm}" for alarm, count in alarms.found.items()],
+        kinds=sorted(kind.name for kind in alarms.kinds()),
+        error=f"{type(error).__name__}: {error}",
+    )
+
+
+def results_of(faults: Sequence[DeviceFault]) -> dict[str, list[Modelled]]:
+    """Returns the records of all ranks for each fault. Faults of one number of ranks share processes."""
+    by_ranks: dict[int, list[tuple[DeviceFault, Row]]] = defaultdict(list)
+    for fault in faults:
+        row = fault.chosen_row()
+        by_ranks[row.ranks].append((fault, row))
+    found: dict[str, list[Modelled]] = {}
+    for ranks, chosen in by_ranks.items():
+        # A fault that ends a run on one of several ranks leaves the others waiting: those have their own processes.
+        for part in [chosen] if ranks == 1 else [[one] for one in chosen]:
+            results = on_modelled_gpus(train_with_faults, ranks, part)
+            for records in zip(*results, strict=True):
+                found[records[0].name] = list(records)
+    return found
+
+
+def main() -> None:
+    """Prints which faults are found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=[])
+    options = parser.parse_args()
+    faults = [one for one in read_faults() if one.is_named(options.names or None)]
+    missed = 0
+    for fault in faults:
+        (records,) = results_of([fault]).values()
+        is_found = any(fault.kind in record.kinds for record in records)
+        missed += not is_found
+        print(f"{'found ' if is_found else 'MISSED'} {fault.name}: {fault.kind} in {fault.row}", flush=True)
+        for record in records:
+            for line in [*record.alarms[:3], *([record.error] if record.error else [])]:
+                print(f"    {line[:300]}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} found")
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.device_model.faults").main()
