@@ -49,6 +49,7 @@ class Recorded:
     inputs: list[tuple[Range, str]] = field(default_factory=list)
     outputs: list[tuple[Range, str]] = field(default_factory=list)
     generators: set[int] = field(default_factory=set)
+    born: tuple[int, int] = (0, 0)  # times of the pool at the begin and the end of the capture
 
     @property
     def name(self) -> str:
@@ -276,6 +277,11 @@ class Device(OperatorRunner):
                             work.wait()
                     block.pending = [] if is_write else [one for one in block.pending if not one[1]]
 
+    def _finish(self, block: Block) -> None:
+        for work, _ in block.pending:
+            work.wait()
+        block.pending = []
+
     # Captures.
 
     def begin_capture(self, pool: Pool, generators: set[int]) -> None:
@@ -286,7 +292,7 @@ class Device(OperatorRunner):
         if stream == 0:
             raise RuntimeError("the default stream cannot be captured")
         self._num_captures += 1
-        recorded = Recorded(self._num_captures, pool, generators=generators)
+        recorded = Recorded(self._num_captures, pool, generators=generators, born=(pool.now + 1, 0))
         capture = Capture(recorded, stream, CaptureLedger(self.alarms, pool))
         capture.streams[stream] = dict(self.timeline.clock_of(stream))
         self.capture = capture
@@ -310,9 +316,11 @@ class Device(OperatorRunner):
             clock[stream] = launched
             self.timeline._host_seen.pop(stream, None)
         for block in capture.ledger.blocks():
+            self._finish(block)
             if block.pool is capture.recorded.pool:
                 block.others.clear()
         recorded = capture.recorded
+        recorded.born = recorded.born[0], recorded.pool.now
         pools = [pool for pool in (reference() for reference in self.page_pools.values()) if pool is not None]
         tiers = [tier for pool in pools for tier in (pool.device_pages, pool.host_pages) if tier.numel()]
         whole = set(map(self.block_of, tiers))
@@ -401,7 +409,8 @@ class Device(OperatorRunner):
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
             self.ledger.access(block, start, end, by=by, clock=clock, use=Use.READ, name=recorded.name)
-        own = {block for (block, _, _), _ in recorded.outputs if block.pool is recorded.pool}
+        first, last = recorded.born
+        own = {block for block in recorded.pool.blocks if first <= block.born <= last}
         self.ledger.sequence += 1
         overwrite(recorded.pool, own, sequence=self.ledger.sequence, name=recorded.name)
         for (block, start, end), captured_at in recorded.outputs:
@@ -409,6 +418,8 @@ class Device(OperatorRunner):
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
             self.ledger.access(block, start, end, by=by, clock=clock, use=Use.WRITE, name=recorded.name)
+        for (block, _, _), _ in (*recorded.inputs, *recorded.outputs):
+            self._finish(block)
         flying: list[tuple[Step, Any]] = []
         with operators.plainly():
             for step in recorded.steps:

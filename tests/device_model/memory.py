@@ -182,7 +182,7 @@ class CaptureLedger(Ledger):
 
     def __init__(self, alarms: AlarmList, pool: Pool) -> None:
         super().__init__(alarms)
-        self._pool = pool
+        self._pool, self._begun = pool, pool.now
         self._segments: dict[Block, list[Segment]] = {}
         self.inputs: dict[tuple[Block, int, int], str] = {}
         self.outputs: dict[tuple[Block, int, int], str] = {}
@@ -195,6 +195,9 @@ class CaptureLedger(Ledger):
         is_input = self._note(segments, block, start, end, by=by, clock=clock, use=use, name=name)
         if by[0] != block.stream and block.pool is self._pool:
             block.others[by[0]] = by
+        if block.pool is self._pool and block.born > self._begun:
+            # Its own memory: what it reads there without having written it, such as rows that are not live, is arbitrary.
+            is_input = False
         if is_input or use is Use.ATOMIC:
             self.inputs.setdefault((block, start, end), by[2])
         elif use is Use.WRITE:

@@ -50,6 +50,9 @@ class DeviceTensor(Tensor):
         """Copies the numbers to the host, as tolist does for a GPU."""
         return self.detach().cpu().tolist()
 
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
             return memo[id(self)]
