@@ -179,7 +179,10 @@ class CheckpointWithoutOutput:
         self._output_bytes: list[int] = []
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """run_function(*args): a tensor or a tuple of them, any shape and dtype; args: tensors, or anything else."""
+        """run_function(*args): a tensor or a tuple of them, any shape and dtype; args: tensors, or anything else.
+
+        Intermediate tensors that the function reads must be among args, since only these are kept for the second run.
+        """
         if not torch.is_grad_enabled():
             return run_function(*args)
         drawn_again = _RngSnapshot().drawn_again if self._draws_numbers else nullcontext

@@ -193,8 +193,13 @@ class GroupedMLP(MegatronModule):
         gate_up, *low = self._static_fc1(rows, offsets=offsets)  # [C, 2F]
         if group is not None:
             group.rows(gate_up, *low)
-        activation = partial(gated_activation, num_rows=num_rows, **fields)
-        act, release = self.parts.moe_act(activation, gate_up, weights)  # [C, F]
+
+        # num_rows is an argument: a runner that computes the part again keeps its arguments as autograd keeps saved
+        # tensors, and CUDA graphs keep their memory. Nobody would keep the memory of a tensor in a closure.
+        def activation(gate_up: Tensor, weights: Tensor, num_rows: Tensor) -> Tensor:
+            return gated_activation(gate_up, weights, num_rows=num_rows, **fields)
+
+        act, release = self.parts.moe_act(activation, gate_up, weights, num_rows)  # [C, F]
         if group is not None:
             again = self._recompute_gate_up(rows, offsets=offsets)
             group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows, *low))
