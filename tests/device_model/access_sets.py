@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import EncodedTensor, Held, split_tensors
-from tests.device_model.memory import Usage, Use
+from tests.device_model.alarms import Kind, site
+from tests.device_model.memory import Block, Usage, Use
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device
 
+Range = tuple[Block, int, int]
 _TABLE_ITEM = _HELD_ITEM = 8  # bytes, int64
 _RECORD = _HELD_ITEM * len(Held)
 
@@ -55,14 +57,21 @@ class _Operands:
             for one, pages in zip(self.encoded, self.pages)
         ]
 
+    def _tier(self, pages: Tensor) -> Range | None:
+        """The bytes of a tier; None for host memory that a GPU cannot reach, and for a tier without pages."""
+        is_reached = pages.numel() > 0 and (pages.is_cuda or self._device.is_pinned(pages))
+        return self._device.range_of(pages) if is_reached else None
+
     def bytes_of_pages(self, device_pages: Tensor, host_pages: Tensor, use: Use) -> list[Usage]:
         """The pages themselves."""
-        tiers = [self._device.range_of(tier) if tier.numel() else None for tier in (device_pages, host_pages)]
+        tiers = [self._tier(device_pages), self._tier(host_pages)]
         found = []
         for page in (page for pages in self.pages for page in pages):
             on_host = page >= self._device_pages
             tier = tiers[on_host]
-            assert tier is not None, "a page of a tier without pages"
+            if tier is None:
+                self._device.alarms.add(Kind.PAGEABLE, "a page of the host", site())
+                continue
             start = tier[1] + (page - self._device_pages * on_host) * self._page_bytes
             found.append(Usage(tier[0], start, start + self._page_bytes, use))
         return found

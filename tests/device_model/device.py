@@ -233,7 +233,7 @@ class Device(OperatorRunner):
         writes: Sequence[Tensor],
         run: Callable[[Callable[[Any], Any]], Any],
     ) -> None:
-        """Runs a kernel that is no operator of torch. run: receives a function that returns a tensor's plain form, and other values as they are."""
+        """Runs a kernel that is no operator of torch. run: receives a function from a value to its plain form."""
         tensors = [*reads, *writes]
         on_device = [one for one in tensors if type(one) is operators.DeviceTensor]
         self.finish_collectives([one for one in reads if type(one) is operators.DeviceTensor], writes)

@@ -58,6 +58,7 @@ def put_in(fault: Fault) -> Iterator[None]:
         or code.co_consts != sound[name].co_consts
         or code.co_names != sound[name].co_names
     }
+    gc.unfreeze()  # the server has put everything that it loaded out of sight
     found = [
         one
         for one in gc.get_objects()
@@ -138,7 +139,10 @@ def main() -> None:
     faults = [one for one in read_faults() if one.is_named(options.names or None)]
     missed = 0
     for fault in faults:
-        (records,) = results_of([fault]).values()
+        try:
+            (records,) = results_of([fault]).values()
+        except Exception as error:
+            records = [Modelled(fault.name, error=f"{type(error).__name__}: {error}")]
         is_found = any(fault.kind in record.kinds for record in records)
         missed += not is_found
         print(f"{'found ' if is_found else 'MISSED'} {fault.name}: {fault.kind} in {fault.row}", flush=True)

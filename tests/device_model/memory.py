@@ -196,7 +196,7 @@ class CaptureLedger(Ledger):
         if by[0] != block.stream and block.pool is self._pool:
             block.others[by[0]] = by
         if block.pool is self._pool and block.born > self._begun:
-            # Its own memory: what it reads there without having written it, such as rows that are not live, is arbitrary.
+            # Its own memory, of which it reads bytes that it has not written: such as rows that are not live.
             is_input = False
         if is_input or use is Use.ATOMIC:
             self.inputs.setdefault((block, start, end), by[2])

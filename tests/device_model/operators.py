@@ -106,6 +106,40 @@ def plainly() -> Any:
         yield
 
 
+class _Given:
+    """Arguments of one call. No closure: its cycle would keep memory alive.
+
+    inputs: tensors of the device by the address of their plain form. programs: the program's storages by the address of
+    the storage of bytes. hosts: plain tensors.
+    """
+
+    __slots__ = ("device", "inputs", "programs", "hosts", "on_device")
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.inputs: dict[int, Tensor] = {}
+        self.programs: dict[int, torch.UntypedStorage] = {}
+        self.hosts: list[Tensor] = []
+        self.on_device = False
+
+    def lower(self, value: Any) -> Any:
+        """Returns what an operator of the CPU takes in place of an argument."""
+        if type(value) is DeviceTensor:
+            self.on_device = True
+            plain = self.device.bytes_of(value)
+            self.inputs[id(plain)] = value
+            self.programs[plain.untyped_storage()._cdata] = value.untyped_storage()
+            return plain
+        if isinstance(value, Tensor):
+            self.hosts.append(value)
+        elif type(value) is list or type(value) is tuple:
+            return type(value)(map(self.lower, value))
+        elif isinstance(value, torch.device) and value.type == "cuda":
+            self.on_device = True
+            return CPU
+        return value
+
+
 class OperatorRunner:
     """Runs operators; the base class of Device."""
 
@@ -163,30 +197,10 @@ class OperatorRunner:
         name, is_checked, is_free, writes = self._facts.get(func) or self._learn(func)
         if name == "device":
             return CUDA
-        inputs: dict[int, Tensor] = {}  # by address of the plain tensor: the program's
-        programs: dict[int, torch.UntypedStorage] = {}  # by address of the storage of bytes: the program's
-        hosts: list[Tensor] = []
-        on_device = False
-
-        def lower(value: Any) -> Any:
-            nonlocal on_device
-            if type(value) is DeviceTensor:
-                on_device = True
-                plain = self.bytes_of(value)
-                inputs[id(plain)] = value
-                programs[plain.untyped_storage()._cdata] = value.untyped_storage()
-                return plain
-            if isinstance(value, Tensor):
-                hosts.append(value)
-            elif isinstance(value, (list, tuple)):
-                return type(value)(map(lower, value)) if type(value) in (list, tuple) else value
-            elif isinstance(value, torch.device) and value.type == "cuda":
-                on_device = True
-                return CPU
-            return value
-
-        low_args = tuple(map(lower, args))
-        low_kwargs = {key: lower(value) for key, value in kwargs.items()}
+        given = _Given(self)
+        low_args = tuple(map(given.lower, args))
+        low_kwargs = {key: given.lower(value) for key, value in kwargs.items()}
+        inputs, programs, hosts, on_device = given.inputs, given.programs, given.hosts, given.on_device
         wanted = kwargs.get("device")
         if name in ("is_pinned", "_is_pinned"):
             return not on_device and self.is_pinned(args[0])

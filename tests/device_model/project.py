@@ -63,7 +63,7 @@ def _note_pools(device: Device) -> None:
 
 
 def _model_adam_kernel(device: Device) -> None:
-    """Models the one Triton kernel that is launched without an operator of torch. Numbers are those of the CPU's path."""
+    """Models the one Triton kernel that is launched without an operator of torch, with the numbers of the CPU's path."""
 
     def step_run(
         stored: Any,
