@@ -21,6 +21,17 @@ from tests.device_model.device import Device
 from tests.device_model.memory import Block
 from tests.device_model.operators import DeviceTensor
 
+# The pages of this run's stash.
+PAGES: list[weakref.ref[Block]] = []
+
+
+def begin_run(device: Device) -> None:
+    """Forgets the alarms, waits, pages and graphs of an earlier run, which nothing of the next one replaces."""
+    device.alarms.found.clear()
+    device.host_wait_sites.clear()
+    PAGES.clear()
+    GRAPHS.clear()
+
 
 def install_model() -> Device:
     """Makes this process see one modelled GPU, with collectives, and the project use them as on a real one."""
@@ -45,11 +56,9 @@ def _type_on_a_gpu(value: Any) -> Any:
 def _note_pools(device: Device) -> None:
     init = PagePool.__init__
 
-    pages: list[weakref.ref[Block]] = []
-
     def noting(pool: PagePool, *args: Any, **kwargs: Any) -> None:
         # A run has one pool, so that a second one takes its place.
-        old = [block for block in (reference() for reference in pages) if block is not None and block.is_alive]
+        old = [block for block in (reference() for reference in PAGES) if block is not None and block.is_alive]
         if old:
             device.alarms.add(Kind.GROWTH, "pages of the stash", site(), old[0].place)
         if any(graph.is_captured for graph in GRAPHS):
@@ -57,13 +66,13 @@ def _note_pools(device: Device) -> None:
         init(pool, *args, **kwargs)
         if pool.device.type == "cuda":
             device.page_pools[device.block_of(pool.ring)] = weakref.ref(pool)
-            pages[:] = [weakref.ref(device.block_of(pool.device_pages))]
+            PAGES[:] = [weakref.ref(device.block_of(pool.device_pages))]
 
     PagePool.__init__ = noting  # type: ignore[method-assign]
 
 
 def _model_adam_kernel(device: Device) -> None:
-    """Models the one Triton kernel that is launched without an operator of torch, with the numbers of the CPU's path."""
+    """Models the Triton kernel that is launched without an operator of torch, with the numbers of the CPU's path."""
 
     def step_run(
         stored: Any,

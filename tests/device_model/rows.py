@@ -15,10 +15,14 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tests.device_model.host import on_modelled_gpus
 from tools.capture_configurations import CONFIGURATIONS
 from tools.gate.cases import CASES, PRETRAIN, RUN, Case
+
+if TYPE_CHECKING:
+    from tests.device_model.device import Device
 
 FULL = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
 LOCAL = ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", "--cuda-graph-modules"]
@@ -64,7 +68,9 @@ def all_rows() -> dict[str, Row]:
         if one.modules:
             rows[f"local: {name}"] = Row((*one.argv, *LOCAL, *one.modules.split()), one.ranks)
         if not one.is_whole and "--optimizer-cuda-graph" not in one.argv:
-            rows[f"eager: {name}"] = Row(tuple(one.argv), one.ranks)
+            # Smaller tensors stay on the device; here all are smaller than the default.
+            moves = "offload" in " ".join(one.argv)
+            rows[f"eager: {name}"] = Row((*one.argv, *["--min-offloaded-tensor-size", "64"] * moves), one.ranks)
     for case in CASES:
         if case.program == PRETRAIN and case.name.startswith(SUBJECTS) and "{" not in case.flags:
             rows[case.name] = _row_of_case(case)
@@ -78,35 +84,42 @@ def _row_of_case(case: Case) -> Row:
 def train(rows: Sequence[tuple[str, Row]]) -> list[Modelled]:
     """Trains rows one after the other on this rank, and returns what the model found."""
     # Here and not above: a process that only starts others must not load the model.
-    from megatron.training.training import train_step
     from tests.device_model.cuda_api import install
-    from tests.distributed.tiny_runs import started_run
 
     device = install()
-    found = []
-    for name, row in rows:
-        record = Modelled(name)
-        device.alarms.found.clear()
-        device.host_wait_sites.clear()
-        launches, began = device.num_launches, time.monotonic()
-        try:
-            with started_run(row.argv) as run:
-                for _ in range(row.num_steps):
-                    record.losses.append(repr(run.measured(train_step(run)[0]).losses))
-                graph = run.steps.graph
-                if graph is not None:
-                    record.num_graphs, record.failure = graph.num_graphs, graph.failure
-                    graph.drop_graphs()
-        except Exception as error:
-            if row.ranks > 1:
-                raise  # the other ranks wait for this one
-            record.error = f"{type(error).__name__}: {error}"
-        record.alarms = [f"{count} x {alarm}" for alarm, count in device.alarms.found.items()]
-        record.kinds = sorted(kind.name for kind in device.alarms.kinds())
-        record.waits = dict(device.host_wait_sites)
-        record.num_launches, record.seconds = device.num_launches - launches, time.monotonic() - began
-        found.append(record)
-    return found
+    return [_trained(device, name, row) for name, row in rows]
+
+
+def _trained(device: "Device", name: str, row: Row) -> Modelled:
+    from tests.device_model.project import begin_run
+
+    record = Modelled(name)
+    begin_run(device)
+    launches, began = device.num_launches, time.monotonic()
+    try:
+        _train(row, record)
+    except Exception as error:
+        if row.ranks > 1:
+            raise  # the other ranks wait for this one
+        record.error = f"{type(error).__name__}: {error}"
+    record.alarms = [f"{count} x {alarm}" for alarm, count in device.alarms.found.items()]
+    record.kinds = sorted(kind.name for kind in device.alarms.kinds())
+    record.waits = dict(device.host_wait_sites)
+    record.num_launches, record.seconds = device.num_launches - launches, time.monotonic() - began
+    return record
+
+
+def _train(row: Row, record: Modelled) -> None:
+    from megatron.training.training import train_step
+    from tests.distributed.tiny_runs import started_run
+
+    with started_run(row.argv) as run:
+        for _ in range(row.num_steps):
+            record.losses.append(repr(run.measured(train_step(run)[0]).losses))
+        graph = run.steps.graph
+        if graph is not None:
+            record.num_graphs, record.failure = graph.num_graphs, graph.failure
+            graph.drop_graphs()
 
 
 def main() -> None:
