@@ -182,7 +182,7 @@ class Device(OperatorRunner):
         """Gives a storage of the program memory of the device, from the pool of a capture inside of one."""
         stream, capture = self.stream, self.capture
         pool = capture.recorded.pool if capture is not None and stream in capture.streams else None
-        block = self.memory.allocate(program, storage, stream=stream, clock=self.timeline.clock_of(stream), pool=pool)
+        block = self.memory.allocate(program, storage, stream=stream, clock=self.timeline.present(stream), pool=pool)
         if pool is not None and capture is not None:
             capture.made[id(block)] = _all_bytes(storage)
         return block

@@ -27,6 +27,7 @@ PAGES: list[weakref.ref[Block]] = []
 
 def begin_run(device: Device) -> None:
     """Forgets the alarms, waits, pages and graphs of an earlier run, which nothing of the next one replaces."""
+    device.timeline.host_waits_for_all()
     device.alarms.found.clear()
     device.host_wait_sites.clear()
     PAGES.clear()

@@ -14,7 +14,7 @@ import importlib
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tests.device_model.host import on_modelled_gpus
@@ -28,6 +28,8 @@ FULL = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
 LOCAL = ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", "--cuda-graph-modules"]
 # Two eager steps, or one to warm up, the capture with the first replay, and another replay.
 NUM_STEPS = 3
+# How the names of rows of the capture table begin.
+CAPTURED = ("full: ", "local: ", "eager: ")
 # Subjects of the gate whose cases are rows, apart from those that read files.
 SUBJECTS = ("ddp", "ZeRO-1", "ZeRO-2", "FSDP2", "in backward", "offload", "stash", "static", "fp16", "recompute")
 
@@ -39,6 +41,10 @@ class Row:
     argv: tuple[str, ...]
     ranks: int
     num_steps: int = NUM_STEPS
+
+    def without_graphs(self) -> "Row":
+        """Returns the same run without CUDA graphs, whose flags come last."""
+        return replace(self, argv=self.argv[: self.argv.index("--cuda-graph-impl")])
 
 
 @dataclass

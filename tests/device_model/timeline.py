@@ -47,12 +47,17 @@ class Timeline:
             clock = self.clocks[stream] = {}
         return clock
 
-    def tick(self, stream: int) -> tuple[int, Clock]:
-        """Launches work: returns the number of the launch, and the clock with all that comes before it and itself."""
+    def present(self, stream: int) -> Clock:
+        """Returns the clock of a stream, with all that the host knows, which comes before the stream's next launch."""
         clock = self.clock_of(stream)
         if self._host_seen.get(stream) != self.host_version:
             join(clock, self.clocks[HOST])
             self._host_seen[stream] = self.host_version
+        return clock
+
+    def tick(self, stream: int) -> tuple[int, Clock]:
+        """Launches work: returns the number of the launch, and the clock with all that comes before it and itself."""
+        clock = self.present(stream)
         number = clock[stream] = clock.get(stream, 0) + 1
         return number, clock
 

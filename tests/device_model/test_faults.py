@@ -1,0 +1,36 @@
+"""The device model finds every seeded fault of faults.yaml, each by an alarm of its kind.
+
+`python -m tests.device_model.faults NAME` shows what it says of one.
+"""
+
+from collections import defaultdict
+from functools import cache
+
+import pytest
+
+from tests.device_model.alarms import Kind
+from tests.device_model.faults import DeviceFault, read_faults, results_of
+from tests.device_model.rows import Modelled
+
+FAULTS = {fault.name: fault for fault in read_faults()}
+
+
+@cache
+def records(ranks: int) -> dict[str, list[Modelled]]:
+    """Trains the rows of all faults on this number of ranks."""
+    return results_of([fault for fault in FAULTS.values() if fault.chosen_row().ranks == ranks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
+def test_a_seeded_fault_is_found(fault: DeviceFault) -> None:
+    found = records(fault.chosen_row().ranks)[fault.name]
+    assert any(fault.kind in record.kinds for record in found), [record.error for record in found]
+
+
+def test_there_are_faults_of_every_kind_that_a_program_can_cause() -> None:
+    by_kind = defaultdict(list)
+    for fault in FAULTS.values():
+        by_kind[fault.kind].append(fault.name)
+    assert by_kind.keys() == {kind.name for kind in Kind}
+    assert len(FAULTS) >= 40

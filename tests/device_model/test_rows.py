@@ -1,0 +1,73 @@
+"""The training program raises no alarm on modelled GPUs: each row of the capture table, and cases of the gate.
+
+`python -m tests.device_model.rows NAME` prints what a row does.
+"""
+
+from functools import cache
+
+import pytest
+
+from tests.counts import long_count
+from tests.device_model.host import on_modelled_gpus
+from tests.device_model.rows import CAPTURED, Modelled, all_rows, train
+
+ROWS = all_rows()
+# Beside the capture table: each way to share work, and each level and tier of the stash. The others run in `make soak`.
+USUAL = [
+    "ddp: overlapped",
+    "ZeRO-1: states on the host",
+    "ZeRO-1: pp vpp ep",
+    "ZeRO-1: two instances",
+    "ZeRO-2: overlapped, fp16",
+    "ZeRO-2: gradients in bf16",
+    "FSDP2: bf16, meta device",
+    "FSDP2: tp sp, fp16",
+    "in backward: FSDP2, exact",
+    "in backward: ZeRO-2, previous norm",
+    "offload: parts, bf16",
+    "stash: spills to the host",
+    "stash: recomputes down to inputs",
+    "stash: overflow of inputs and retry",
+    "stash: rerun with more pages",
+    "stash: pp vpp, prefetch",
+]
+NAMES = [name for name in ROWS if name in USUAL or name.startswith(CAPTURED) or long_count(0, soak=1)]
+
+
+@cache
+def records(ranks: int) -> dict[str, list[Modelled]]:
+    """Trains all rows of a number of ranks, one after the other in the same processes; returns each rank's records."""
+    rows = [(name, ROWS[name]) for name in NAMES if ROWS[name].ranks == ranks]
+    by_rank = on_modelled_gpus(train, ranks, rows, timeout=long_count(400, soak=1500))
+    return {name: [found[index] for found in by_rank] for index, (name, _) in enumerate(rows)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_trains_on_modelled_gpus_without_an_alarm(name: str) -> None:
+    for record in records(ROWS[name].ranks)[name]:
+        assert record.error is None
+        assert record.alarms == []
+        assert len(record.losses) == ROWS[name].num_steps and record.num_launches > 500
+        # A part that cannot be captured would run eagerly, and what its graphs do would not be seen.
+        assert record.failure is None
+        assert (record.num_graphs > 0) == name.startswith(("full: ", "local: "))
+
+
+def test_rows_have_every_configuration_of_the_table_that_needs_no_other_gpus() -> None:
+    from tools.capture_configurations import CONFIGURATIONS
+
+    expected = {name for name, one in CONFIGURATIONS.items() if not one.needs_gpu}
+    expected -= {"Muon in the graph", "the same in the graph"}  # the command line refuses them
+    assert {name.partition(": ")[2] for name in ROWS if name.startswith(CAPTURED)} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense, as Llama", "stash", "stash that drops to recompute", "pipeline"])
+def test_graphs_of_the_model_train_as_its_eager_steps_do(name: str) -> None:
+    """Replays compute what eager steps compute, bit for bit: otherwise the rows would see another program."""
+    row = ROWS[f"full: {name}"]
+    eager = row.without_graphs()
+    ((record,), *_) = on_modelled_gpus(train, row.ranks, [(name, eager)])
+    for form in ("full", "local"):
+        assert records(row.ranks)[f"{form}: {name}"][0].losses == record.losses
