@@ -66,7 +66,7 @@ def _pickled(answer: tuple[bool, Any]) -> bytes:
         data = pickle.dumps(answer)
         pickle.loads(data)
         return data
-    except Exception:
+    except (pickle.PicklingError, TypeError, AttributeError):
         return pickle.dumps((True, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. .venv/bin/python -m tests.device_model.rows [--waits] [--flags "FURTHER FLAGS"] [PART OF A NAME ...]
 
-prints what the model finds in each row, and with --waits where the host waits. Without names it runs all rows.
+prints what the model finds in each row, or in all rows, and with --waits where the host waits in the last step.
 
 Rows are those of the capture table in docs/cuda_graphs.md, by whole steps ("full: ...") and by parts of layers
 ("local: ..."), eagerly where nothing can be captured, and cases of the gate (tools/gate/cases.py) for what that table
@@ -13,6 +13,7 @@ import argparse
 import importlib
 import shlex
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -49,13 +50,18 @@ class Row:
 
 @dataclass
 class Modelled:
-    """A rank's record of a run on the modelled device. losses: of each step; failure: why there is no graph."""
+    """A rank's record of a run on the modelled device.
+
+    losses: of each step. waits, waits_of_last_step: how often the host waited, by operator and line. failure: why there
+    is no graph. error: what ended the run.
+    """
 
     name: str
     losses: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
+    waits_of_last_step: dict[str, int] = field(default_factory=dict)
     num_graphs: int = 0
     failure: str | None = None
     num_launches: int = 0
@@ -103,7 +109,7 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
     begin_run(device)
     launches, began = device.num_launches, time.monotonic()
     try:
-        _train(row, record)
+        _train(device, row, record)
     except Exception as error:
         if row.ranks > 1:
             raise  # the other ranks wait for this one
@@ -115,13 +121,15 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
     return record
 
 
-def _train(row: Row, record: Modelled) -> None:
+def _train(device: "Device", row: Row, record: Modelled) -> None:
     from megatron.training.training import train_step
     from tests.distributed.tiny_runs import started_run
 
     with started_run(row.argv) as run:
         for _ in range(row.num_steps):
+            before = Counter(device.host_wait_sites)
             record.losses.append(repr(run.measured(train_step(run)[0]).losses))
+            record.waits_of_last_step = dict(device.host_wait_sites - before)
         graph = run.steps.graph
         if graph is not None:
             record.num_graphs, record.failure = graph.num_graphs, graph.failure
@@ -152,7 +160,7 @@ def main() -> None:
             )
             for alarm in record.alarms:
                 print(f"    {alarm}")
-            for wait, count in record.waits.items() if options.waits else ():
+            for wait, count in record.waits_of_last_step.items() if options.waits else ():
                 print(f"    waits {count} x {wait}", flush=True)
 
 

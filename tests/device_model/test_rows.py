@@ -3,6 +3,7 @@
 `python -m tests.device_model.rows NAME` prints what a row does.
 """
 
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -31,6 +32,18 @@ USUAL = [
     "stash: rerun with more pages",
     "stash: pp vpp, prefetch",
 ]
+# Where the host waits for the device in a step, by function. Each wait lets a GPU run dry.
+_OF_EVERY_STEP = {"StatisticsExchange._sum_sync": 2, "GradChecks.non_finite_sync": 1}
+WAITS = {
+    "full: dense, as Llama": {**_OF_EVERY_STEP, "read_norm_sync": 1},
+    "full: ZeRO-1 in bf16, optimizer in the graph": {**_OF_EVERY_STEP, "DeviceStep.read_sync": 1},
+    "full: stash, optimizer in the graph": {
+        **_OF_EVERY_STEP,
+        "DeviceStep.read_sync": 1,
+        "ExpertMemory._figures_sync": 2,
+        "PagePool.occupancy_sync": 2,
+    },
+}
 NAMES = [name for name in ROWS if name in USUAL or name.startswith(CAPTURED) or long_count(0, soak=1)]
 
 
@@ -71,3 +84,18 @@ def test_graphs_of_the_model_train_as_its_eager_steps_do(name: str) -> None:
     ((record,), *_) = on_modelled_gpus(train, row.ranks, [(name, eager)])
     for form in ("full", "local"):
         assert records(row.ranks)[f"{form}: {name}"][0].losses == record.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAITS)
+def test_the_host_waits_where_it_must_and_nowhere_else(name: str) -> None:
+    for record in records(ROWS[name].ranks)[name]:
+        found: Counter[str] = Counter()
+        for wait, count in record.waits_of_last_step.items():
+            found[_function_of(wait)] += count
+        assert found == WAITS[name]
+
+
+def _function_of(wait: str) -> str:
+    """The innermost function of the project in the name of a wait: "OPERATOR at FILE:LINE FUNCTION < ..."."""
+    return wait.partition(" at ")[2].partition(" < ")[0].partition(" ")[2]

@@ -1,0 +1,16 @@
+"""Skips the tests of the device model where it cannot be built."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _can_be_built() -> None:
+    """The model takes the place of CUDA, which a CPU build of torch lacks, and compiles one file of C++."""
+    if torch.version.cuda is not None:
+        pytest.skip("the device model needs a CPU build of torch")
+    if shutil.which(os.environ.get("CXX", "g++")) is None and "CI_HAS_BROWSER" not in os.environ:
+        pytest.skip("the device model needs a C++ compiler: g++, or that of the variable CXX")
