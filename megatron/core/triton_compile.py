@@ -1,6 +1,7 @@
 """How a file of kernels says what it takes to compile each of them without a GPU; no kernel here.
 
-Each such file has a function compile_cases() that yields at least one CompileCase for every kernel that it launches.
+Each such file has a function compile_cases() that yields at least one CompileCase for every kernel that it launches,
+and a function residencies() with the Residency that its launchers assume of each kernel.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,20 @@ from typing import Any
 from triton.compiler import ASTSource
 
 _DIVISIBLE = ":16"
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Programs of a kernel on one streaming multiprocessor at a time, as its launcher's grid assumes them.
+
+    at_least: fewer would leave programs of the grid waiting that are to run at once. at_most: more would leave
+    processors idle at the end of a grid of a limited size; None for no limit. runs_beside: the kernel is launched
+    while expert products run, so it should leave them registers.
+    """
+
+    at_least: int = 1
+    at_most: int | None = None
+    runs_beside: bool = False
 
 
 @dataclass(frozen=True)

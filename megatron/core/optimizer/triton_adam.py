@@ -11,7 +11,7 @@ Torch's kernel, which steps the other forms, may round last digits differently.
 # mypy: allow-untyped-defs
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron.core.optimizer.stored_floats import (
     StoredFloats,
     WithRemainder,
 )
-from megatron.core.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 NUMBERS = tl.constexpr(BLOCK)  # elements that share a scale
 TOP, LOWEST = tl.constexpr(TOP_EXPONENT), tl.constexpr(LOWEST_EXPONENT)
@@ -224,6 +224,12 @@ def _num_programs(device: torch.device, tiles: int) -> int:
         return 2
     properties: Any = torch.get_device_module(device).get_device_properties(device)
     return min(tiles, _PROGRAMS_PER_PROCESSOR * properties.multi_processor_count)
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launcher assumes: the grid has at least two programs for each resident one."""
+    assert num_warps == _OPTIONS["num_warps"]
+    return {"adam_kernel": Residency(at_most=_PROGRAMS_PER_PROCESSOR // 2)}
 
 
 def compile_cases() -> Iterator[CompileCase]:

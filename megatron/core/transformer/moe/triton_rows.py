@@ -4,14 +4,14 @@ Kernels are not specialized on numbers of rows, so another number causes no comp
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 # Elements that a program moves per iteration: 16 bytes for each thread of 4 warps in half precision.
 _TILE = 1024
@@ -77,6 +77,12 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
         with torch.accelerator.device_index(rows.device.index):
             sum_kernel[grid](rows, row_of_slot, out, num_tokens, choices, width, **tile, **_WARPS)
     return out
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launchers assume, by kernel: none, because each tile has a program."""
+    assert num_warps == _WARPS["num_warps"]
+    return dict.fromkeys(("gather_kernel", "sum_kernel"), Residency())
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -10,7 +10,7 @@ One compiled kernel serves the forward and the recomputation, so that both give 
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, Curve
 from megatron.core.transformer.moe.paged_stash.triton_biases import check_row_tensors, grid_size
-from megatron.core.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -29,6 +29,8 @@ QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
 SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
 # Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, whose registers hold several of each.
 _ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
+# Programs that run on each processor at the same time, of both kernels.
+_PROGRAMS_PER_PROCESSOR = 2
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_rows", "needed"])
@@ -253,8 +255,9 @@ def gated_activation_backward(
     check_row_tensors(gate_up, grad_gate_up)
     form, (max_rows, ffn) = ActivationForm(activation, clamp, offset), grad.shape
     tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
+    programs = grid_size(gate_up, triton.cdiv(max_rows, tile["ROWS"]), per_processor=_PROGRAMS_PER_PROCESSOR)
     with torch.accelerator.device_index(gate_up.device.index):
-        act_gradient_kernel[(grid_size(gate_up, triton.cdiv(max_rows, tile["ROWS"]), per_processor=2),)](
+        act_gradient_kernel[(programs,)](
             grad,
             gate_up,
             scale,
@@ -286,7 +289,7 @@ def _launch_act(
     tile = _act_tile(ffn, _ACT_ELEMENTS)
     tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(ffn, tile["COLUMNS"])
     with torch.accelerator.device_index(gate_up.device.index):
-        act_kernel[(grid_size(gate_up, tiles, per_processor=2),)](
+        act_kernel[(grid_size(gate_up, tiles, per_processor=_PROGRAMS_PER_PROCESSOR),)](
             gate_up,
             scale,
             num_rows,
@@ -315,6 +318,12 @@ def _form_arguments(form: ActivationForm) -> dict[str, Any]:
         "CURVE": int(form.activation.curve),
         "IS_GATED": form.activation.is_gated,
     }
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launchers assume, by kernel, for programs of 4 warps."""
+    assert num_warps == 4
+    return dict.fromkeys(("act_kernel", "act_gradient_kernel"), Residency(at_least=_PROGRAMS_PER_PROCESSOR))
 
 
 def compile_cases() -> Iterator[CompileCase]:

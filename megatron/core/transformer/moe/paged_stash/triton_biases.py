@@ -7,7 +7,7 @@ live ones are masked, so that their content, which may be NaN, is never read.
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
 _WARPS = {"num_warps": 4}
+# Programs that run on each processor at the same time, of the kernels that loop over tiles.
+_PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit(do_not_specialize_on_alignment=["needed"])
@@ -152,7 +154,7 @@ def add_bias_if(
     tile = _tile(width)
     tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"])
     with torch.accelerator.device_index(rows.device.index):
-        add_bias_kernel[(grid_size(rows, tiles, per_processor=4),)](
+        add_bias_kernel[(grid_size(rows, tiles, per_processor=_PROGRAMS_PER_PROCESSOR),)](
             rows,
             bias,
             scale,
@@ -189,8 +191,9 @@ def expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share
     check_dtypes(grad, bias)
     (max_rows, width), experts = grad.shape, len(bias)
     tile = _tile(width)
+    programs = grid_size(grad, triton.cdiv(max_rows, tile["ROWS"]), per_processor=_PROGRAMS_PER_PROCESSOR)
     with torch.accelerator.device_index(grad.device.index):
-        bias_scale_grad_kernel[(grid_size(grad, triton.cdiv(max_rows, tile["ROWS"]), per_processor=4),)](
+        bias_scale_grad_kernel[(programs,)](
             grad,
             bias,
             offsets,
@@ -238,6 +241,13 @@ def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
         return 2
     device: Any = torch.get_device_module(tensor.device).get_device_properties(tensor.device)
     return max(1, min(tiles, per_processor * device.multi_processor_count))
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launchers assume, by kernel. Sums of an expert's rows have a program a tile."""
+    assert num_warps == _WARPS["num_warps"]
+    looping = Residency(at_least=_PROGRAMS_PER_PROCESSOR)
+    return {"add_bias_kernel": looping, "bias_grad_kernel": Residency(), "bias_scale_grad_kernel": looping}
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -11,7 +11,7 @@ One compiled kernel serves the forward and the recomputation, so that both give 
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import triton
@@ -19,7 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
-from megatron.core.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
+
+# Programs of the product, which loops over tiles, that run on each processor at the same time.
+_PRODUCTS_PER_PROCESSOR = 2
 
 
 @triton.jit(do_not_specialize_on_alignment=["needed"])
@@ -201,7 +204,7 @@ def _launch_grouped_gemm(
     # The last tile of each expert's rows may be partly empty.
     tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts) * triton.cdiv(outer, tile["COLUMNS"])
     with torch.accelerator.device_index(x.device.index):
-        grouped_gemm_kernel[(grid_size(x, tiles, per_processor=2),)](
+        grouped_gemm_kernel[(grid_size(x, tiles, per_processor=_PRODUCTS_PER_PROCESSOR),)](
             x,
             weight,
             offsets,
@@ -225,6 +228,12 @@ def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         return {"ROWS": 64, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
     return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launchers assume, by kernel. Gradients of weights have a program for each tile."""
+    assert num_warps in (4, 8)
+    return {"grouped_gemm_kernel": Residency(at_least=_PRODUCTS_PER_PROCESSOR), "weight_grad_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:

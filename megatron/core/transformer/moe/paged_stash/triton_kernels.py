@@ -46,7 +46,7 @@ MAX_WARPS warps on each multiprocessor, in one such program or several smaller o
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import triton
@@ -59,7 +59,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     Counter,
     Priority,
 )
-from megatron.core.triton_compile import CompileCase, compile_case
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 SHIFTED = tl.constexpr(2**40 + 1)
 COUNTS = (2, 4, 8, MAX_TENSORS)
@@ -446,7 +446,7 @@ def _launch(
     addresses = [tensor.data_ptr() for tensor in moved]
     addresses += [0] * (count_for(len(moved)) - len(moved))
     block = block_words(layout[0])
-    useful = num_programs or _num_processors(table.device) * MAX_WARPS // _num_warps(block)
+    useful = num_programs or _num_processors(table.device) * _copies_per_processor(_num_warps(block))
     programs = min(useful, _max_items(tensors, layout[0], block=block))
     copy_kernel[(max(programs, 1),)](
         table,
@@ -469,6 +469,11 @@ def _num_warps(block: int) -> int:
     return min(max(block // WORDS_PER_WARP, MIN_WARPS), MAX_WARPS)
 
 
+def _copies_per_processor(num_warps: int) -> int:
+    """Returns the copy programs that run on each processor at the same time. See [Note: few programs]."""
+    return MAX_WARPS // num_warps
+
+
 def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
     """Returns the chunks of the group if all rows are live. More programs would have nothing to do."""
     records = (tensors[start : start + INTS_PER_TENSOR] for start in range(0, len(tensors), INTS_PER_TENSOR))
@@ -482,6 +487,12 @@ def _num_processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launchers assume, by kernel. plan and release are one program."""
+    copies = Residency(at_least=_copies_per_processor(num_warps), runs_beside=True)
+    return {"plan_kernel": Residency(), "copy_kernel": copies, "release_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
