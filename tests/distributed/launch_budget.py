@@ -1,0 +1,324 @@
+"""Counts the operators of layers and of a training step that would launch kernels on a GPU, by phase and by kind.
+
+    PYTHONPATH=. .venv/bin/python tests/distributed/launch_budget.py [operators]
+
+prints the counts; `operators` adds each operator and the function that calls it. Holds no tests; test_launch_budget.py
+has the budget.
+
+[Note: what counts]
+An operator counts once, as the CPU's dispatcher sees it below autograd: views, empty tensors and operators without
+tensors launch nothing and do not count. An operator of torch may launch more than one kernel on a GPU (a sort does),
+and one of ours launches one. The grouped products of experts and the rows of a pair of ranks take the path of GPUs (see
+gpu_paths). Other code that depends on the device runs the CPU's side: RMSNorm, of several operators where a GPU has
+one, attention, the accumulation of gradients of dense weights, the softmax of the loss, the optimizer.
+
+[Note: phases]
+A forward operator belongs to the phase of the innermost function on the stack that PHASES knows. A backward operator
+belongs to the phase of such a function below the autograd engine or, if there is none, to the phase of the forward
+operator whose gradient it computes: torch's anomaly mode records where each node of the graph was made. Gradients that
+the engine adds because a tensor was used twice belong to `accumulation`.
+"""
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.core.transformer.moe import dispatch_static, experts
+from megatron.core.transformer.moe.paged_stash.expert_ops import grouped_gemm as stashed_grouped_gemm
+from megatron.training.training import train_step
+from tests.distributed.tiny_runs import started_run
+from tests.distributed.walks import ROOT
+from tests.harness import run_on_ranks
+
+FORWARD, BACKWARD = "forward", "backward"
+MOE = "core/transformer/moe"
+# (path below megatron/, function) as a regular expression -> phase. The first match decides for a frame.
+PHASES = {
+    rf"{MOE}/static_rows\.py order_by_(expert|rank)": "order_by_expert",
+    rf"{MOE}/paged_stash/(group_memory|page_pool|reserve|saved_tensors|stash|stash_order)\.py .*": "stash",
+    rf"{MOE}/aux_losses\.py .*": "router losses",
+    rf"{MOE}/router\.py .*": "router",
+    rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
+    rf"{MOE}/dispatch_static\.py combine": "combine",
+    rf"{MOE}/dispatch_static\.py (preprocess|send|finish_dispatch)": "dispatch",
+    rf"{MOE}/(experts|grouped_gemm|paged_stash/expert_ops)\.py .*": "experts",
+    rf"{MOE}/moe_layer\.py (routed_experts_compute)": "experts",
+    rf"{MOE}/expert_step\.py .*": "experts",
+    rf"{MOE}/shared_experts\.py .*": "shared expert",
+    r"core/datasets/.*": "on the host",  # tensors of samples, which a GPU never sees
+    r"core/transformer/norms\.py .*": "norms",
+    r"core/transformer/(rope|(multi_latent_)?attention|dot_product_attention|attention_tiles)\.py .*": "attention",
+    r"core/transformer/mlp\.py .*": "dense layer",
+    r"core/transformer/transformer_layer\.py .*": "residuals",
+    r"core/tensor_parallel/cross_entropy\.py .*": "loss",
+    r"core/models/.*_embedding\.py .*": "embedding",
+    r"core/models/.* _?(compute_)?loss\w*": "loss",
+    r"core/models/.*": "embedding, output layer",
+    r"core/optimizer/clip_grads\.py .*": "gradient norm",
+    r"core/optimizer/.*": "optimizer",
+    r"core/distributed/consistency\.py .*": "checks",
+    r"core/distributed/.*": "gradient buffers",
+    r"core/pipeline_parallel/.*": "loss",
+    r"training/.*": "report",
+    r"\.\./pretrain_gpt\.py .*": "loss",
+}
+ELSEWHERE, ACCUMULATION, ON_HOST = "elsewhere", "accumulation", "on the host"
+# What makes up an expert layer, apart from its stash.
+MOE_PHASES = ("router", "router losses", "order_by_expert", "demand", "dispatch", "experts", "combine")
+
+KINDS = {
+    "own kernels": r"(static_rows|paged_stash)::.*",
+    "collectives": r"c10d::.*",
+    "products": r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm|_scaled_dot_product\w*)\b.*",
+    "sorts, scans": r"aten::(sort|topk|cumsum|searchsorted|bincount)\b.*",
+    "indexing": r"aten::(index\w*|gather|scatter\w*|embedding\w*|masked_fill\w*)\b.*",
+    "reductions": r"aten::(sum|mean|amax|max|norm|_?linalg_vector_norm|linalg_vector_norm|_(log_)?softmax\w*"
+    r"|_fused_rms_norm\w*|_foreach_norm|all|any)\b.*",
+    "fills": r"aten::(new_zeros|zeros\w*|new_ones|ones\w*|new_full|full\w*|fill_?|zero_|arange|scalar_tensor"
+    r"|_foreach_zero_)\b.*",
+    "copies": r"aten::(copy_|_to_copy|clone|cat|stack|_foreach_copy_)\b.*",
+    "reads": r"aten::_local_scalar_dense",
+}
+ELEMENTWISE = "elementwise"
+# Allocate, or return the memory they are given.
+_NO_LAUNCH = re.compile(
+    r"aten::(empty\w*|new_empty\w*|detach\w*|_unsafe_view|lift_fresh\w*|set_|resize_|_nested\w*)\b.*"
+)
+_TRACED = re.compile(r'File "(?P<path>[^"]+)", line \d+, in (?P<function>\S+)')
+_ENGINE = "_engine_run_backward"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An operator that launches a kernel. place: the innermost function of ours on the stack."""
+
+    direction: str
+    phase: str
+    operator: str
+    place: str
+
+    @property
+    def kind(self) -> str:
+        """The kind of operator, of KINDS."""
+        return next((kind for kind, names in KINDS.items() if re.fullmatch(names, self.operator)), ELEMENTWISE)
+
+
+class _Launches(TorchDispatchMode):
+    """Records the operators that launch kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Launched] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if launches(func):
+            launched = _launched(func.name(), sys._getframe(1))
+            if launched.phase != ON_HOST:
+                self.found.append(launched)
+        return func(*args, **(kwargs or {}))
+
+
+def launches(func: Any) -> bool:
+    """Returns whether an operator launches work on a GPU. See [Note: what counts]."""
+    schema = func._schema
+    tensors = any("Tensor" in str(part.type) for part in (*schema.arguments, *schema.returns))
+    return func.namespace != "profiler" and tensors and not func.is_view and not _NO_LAUNCH.fullmatch(func.name())
+
+
+def _launched(operator: str, frame: FrameType | None) -> Launched:
+    node = torch._C._current_autograd_node()
+    places = list(_places(frame))
+    direction = BACKWARD if _ENGINE in places else FORWARD
+    if direction == BACKWARD:
+        places = places[: places.index(_ENGINE)]
+    place = next((one for one in places if "megatron/" in one), "")
+    phase = _phase(places)
+    if phase is None and direction == BACKWARD:
+        recorded = node.metadata.get("traceback_", []) if node is not None else []
+        phase = _phase(_recorded_places(recorded)) or (ACCUMULATION if node is None else None)
+    return Launched(direction, phase or ELSEWHERE, operator, place)
+
+
+def _places(frame: FrameType | None) -> Iterator[str]:
+    """Yields "path function" of the functions of ours on the stack, innermost first, and the engine."""
+    while frame is not None:
+        if frame.f_code.co_name == _ENGINE:
+            yield _ENGINE
+        elif frame.f_code.co_filename.startswith(str(ROOT)):
+            yield _place(frame.f_code.co_filename, frame.f_code.co_name)
+        frame = frame.f_back
+
+
+def _recorded_places(recorded: Iterable[str]) -> list[str]:
+    found = [match for line in recorded if (match := _TRACED.search(line))]
+    ours = [match for match in found if match["path"].startswith(str(ROOT))]
+    return [_place(match["path"], match["function"]) for match in reversed(ours)]
+
+
+def _place(path: str, function: str) -> str:
+    return f"{Path(path).relative_to(ROOT).as_posix()} {function}"
+
+
+def _phase(places: Iterable[str]) -> str | None:
+    for place in places:
+        within = place.removeprefix("megatron/") if place.startswith("megatron/") else f"../{place}"
+        for pattern, phase in PHASES.items():
+            if re.fullmatch(pattern, within):
+                return phase
+    return None
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[Launched]]:
+    """Records what is launched inside, on the paths of GPUs."""
+    mode = _Launches()
+    with gpu_paths(), torch.autograd.set_detect_anomaly(True, check_nan=False), mode:
+        yield mode.found
+
+
+@contextlib.contextmanager
+def gpu_paths() -> Iterator[None]:
+    """Takes the path of GPUs for the products of experts and the rows of a pair of ranks."""
+
+    def product(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+        return stashed_grouped_gemm(rows, experts._matrices(weight, rows, offsets=offsets), offsets=offsets)
+
+    with (
+        mock.patch.object(experts, "_static_product", product),
+        mock.patch.object(dispatch_static, "rank_row_layout", lambda _: dispatch_static.padded_rank_rows),
+    ):
+        yield
+
+
+# --- What is counted ---
+
+WARM_UP_STEPS = 2
+_MODEL = """
+--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --swiglu --disable-bias-linear --normalization RMSNorm
+--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+--seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer
+--vocab-size 96 --num-workers 0 --lr 1e-4 --lr-decay-style constant --train-iters 100 --eval-iters 0 --bf16
+--use-distributed-optimizer
+""".split()
+_STATIC = """
+--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-grouped-gemm --moe-expert-rank-capacity-factor 2
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+""".split()
+_STASH = "--moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda 4".split()
+_EXPERT_PARALLEL = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A small model whose steps are counted: its flags, beside those that all share, and its number of ranks."""
+
+    flags: Sequence[str]
+    ranks: int = 1
+
+
+SETTINGS = {
+    "dense": Setting(()),
+    "static experts": Setting(_STATIC),
+    "static experts, stash": Setting([*_STATIC, *_STASH]),
+    "static experts, two expert ranks": Setting([*_STATIC, *_EXPERT_PARALLEL], ranks=2),
+}
+
+
+@dataclass(frozen=True)
+class StepLaunches:
+    """Launches of one layer, and of one step with two layers."""
+
+    layer: Counter[Launched]
+    step: Counter[Launched]
+
+
+def count(setting: Setting) -> StepLaunches:
+    """Counts the launches of the third training step on the first rank.
+
+    Those of a layer are what a third layer adds to two, since a stash leaves the rows of the last layer in place.
+    """
+    two, three = (
+        run_on_ranks(_count, setting.ranks, [*_MODEL, *setting.flags, "--num-layers", str(layers)])[0]
+        for layers in (2, 3)
+    )
+    layer = Counter(three)
+    layer.subtract(two)
+    return StepLaunches(Counter({launched: number for launched, number in layer.items() if number}), two)
+
+
+def _count(argv: list[str]) -> Counter[Launched]:
+    with started_run(argv) as run, gpu_paths():
+        for _ in range(WARM_UP_STEPS):
+            train_step(run)
+        with recorded_launches() as found:
+            train_step(run)
+    return Counter(found)
+
+
+# (forward, backward) launches by a name.
+Table = dict[str, tuple[int, int]]
+
+
+def by(counts: Counter[Launched], key: Callable[[Launched], str]) -> Table:
+    """Sums launches by a key, forward and backward; largest sums first."""
+    sums: dict[str, Counter[str]] = {}
+    for launched, number in counts.items():
+        sums.setdefault(key(launched), Counter())[launched.direction] += number
+    largest = sorted(sums, key=lambda name: (-sums[name].total(), name))
+    return {name: (sums[name][FORWARD], sums[name][BACKWARD]) for name in largest}
+
+
+def by_phase(counts: Counter[Launched]) -> Table:
+    """Sums launches by the phase of a step."""
+    return by(counts, lambda launched: launched.phase)
+
+
+def by_kind(counts: Counter[Launched]) -> Table:
+    """Sums launches by the kind of operator."""
+    return by(counts, lambda launched: launched.kind)
+
+
+def of_moe(table: Table) -> tuple[int, int]:
+    """Sums a table by phase over MOE_PHASES."""
+    forward, backward = (sum(table.get(phase, (0, 0))[side] for phase in MOE_PHASES) for side in (0, 1))
+    return forward, backward
+
+
+def text_of(table: Table) -> str:
+    """Returns a table as lines, with the sum as the last one."""
+    total = tuple(sum(pair[side] for pair in table.values()) for side in (0, 1))
+    return "\n".join(f"   {name:24} {pair[0]:4} {pair[1]:4}" for name, pair in [*table.items(), ("sum", total)])
+
+
+def operators_of(counts: Counter[Launched]) -> str:
+    """Returns each operator with its number, direction, phase and the innermost function of ours, as lines."""
+    return "\n".join(
+        f"   {number:3} {launched.direction:8} {launched.phase:24} {launched.operator:40} {launched.place}"
+        for launched, number in counts.items()
+    )
+
+
+def main() -> None:
+    """Prints launches of a layer and of a step, for each setting."""
+    for name, setting in SETTINGS.items():
+        counts = count(setting)
+        for part, found in {"a layer": counts.layer, "a step of two layers": counts.step}.items():
+            print(f"{name}: {part}, forward and backward")
+            print(text_of(by_phase(found)), text_of(by_kind(found)), sep="\n\n", end="\n\n")
+            if "operators" in sys.argv[1:]:
+                print(operators_of(found))
+
+
+if __name__ == "__main__":
+    main()
