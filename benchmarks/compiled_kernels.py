@@ -1,0 +1,424 @@
+"""Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads what it takes from machine code.
+
+    python benchmarks/compiled_kernels.py [--hot]
+
+writes benchmarks/results/compiled_kernels.csv (the whole matrix, about half an hour of one core; --hot compiles the hot
+shapes anew alone) and docs/compiled_kernels.md (its worst cases, hot shapes and misses). kernel_launches.py says which
+launches make up the matrix. Needs no GPU: Triton brings ptxas, cuobjdump and nvdisasm.
+
+[Note: occupancy]
+Programs that an SM runs at once are limited by registers, shared memory, tensor memory and threads. From the tables
+"Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide: each of the three architectures has
+65,536 registers, 2048 threads and 32 blocks per SM, and 164, 228 and 228 KiB of shared memory, of which a block takes 1
+KiB besides its own. Registers of a thread are allocated in units of 8, i.e. 256 for each warp, and warps in fours, one
+for each quarter of an SM; shared memory in units of 128 bytes. sm_100 has 512 columns of tensor memory per SM.
+"""
+
+import argparse
+import csv
+import dataclasses
+import io
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from benchmarks import kernel_launches  # noqa: E402
+from benchmarks.kernel_launches import Launch  # noqa: E402
+from megatron.core.triton_compile import Residency  # noqa: E402
+
+ARCHITECTURES = (80, 90, 100)
+BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
+TABLE = ROOT / "benchmarks/results/compiled_kernels.csv"
+PAGE = ROOT / "docs/compiled_kernels.md"
+
+# Per SM. See [Note: occupancy].
+REGISTERS, THREADS, BLOCKS, TENSOR_COLUMNS = 65536, 2048, 32, 512
+SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+RESERVED_BYTES = 1024  # of shared memory, for each block
+# Tensor-core instructions of each architecture at its full rate; sm_90 and sm_100 also run older ones, at a fraction.
+TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a compiled kernel takes.
+
+    registers: of a thread; stack: bytes of a thread, spills included; spills: STL and LDL instructions; shared: dynamic
+    bytes of a program; tensor_columns: of tensor memory; loads, stores: widest access to global memory, in bits;
+    asynchronous: instructions that copy global to shared memory; tensor: tensor-core instructions by name; programs:
+    that an SM runs at once. All of the machine code (SASS); ptx_loads, ptx_stores, ptx_tensor: the same of PTX, i.e.
+    what Triton asks of ptxas.
+    """
+
+    warps: int
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    tensor_columns: int
+    loads: int
+    stores: int
+    asynchronous: int
+    tensor: str
+    programs: int
+    ptx_loads: int
+    ptx_stores: int
+    ptx_tensor: str
+
+
+def occupancy(architecture: int, *, registers: int, warps: int, shared: int, tensor_columns: int = 0) -> int:
+    """Returns the programs that an SM runs at once. See [Note: occupancy]."""
+    registers_of_warp = -(-registers // 8) * 8 * 32
+    # Each quarter of an SM has a quarter of the registers.
+    warps_that_fit = REGISTERS // 4 // registers_of_warp * 4
+    per_block = -(-(shared + RESERVED_BYTES) // 128) * 128
+    limits = [warps_that_fit // warps, SHARED_BYTES[architecture] // per_block, THREADS // (32 * warps), BLOCKS]
+    if tensor_columns:
+        limits.append(TENSOR_COLUMNS // tensor_columns)
+    return min(limits)
+
+
+def compile_launch(launch: Launch, architecture: int) -> Facts:
+    """Compiles the kernel of a launch and reads its machine code."""
+    target = GPUTarget("cuda", architecture, 32)
+    compiled: Any = triton.compile(launch.case.source, target=target, options=dict(launch.case.options))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage = _run("cuobjdump", "--dump-resource-usage", path)
+        instructions = machine_instructions(_run("nvdisasm", "-c", path))
+    # Functions that are not inlined have lines of their own; the kernel's registers are enough for them.
+    most = {name: max(map(int, re.findall(rf"{name}:(\d+)", usage))) for name in ("REG", "STACK", "LOCAL")}
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    columns = getattr(compiled.metadata, "tmem_size", 0) or 0
+    return Facts(
+        warps=warps,
+        registers=most["REG"],
+        stack=most["STACK"] + most["LOCAL"],
+        spills=sum(name.startswith(("STL", "LDL")) for name in instructions),
+        shared=shared,
+        tensor_columns=columns,
+        loads=max([0, *(_bits(name) for name in instructions if name.startswith(("LDG.", "LDGSTS.")))]),
+        stores=max([0, *(_bits(name) for name in instructions if name.startswith("STG."))]),
+        asynchronous=sum(name.startswith(("LDGSTS", "UTMALDG", "UBLKCP")) for name in instructions),
+        tensor=_tensor_instructions(instructions, r"(HMMA|HGMMA|UTC\w*MMA)\b"),
+        programs=occupancy(architecture, registers=most["REG"], warps=warps, shared=shared, tensor_columns=columns),
+        **ptx_facts(compiled.asm["ptx"]),
+    )
+
+
+def ptx_facts(ptx: str) -> dict[str, Any]:
+    """Returns the widest accesses to global memory, in bits, and the tensor-core instructions of a kernel's PTX."""
+    widest = {"ld": 0, "st": 0}
+    for kind, vector, bits in re.findall(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\s", ptx):
+        widest[kind] = max(widest[kind], int(vector or 1) * int(bits))
+    for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)", ptx):
+        widest["ld"] = max(widest["ld"], 8 * int(size, 0))
+    instructions = re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", ptx)
+    names = _tensor_instructions(instructions, ".*")
+    return {"ptx_loads": widest["ld"], "ptx_stores": widest["st"], "ptx_tensor": names}
+
+
+def _tensor_instructions(names: Iterable[str], pattern: str) -> str:
+    """Returns instructions that match, with their numbers; names of machine code without what follows a dot."""
+    short = (name if name.islower() else name.partition(".")[0] for name in names)
+    counts = Counter(name for name in short if re.match(pattern, name))
+    return " ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def _run(program: str, *arguments: object) -> str:
+    return subprocess.run([BINARIES / program, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+
+
+def machine_instructions(listing: str) -> list[str]:
+    """Returns the names of the instructions in a listing of nvdisasm, such as LDG.E.128."""
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE)
+
+
+def _bits(name: str) -> int:
+    """Returns the width of an access to memory by the instruction's name; 32 if it has none."""
+    parts = name.split(".")
+    widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
+    return next((widths[part] for part in parts if part in widths), 32)
+
+
+# --- What launchers assume ---
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch as compiled for one architecture. hot: it is one of the hot shapes."""
+
+    hot: bool
+    kernel: str
+    name: str
+    dtype: str
+    can_be_wide: bool
+    architecture: int
+    facts: Facts
+
+    def residency(self) -> Residency:
+        """The programs that the launcher assumes."""
+        module = kernel_launches.kernels()[self.kernel]
+        residency: Residency = module.residencies(self.facts.warps)[self.kernel]
+        return residency
+
+    def misses(self) -> list[str]:
+        """The kinds of what does not hold, keys of MISSES."""
+        return [kind for kind, miss in MISSES.items() if miss.holds_not(self)]
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A kind of shortfall. words: for the page."""
+
+    words: str
+    holds_not: Callable[[Row], bool]
+
+
+def _has_wrong_residency(row: Row) -> bool:
+    assumed = row.residency()
+    return row.facts.programs < assumed.at_least or row.facts.programs > (assumed.at_most or BLOCKS)
+
+
+def _is_half_product(row: Row) -> bool:
+    return row.kernel in PRODUCTS and row.dtype in ("bf16", "fp16")
+
+
+def _fills_processor(row: Row) -> bool:
+    taken = -(-row.facts.registers // 8) * 8 * 32 * row.facts.warps * row.residency().at_least
+    return row.residency().runs_beside and taken > REGISTERS // 2
+
+
+MISSES = {
+    "spills": Miss("registers spilled to memory", lambda row: row.facts.stack + row.facts.spills > 0),
+    "programs": Miss("an SM runs fewer (or more) programs at once than the launcher assumes", _has_wrong_residency),
+    "fills the SM": Miss(
+        "runs beside products, but takes more than half of an SM's registers, so that no product fits", _fills_processor
+    ),
+    "narrow": Miss(
+        "moves less than 16 bytes at a time where 16 divides every row",
+        lambda row: row.can_be_wide and min(row.facts.loads, row.facts.stores) < 128,
+    ),
+    "no tensor cores": Miss(
+        "a product in half precision without its architecture's tensor-core instruction",
+        lambda row: _is_half_product(row) and TENSOR_CORES[row.architecture] not in row.facts.tensor,
+    ),
+    "lost by ptxas": Miss(
+        "accesses narrower than in PTX, or tensor-core instructions of PTX that machine code lacks",
+        lambda row: (
+            row.facts.loads < row.facts.ptx_loads
+            or row.facts.stores < row.facts.ptx_stores
+            or bool(row.facts.ptx_tensor and not row.facts.tensor)
+        ),
+    ),
+    "no async copies": Miss(
+        "a product in half precision whose operands pass through registers",
+        lambda row: _is_half_product(row) and row.facts.asynchronous == 0,
+    ),
+}
+
+
+def rows_of(launches: Iterable[Launch], *, hot: bool, architectures: Sequence[int] = ARCHITECTURES) -> list[Row]:
+    """Compiles launches for architectures."""
+    return [
+        Row(
+            hot,
+            launch.kernel_name,
+            launch.case.name,
+            _dtype(launch),
+            launch.can_be_wide,
+            architecture,
+            compile_launch(launch, architecture),
+        )
+        for launch, architecture in itertools.product(launches, architectures)
+    ]
+
+
+def _dtype(launch: Launch) -> str:
+    """Returns the dtype of the kernel's first argument that is not an integer's address; "" if all are."""
+    types = [str(kind).removeprefix("*") for kind in launch.case.source.signature.values()]
+    return next((kind for kind in types if kind.startswith(("bf", "fp"))), "")
+
+
+# --- The table ---
+
+_FACTS = {field.name: field.type for field in dataclasses.fields(Facts)}
+_LAUNCH = ("hot", "kernel", "name", "dtype", "can_be_wide")
+
+
+def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
+    """Writes rows as CSV, all architectures of a launch in one line; the second line names what a cell has."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*_LAUNCH, *(f"sm_{architecture}" for architecture in ARCHITECTURES)])
+    for launch, found in itertools.groupby(rows, lambda row: tuple(getattr(row, name) for name in _LAUNCH)):
+        flags = (int(value) if isinstance(value, bool) else value for value in launch)
+        cells = {row.architecture: "/".join(map(str, dataclasses.astuple(row.facts))) for row in found}
+        writer.writerow([*flags, *(cells[architecture] for architecture in ARCHITECTURES)])
+    path.write_text(f"# Triton {triton.__version__}\n# sm_80, sm_90, sm_100: {'/'.join(_FACTS)}\n{lines.getvalue()}")
+
+
+def read_table(path: Path = TABLE) -> list[Row]:
+    """Reads what write_table wrote."""
+    records = csv.DictReader(path.read_text().splitlines()[2:])
+    return [_row(record, architecture) for record in records for architecture in ARCHITECTURES]
+
+
+def _row(record: dict[str, str], architecture: int) -> Row:
+    values = zip(_FACTS.items(), record[f"sm_{architecture}"].split("/"), strict=True)
+    facts: dict[str, Any] = {name: value if kind is str else int(value) for (name, kind), value in values}
+    return Row(
+        hot=record["hot"] == "1",
+        kernel=record["kernel"],
+        name=record["name"],
+        dtype=record["dtype"],
+        can_be_wide=record["can_be_wide"] == "1",
+        architecture=architecture,
+        facts=Facts(**facts),
+    )
+
+
+def table_version(path: Path = TABLE) -> str:
+    """Returns the version of Triton that the table was made with."""
+    return path.read_text().partition("\n")[0].removeprefix("# Triton ")
+
+
+def page_of(rows: Sequence[Row], version: str) -> str:
+    """Returns the page for the documentation; version: of Triton."""
+    matrix, hot = [row for row in rows if not row.hot], [row for row in rows if row.hot]
+    launches = len({(row.kernel, row.name) for row in matrix})
+    kernels = list(dict.fromkeys(row.kernel for row in matrix))
+    lines = [
+        "# Compiled kernels",
+        "",
+        "What each Triton kernel takes on sm_80, sm_90 and sm_100. `benchmarks/compiled_kernels.py` wrote this: it "
+        "compiles, without a",
+        f"GPU, with Triton {version}, {launches} launches of {len(kernels)} kernels "
+        "(`benchmarks/results/compiled_kernels.csv`), and reads the machine code.",
+        "Nothing here was measured on a GPU. `tests/unit_tests/core/test_compiled_kernels.py` pins the misses.",
+        "",
+        "| column | what it has |",
+        "|---|---|",
+        "| registers | of a thread |",
+        "| spills | bytes of stack of a thread, instructions that access it |",
+        "| shared | bytes of shared memory of a program |",
+        "| programs | that a streaming multiprocessor (SM) runs at once: by registers, shared memory, tensor memory, "
+        "threads |",
+        "| assumed | what the launcher's grid counts on, from `residencies()` beside the launcher |",
+        "| bits | widest load / store of global memory |",
+        "| async | instructions that copy global to shared memory, not through registers |",
+        "| tensor | tensor-core instructions: HMMA of sm_80, HGMMA of sm_90, UTCHMMA of sm_100 |",
+        "",
+        "## Misses",
+        "",
+        "Launches of the matrix whose kernel does not do what its launcher assumes, out of all of that kernel and "
+        "dtype.",
+        "",
+        *_misses_table(matrix),
+        "",
+        "## Hot shapes",
+        "",
+        "Kernels that a static MoE layer with a paged stash and its optimizer launch, in bf16. A launch that shares a "
+        "compiled kernel",
+        "with an earlier one has no row.",
+        "",
+        *_rows_table(hot),
+        "",
+        "## Worst cases",
+        "",
+        "For each kernel, dtype and architecture: the launch of the matrix with most misses, then least programs, then "
+        "most registers.",
+        "",
+        *_worst_table(matrix),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = "| arch | registers | spills | shared | programs | assumed | bits | async | tensor | misses |"
+
+
+def _rows_table(rows: Sequence[Row]) -> list[str]:
+    lines = [f"| kernel | launch {_HEAD}", "|---" * 12 + "|"]
+    before = ("", "")
+    for row in rows:
+        shown = ("", "") if (row.kernel, row.name) == before else (f"`{row.kernel}`", row.name)
+        before = (row.kernel, row.name)
+        lines.append(f"| {shown[0]} | {shown[1]} | {_cells(row)} |")
+    return lines
+
+
+def _cells(row: Row) -> str:
+    facts, assumed = row.facts, row.residency()
+    least = f"at least {assumed.at_least}" if assumed.at_most is None else f"at most {assumed.at_most}"
+    spilled = f"{facts.stack} B, {facts.spills}" if facts.stack + facts.spills else "0"
+    cells = (
+        *(f"sm_{row.architecture}", facts.registers, spilled, facts.shared, facts.programs, least),
+        *(f"{facts.loads} / {facts.stores}", facts.asynchronous, facts.tensor or "-", ", ".join(row.misses())),
+    )
+    return " | ".join(map(str, cells))
+
+
+def _worst_table(rows: Sequence[Row]) -> list[str]:
+    def badness(row: Row) -> tuple[int, int, int]:
+        return len(row.misses()), -row.facts.programs, row.facts.registers
+
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.kernel, row.dtype, row.architecture), []).append(row)
+    return _rows_table([max(group, key=badness) for group in groups.values()])
+
+
+def misses_by_kind(rows: Iterable[Row]) -> Counter[tuple[str, str, str, int]]:
+    """Counts the rows that miss, by kind, kernel, dtype and architecture."""
+    return Counter((kind, row.kernel, row.dtype, row.architecture) for row in rows for kind in row.misses())
+
+
+def _misses_table(rows: Sequence[Row]) -> list[str]:
+    found, all_rows = misses_by_kind(rows), Counter((row.kernel, row.dtype, row.architecture) for row in rows)
+    lines = ["| miss | kernel | dtype | sm_80 | sm_90 | sm_100 |", "|---" * 6 + "|"]
+    for kind, miss in MISSES.items():
+        for kernel, dtype in dict.fromkeys((row.kernel, row.dtype) for row in rows):
+            counts = [found[kind, kernel, dtype, architecture] for architecture in ARCHITECTURES]
+            if any(counts):
+                of = [all_rows[kernel, dtype, architecture] for architecture in ARCHITECTURES]
+                cells = " | ".join(f"{count} of {total}" if count else "-" for count, total in zip(counts, of))
+                lines.append(f"| {kind}: {miss.words} | `{kernel}` | {dtype or '-'} | {cells} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hot", action="store_true", help="compile the hot shapes alone, and keep the matrix")
+    arguments = parser.parse_args()
+    hot = rows_of(kernel_launches.hot(), hot=True)
+    if arguments.hot:
+        matrix = [row for row in read_table() if not row.hot]
+    else:
+        found = kernel_launches.matrix()
+        matrix = []
+        for index, launch in enumerate(found):
+            matrix += rows_of([launch], hot=False)
+            print(f"{index + 1}/{len(found)} {launch.kernel_name} {launch.case.name}", flush=True)
+    write_table([*hot, *matrix])
+    PAGE.write_text(page_of([*hot, *matrix], triton.__version__))
+    print(f"wrote {TABLE.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,473 @@
+"""Launches of every Triton kernel, recorded without a GPU: the matrix of all that launchers can choose, and hot shapes.
+
+Launchers run on CPU tensors whose memory is never touched, with a recorder in place of each kernel. Triton's own binder
+then gives the signature, the constants and the divisibilities of the launch, so that a case is exactly what a GPU would
+compile. Neither compiles nor measures; compiled_kernels.py does.
+
+Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, W elements in a row.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from megatron.core.optimizer import triton_adam
+from megatron.core.optimizer.stored_floats import Plain, Rounded, ScaledHalf, StoredFloats, WithRemainder
+from megatron.core.transformer.moe import triton_rows
+from megatron.core.transformer.moe.paged_stash import (
+    triton_activations,
+    triton_biases,
+    triton_grouped_gemm,
+    triton_kernels,
+)
+from megatron.core.transformer.moe.paged_stash.activations import ActivationForm
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    PlacedTensor,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    encode_tensors,
+)
+from megatron.core.triton_compile import CompileCase
+
+MODULES: tuple[ModuleType, ...] = (
+    triton_grouped_gemm,
+    triton_activations,
+    triton_biases,
+    triton_rows,
+    triton_kernels,
+    triton_adam,
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+EXPERTS = (1, 8, 32, 128, 256)
+PAGES = tuple(16 * block for block in (128, 256, 512, 1024, 2048, 4096))  # bytes; a block for each
+ROWS, TOKENS = 4096, 2048
+# Kernels that move rows or pages without arithmetic, or with one addition.
+MOVING = ("copy_kernel", "gather_kernel", "sum_kernel")
+# Options of a launch that are no arguments of its kernel.
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch.
+
+    module: of the kernel's launcher. key: equal for launches that share a compiled kernel. can_be_wide: moves rows or
+    pages that start at multiples of 16 bytes, so 16 bytes can move at a time.
+    """
+
+    module: ModuleType
+    kernel: JITFunction
+    case: CompileCase
+    key: tuple[Any, ...]
+    can_be_wide: bool = False
+
+    @property
+    def kernel_name(self) -> str:
+        """The name of the kernel's function."""
+        return str(self.kernel.__name__)
+
+
+class _Recorder:
+    """Takes the place of a kernel and records its launches instead of running them."""
+
+    def __init__(self, kernel: JITFunction, into: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
+        self._kernel, self._into = kernel, into
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self._into.append((self._kernel, args, kwargs))
+
+        return launch
+
+
+@functools.cache
+def kernels() -> Mapping[str, ModuleType]:
+    """Returns the launched kernels and the modules of their launchers."""
+    return {name: module for module in MODULES for name in module.residencies(num_warps=4)}
+
+
+@contextmanager
+def _recording() -> Iterator[list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]]:
+    records: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
+    with ExitStack() as stack:
+        for name, module in kernels().items():
+            recorder = _Recorder(vars(module)[name], records)
+            stack.enter_context(mock.patch.object(module, name, recorder))
+        yield records
+
+
+def launches(name: str, launcher: Callable[[], Any], *, can_be_wide: bool = False) -> list[Launch]:
+    """Runs a launcher and returns its launches, with this name."""
+    with _recording() as records:
+        launcher()
+    found = [_launch(name, *record) for record in records]
+    return [replace(launch, can_be_wide=can_be_wide and launch.kernel_name in MOVING) for launch in found]
+
+
+@functools.cache
+def _binder(kernel: JITFunction) -> tuple[Any, Any]:
+    # Specialization does not depend on the architecture.
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
+
+
+def _launch(name: str, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    backend, bind = _binder(kernel)
+    bound, specialization, extra = bind(*args, **kwargs)
+    _, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, extra)
+    options = {key: value for key, value in kwargs.items() if key in _OPTIONS}
+    source = ASTSource(kernel, signature, constants, attributes)
+    if "TO_PAGES" in kwargs:
+        name += ", to pages" if kwargs["TO_PAGES"] else ", from pages"
+    parts = (signature, constants, attributes, options)
+    key = (kernel.__name__, *(repr(sorted(part.items(), key=str)) for part in parts))
+    return Launch(kernels()[kernel.__name__], kernel, CompileCase(name, source, options), key)
+
+
+def distinct(found: Iterator[Launch]) -> list[Launch]:
+    """Returns the first of the launches that share a compiled kernel."""
+    by_key: dict[tuple[Any, ...], Launch] = {}
+    for launch in found:
+        by_key.setdefault(launch.key, launch)
+    return list(by_key.values())
+
+
+def _empty(*shape: int, dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
+    """Returns memory that nobody touches, at a multiple of 16 bytes, or one element beyond."""
+    if is_aligned:
+        return torch.empty(shape, dtype=dtype)
+    return torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
+
+
+# --- Launches of each operator ---
+
+
+@dataclass(frozen=True)
+class Product:
+    """Sizes of a grouped product [C, inner] x [e, inner, outer]. is_stored: rows of weights are contiguous."""
+
+    dtype: str
+    experts: int
+    inner: int
+    outer: int
+    rows: int = ROWS
+    is_stored: bool = True
+    is_aligned: bool = True
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns x: [C, inner], weight: [e, inner, outer], offsets: [e], int32, and out: [C, outer]."""
+        dtype, aligned = DTYPES[self.dtype], self.is_aligned
+        shape = (self.inner, self.outer) if self.is_stored else (self.outer, self.inner)
+        weight = _empty(self.experts, *shape, dtype=dtype, is_aligned=aligned)
+        return (
+            _empty(self.rows, self.inner, dtype=dtype, is_aligned=aligned),
+            weight if self.is_stored else weight.transpose(1, 2),
+            torch.empty(self.experts, dtype=torch.int32),
+            _empty(self.rows, self.outer, dtype=dtype, is_aligned=aligned),
+        )
+
+    def forward(self) -> None:
+        """Launches the product."""
+        x, weight, offsets, out = self.operands()
+        triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out)
+
+    def added(self) -> None:
+        """Launches the product of low-rank adapters, which is scaled and added."""
+        x, weight, offsets, out = self.operands()
+        triton_grouped_gemm.add_low_rank(out, x, weight=weight, offsets=offsets, scale=2.0)
+
+    def weight_grad(self) -> None:
+        """Launches the gradient of the weights, which has their strides."""
+        x, weight, offsets, grad = self.operands()
+        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight)
+
+
+def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None) -> None:
+    """Launches the activation and its gradient; scale: dtype of the rows' weights or None."""
+    element = DTYPES[dtype]
+    gate_up, act = (_empty(ROWS, width, dtype=element) for width in (ffn * (2 if form.activation.is_gated else 1), ffn))
+    weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
+    fields: dict[str, Any] = {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
+    num_rows = torch.empty(1, dtype=torch.int64)
+    triton_activations.gated_activation(gate_up, weights, num_rows=num_rows, out=act, **fields)
+    triton_activations.gated_activation_backward(
+        act,
+        gate_up,
+        scale=weights,
+        num_rows=num_rows,
+        grad_gate_up=torch.empty_like(gate_up),
+        grad_scale=None if weights is None else torch.empty_like(weights),
+        **fields,
+    )
+
+
+def biases(dtype: str, experts: int, width: int, *, scale: str | None) -> None:
+    """Launches the addition of biases and its gradients; scale: dtype of the rows' weights or None."""
+    element = DTYPES[dtype]
+    values, bias = _empty(ROWS, width, dtype=element), _empty(experts, width, dtype=element)
+    weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
+    offsets = torch.empty(experts, dtype=torch.int32)
+    triton_biases.add_expert_bias(values, bias, scale=weights, offsets=offsets, share=1.0)
+    triton_biases.expert_bias_grad(values, scale=weights, offsets=offsets, out=bias)
+    if weights is not None:
+        triton_biases.expert_bias_scale_grad(values, bias, offsets=offsets, share=1.0, out=weights)
+
+
+def backward_of(grad: Tensor, *, experts: int = 32) -> None:
+    """Launches the kernels that take a gradient of any strides; grad: [C, W], float dtype."""
+    width = grad.shape[1]
+    offsets, num_rows = torch.empty(experts, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+    gate_up, bias = (
+        torch.empty(rows, columns, dtype=grad.dtype) for rows, columns in ((ROWS, 2 * width), (experts, width))
+    )
+    weights = torch.empty(ROWS, dtype=torch.float32)
+    triton_activations.gated_activation_backward(
+        grad,
+        gate_up,
+        scale=weights,
+        num_rows=num_rows,
+        grad_gate_up=gate_up,
+        grad_scale=weights,
+        activation="swiglu",
+    )
+    weight_grad = torch.empty(experts, 2 * width, width, dtype=grad.dtype)
+    triton_grouped_gemm.grouped_gemm_weight_grad(gate_up, grad, offsets=offsets, out=weight_grad)
+    triton_biases.expert_bias_grad(grad, scale=weights, offsets=offsets, out=bias)
+    triton_biases.expert_bias_scale_grad(grad, bias, offsets=offsets, share=1.0, out=weights)
+
+
+def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8) -> None:
+    """Launches the gather of tokens' rows into a buffer and their sum per token."""
+    tokens, rows = (_empty(size, width, dtype=DTYPES[dtype], is_aligned=is_aligned) for size in (TOKENS, ROWS))
+    source, slots = torch.empty(ROWS, dtype=torch.int64), torch.empty(TOKENS, topk, dtype=torch.int64)
+    triton_rows.gather_rows(tokens, source, num_rows=torch.empty(1, dtype=torch.int64), out=rows)
+    triton_rows.sum_rows(rows, slots)
+
+
+def stash(page_bytes: int, num_tensors: int) -> None:
+    """Launches the four operators of a page pool for a group of tensors; pages of page_bytes bytes."""
+    layout = PoolLayout(page_bytes, device_pages=64, host_pages=64)
+    row_bytes = 4096
+    specs = [
+        TensorSpec(row_bytes, pitch_bytes=row_bytes, max_rows=ROWS, priority=Priority.INPUT) for _ in range(num_tensors)
+    ]
+    per_tensor = layout.pages_for(specs[0].max_bytes)
+    tensors = encode_tensors(
+        PlacedTensor(spec, table_start=index * per_tensor, slot=index) for index, spec in enumerate(specs)
+    )
+    moved = [torch.empty(ROWS * row_bytes, dtype=torch.uint8) for _ in specs]
+    pages = [torch.empty(layout.page_bytes * 64, dtype=torch.uint8) for _ in range(2)]
+    table, ring = (torch.empty(size, dtype=torch.int32) for size in (num_tensors * per_tensor, layout.num_pages))
+    held = torch.empty(num_tensors, 3, dtype=torch.int64)
+    ends = [torch.empty(2, dtype=torch.int64) for _ in range(2)]
+    numbers = {"layout": layout.encode(), "tensors": tensors}
+    state: dict[str, Any] = {"table": table, "held": held, **numbers}
+    one, three = (torch.empty(size, dtype=torch.int64) for size in (1, 3))
+    counters = torch.empty(len(triton_kernels.Counter), dtype=torch.int64)
+    triton_kernels.plan(one, three, heads=ends[0], tails=ends[1], ring=ring, counters=counters, **state)
+    triton_kernels.stash(moved, pages[0], host_pages=pages[1], num_programs=0, **state)
+    triton_kernels.restore(pages[0], pages[1], targets=moved, num_programs=0, **state)
+    triton_kernels.release(ring, ends[1], **state)
+
+
+# What masters, moments and parameters are stored as: name -> (masters, each moment, dtypes of gradient and parameters).
+ADAM_FORMS: Mapping[str, tuple[str, str, str, str | None]] = {
+    "fp32": ("fp32", "fp32", "fp32", None),
+    "fp32, gradients in bf16": ("fp32", "fp32", "bf16", None),
+    "fp32 masters of bf16": ("fp32", "fp32", "bf16", "bf16"),
+    "fp32 masters of bf16, gradients in fp32": ("fp32", "fp32", "fp32", "bf16"),
+    "fp32 masters of fp16": ("fp32", "fp32", "fp16", "fp16"),
+    "fp32 masters of fp64": ("fp32", "fp32", "fp32", "fp64"),
+    "bf16 with remainders": ("remainders", "fp32", "bf16", None),
+    "bf16 with remainders, gradients in fp32": ("remainders", "fp32", "fp32", "bf16"),
+    "bf16 states of fp32": ("bf16", "bf16", "fp32", "fp32"),
+    "bf16 states": ("bf16", "bf16", "bf16", None),
+    "fp16 states": ("fp16", "fp16", "fp16", "fp16"),
+    "scaled fp16 states": ("scaled", "scaled", "fp16", "fp16"),
+    "scaled fp16 states of bf16": ("scaled", "scaled", "bf16", "bf16"),
+    "fp32 with scaled moments, gradients in fp64": ("fp32", "scaled", "fp64", None),
+    "bf16 moments, fp32 masters of bf16": ("fp32", "bf16", "fp32", "bf16"),
+}
+_ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
+
+
+def adam(form: str, *, is_divided: bool = True, can_skip: bool = True, is_decoupled: bool = True) -> None:
+    """Launches a step of Adam over one flat range in a form of ADAM_FORMS."""
+    main, moment, grad, out = ADAM_FORMS[form]
+    numel = 1 << 20
+    number = torch.empty((), dtype=torch.float32)
+    triton_adam.step_run(
+        [_stored(kind, numel) for kind in (main, moment, moment)],
+        torch.empty(numel, dtype=_ALL_DTYPES[grad]),
+        out=None if out is None else torch.empty(numel, dtype=_ALL_DTYPES[out]),
+        step=number,
+        lr=number,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        adam_w_mode=is_decoupled,
+        bias_correction=True,
+        divisor=number if is_divided else None,
+        skip=number if can_skip else None,
+    )
+
+
+def _stored(kind: str, numel: int) -> StoredFloats:
+    if kind == "remainders":
+        return WithRemainder(torch.zeros(numel, dtype=torch.bfloat16))
+    if kind == "scaled":
+        return ScaledHalf(torch.empty(numel, dtype=torch.float16))
+    tensor = torch.empty(numel, dtype=_ALL_DTYPES[kind])
+    return Plain(tensor) if kind == "fp32" else Rounded(tensor)
+
+
+# --- The matrix ---
+
+
+def matrix() -> list[Launch]:
+    """Returns what launchers can choose, each compiled kernel once.
+
+    Axes are crossed where they act together: dtype, sizes that 16 divides or not, optional arguments, layout of
+    weights, and the constants COUNT, BLOCK and GROUPS. Alignment of addresses and of the number of rows is varied on
+    the cases of one GROUPS, and strides of gradients on one case of each kernel that takes any.
+    """
+    found = (_products(), _activations(), _biases(), _strided_grads(), _rows(), _stashes(), _adams())
+    return distinct(itertools.chain.from_iterable(found))
+
+
+def _products() -> Iterator[Launch]:
+    sizes = list(itertools.product((2048, 2040), (1536, 1544)))
+    for dtype, experts, (inner, outer), is_stored in itertools.product(DTYPES, EXPERTS, sizes, (True, False)):
+        product = Product(dtype, experts, inner, outer, is_stored=is_stored)
+        yield from _product(product, "")
+    for dtype, is_stored in itertools.product(DTYPES, (True, False)):
+        yield from _product(Product(dtype, 32, 2048, 1536, is_stored=is_stored, is_aligned=False), ", addresses + 1")
+        yield from _product(Product(dtype, 32, 2048, 1536, rows=ROWS - 1, is_stored=is_stored), ", odd rows")
+        # The smallest rank of an adapter.
+        yield from _product(Product(dtype, 32, 1, 1536, is_stored=is_stored), "")
+
+
+def _product(product: Product, more: str) -> Iterator[Launch]:
+    layout = "stored" if product.is_stored else "transposed"
+    words = f"{product.dtype}, {product.experts} experts, {product.inner} x {product.outer} {layout}{more}"
+    yield from launches(f"product, {words}", product.forward)
+    yield from launches(f"added product, {words}", product.added)
+    yield from launches(f"weight gradient, {words}", product.weight_grad)
+
+
+GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
+PLAIN = ("silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu")
+
+
+def _activations() -> Iterator[Launch]:
+    forms = [ActivationForm(name) for name in (*GATED, *PLAIN)] + [ActivationForm(name, 7.0, 1.0) for name in GATED]
+    for dtype, form, scale, ffn in itertools.product(("bf16", "fp32"), forms, (None, "fp32"), (2048, 2040)):
+        name = f"{form.name}{'' if form.clamp is None else ' clamped'}"
+        words = f"{name}, {dtype}{', scaled' if scale else ''}, ffn {ffn}"
+        run = functools.partial(activation, dtype, ffn, form=form, scale=scale)
+        yield from launches(words, run)
+    for dtype, ffn in itertools.product(DTYPES, (1, 16, 96, 2040, 4096)):
+        run = functools.partial(activation, dtype, ffn, form=ActivationForm(), scale=dtype)
+        yield from launches(f"swiglu, {dtype}, scaled in {dtype}, ffn {ffn}", run)
+
+
+def _biases() -> Iterator[Launch]:
+    for dtype, experts, scale, width in itertools.product(DTYPES, EXPERTS, (None, "fp32"), (2048, 2040)):
+        run = functools.partial(biases, dtype, experts, width, scale=scale)
+        yield from launches(f"{dtype}, {experts} experts, width {width}{', scaled' if scale else ''}", run)
+
+
+def _strided_grads() -> Iterator[Launch]:
+    for dtype in DTYPES:
+        # As of a sum, whose gradient is one number, and of a transposed output.
+        grads = {
+            "one gradient": torch.empty(1, 1, dtype=DTYPES[dtype]).expand(ROWS, 2048),
+            "gradient by columns": torch.empty(2048, ROWS, dtype=DTYPES[dtype]).t(),
+        }
+        for words, grad in grads.items():
+            yield from launches(f"{dtype}, {words}", functools.partial(backward_of, grad))
+
+
+def _rows() -> Iterator[Launch]:
+    for dtype, width, is_aligned in itertools.product(DTYPES, (1, 8, 96, 2040, 2048), (True, False)):
+        run = functools.partial(rows_moved, dtype, width, is_aligned=is_aligned)
+        words = f"{dtype}, width {width}{'' if is_aligned else ', addresses + 1'}"
+        can_be_wide = is_aligned and width * DTYPES[dtype].itemsize % 16 == 0
+        yield from launches(words, run, can_be_wide=can_be_wide)
+
+
+def _stashes() -> Iterator[Launch]:
+    for page_bytes, count in itertools.product(PAGES, triton_kernels.COUNTS):
+        run = functools.partial(stash, page_bytes, count)
+        yield from launches(f"pages of {page_bytes} bytes, {count} tensors", run, can_be_wide=True)
+
+
+def _adams() -> Iterator[Launch]:
+    # Decoupled decay, a divisor and a flag to skip act apart from each other.
+    flags = ((True, True, True), (False, False, True), (True, True, False), (False, False, False))
+    for form, (is_divided, can_skip, is_decoupled) in itertools.product(ADAM_FORMS, flags):
+        kinds = {"divided": is_divided, "can skip": can_skip, "decoupled": is_decoupled}
+        words = ", ".join([form, *(kind for kind, holds in kinds.items() if holds)])
+        run = functools.partial(adam, form, is_divided=is_divided, can_skip=can_skip, is_decoupled=is_decoupled)
+        yield from launches(words, run)
+
+
+# --- Hot shapes ---
+
+
+@dataclass(frozen=True)
+class HotModel:
+    """An MoE model as one rank runs it in bf16; experts: of that rank; page_tokens: moe_paged_stash_page_size."""
+
+    name: str
+    hidden: int
+    ffn: int
+    experts: int
+    topk: int
+    page_tokens: int
+
+    def launches(self) -> Iterator[Launch]:
+        """Yields the launches of a static MoE layer with the stash, forward, recomputation and backward."""
+        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, is_stored=False)
+        fc2 = Product("bf16", self.experts, self.ffn, self.hidden, is_stored=False)
+        back1 = Product("bf16", self.experts, 2 * self.ffn, self.hidden, is_stored=True)
+        back2 = Product("bf16", self.experts, self.hidden, self.ffn, is_stored=True)
+        for name, product in {"fc1": fc1, "fc2": fc2, "fc1 backward": back1, "fc2 backward": back2}.items():
+            yield from launches(f"{self.name}: {name}", product.forward)
+        for name, product in {"fc1": fc1, "fc2": fc2}.items():
+            yield from launches(f"{self.name}: {name} weight gradient", product.weight_grad)
+        run = functools.partial(activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32")
+        yield from launches(f"{self.name}: swiglu", run)
+        run = functools.partial(rows_moved, "bf16", self.hidden, topk=self.topk)
+        yield from launches(f"{self.name}: tokens", run, can_be_wide=True)
+        yield from launches(f"{self.name}: weights", functools.partial(rows_moved, "fp32", 1, topk=self.topk))
+        page_bytes = self.page_tokens * self.hidden * 2
+        yield from launches(f"{self.name}: stash", functools.partial(stash, page_bytes, 4), can_be_wide=True)
+
+
+HOT_MODELS: Sequence[HotModel] = (
+    HotModel("Qwen3-30B-A3B", hidden=2048, ffn=768, experts=128, topk=8, page_tokens=16),  # on one GPU
+    HotModel("Qwen3-30B-A3B, EP 8", hidden=2048, ffn=768, experts=16, topk=8, page_tokens=16),
+    HotModel("Mixtral-8x7B, EP 8", hidden=4096, ffn=14336, experts=1, topk=2, page_tokens=8),
+    HotModel("DeepSeek-V3, EP 64", hidden=7168, ffn=2048, experts=4, topk=8, page_tokens=16),
+)
+HOT_ADAM = ("bf16 with remainders, gradients in fp32", "scaled fp16 states of bf16", "fp32 masters of bf16")
+
+
+def hot() -> list[Launch]:
+    """Returns the launches of HOT_MODELS and of their optimizer, each compiled kernel once."""
+    models = itertools.chain.from_iterable(model.launches() for model in HOT_MODELS)
+    steps = itertools.chain.from_iterable(launches(f"Adam: {form}", functools.partial(adam, form)) for form in HOT_ADAM)
+    return distinct(itertools.chain(models, steps))
