@@ -8,10 +8,8 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,9 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.source import commit_of_tree
 from megatron.core.device import peak_memory_bytes
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # A step of one rank; it may return one figure of its own, between 0 and 1.
 Step = Callable[[], float | None]
@@ -189,11 +186,3 @@ def context() -> dict[str, str]:
         "torch": torch.__version__,
         "commit": commit_of_tree(),
     }
-
-
-def commit_of_tree() -> str:
-    """The commit of these files; in a copy without its repository what the variable COMMIT says, or nothing."""
-    if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        return os.environ.get("COMMIT", "")
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return head.stdout.strip()

@@ -1,154 +1,244 @@
-"""Everything that a machine with a GPU is for, in one call: the tests in tests/gpu, then all GPU benchmarks.
+"""Everything that a machine with a GPU is for, in three calls of at most nine minutes: the checks of registry.py.
 
-    python benchmarks/gpu/run_all.py [--out benchmarks/results] [--minutes 12] [--only PART ...]
-    python benchmarks/gpu/run_all.py --dry-run --out FOLDER     # small and on the CPU too: tries the programs out
+    python3 benchmarks/gpu/run_all.py --call 1 --out FOLDER --resume      # then --call 2 and --call 3
+    python3 benchmarks/gpu/run_all.py --out FOLDER                        # the three calls in turn
+    python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER      # by name, the benchmarks too
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, on the CPU too: tries the programs out
 
-Needs nothing but Python, torch, Triton, NumPy and this project's packages: no network, no installation. Each benchmark
-writes NAME_gpu.json, with date, device, version of torch and commit, and plots NAME_gpu.svg; run_gpu.json says how each
-part ended. Where there is no repository, the variable COMMIT names the commit. docs/gpu_results.md is written anew when
-results go to benchmarks/results. Exit status 1 if a part failed, missed a target or was not run.
+Needs Python 3.11 or later, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network, no
+installation and no make. Each check is a process with its own limit, which journal.py records in FOLDER/checks.jsonl
+when it ends: verdict, numbers, last lines, date, device, torch and commit. FOLDER/output.log has all output. Where
+there is no repository, the variable COMMIT names the commit.
+
+--resume leaves out checks with a verdict for equal files, and first takes checks of earlier calls for which no time was
+left or whose runner was killed. docs/gpu_results.md is written anew when results go to benchmarks/results. Exit status
+1 if a check failed, was ended at its limit or was not run. This program itself imports no torch.
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+from benchmarks.gpu.journal import Journal, Record, Verdict, Where  # noqa: E402
+from benchmarks.gpu.process_tree import GRACE_SECONDS, Ending, adopt_orphans, end_all, run_program  # noqa: E402
+from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, NUM_CALLS, Check  # noqa: E402
 from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
-from benchmarks.sides import context  # noqa: E402
-from megatron.core.device import default_device, device_name  # noqa: E402
+from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
-NOT_CHECKED = 77  # the exit status of a part that says that it cannot run here
-SHOWN_LINES = 60
-HERE = "benchmarks/gpu"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A program. small: its arguments in a dry run, None where it then stays out; {out}: the folder of results."""
-
-    words: str
-    seconds: float
-    small: str | None
-
-    def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """As it is started."""
-        words = f"{self.words} {self.small}" if is_dry else self.words
-        return [sys.executable if word == "python" else word.format(out=out) for word in words.split()]
+NEEDS_GPU, NOT_CHECKED = 76, 77  # exit statuses by which a program says so
+SHOWN_LINES, SHOWN_LETTERS = 60, 400
+LEAST_SECONDS = 2 * GRACE_SECONDS  # for which a check is worth starting
+RESULT = "RESULT "
+STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
 
 
-def _results(name: str) -> str:
-    return f"--json {{out}}/{name}_gpu.json --plot {{out}}/{name}_gpu.svg"
-
-
-PARTS = {
-    "tests": Part("python -m pytest -q tests/gpu", 420, "-k gathered"),
-    "stash_copy": Part(f"python {HERE}/stash_copy.py {_results('stash_copy')}", 120, "--small --rounds 2"),
-    "gemm_beside_stash": Part(
-        f"python {HERE}/gemm_beside_stash.py {_results('gemm_beside_stash')}", 60, "--small --rounds 2"
-    ),
-    "graph_step": Part(
-        f"python {HERE}/graph_step.py {_results('graph_step')}", 420, "--small --rounds 1 --steps 1 --routings skewed"
-    ),
-    "stash_step": Part(
-        "python benchmarks/stash_step.py --device cuda --tokens 8192 --hidden 2048 --ffn 768 "
-        "--json {out}/stash_step_gpu.json",
-        60,
-        "--device cpu --rounds 1 --layers 3 --tokens 64 --hidden 32 --ffn 16",
-    ),
-    "ddp": Part(f"python {HERE}/ddp.py --json {{out}}/ddp_gpu.json", 60, None),
-    "sanitizer": Part("sh tests/gpu/sanitize.sh python", 240, ""),
-}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a part ended; output: its last lines."""
-
-    part: str
-    verdict: str
-    exit_status: int | None
-    seconds: float
-    output: list[str]
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it must not end like this."""
-        return self.verdict not in ("passed", "not checked here")
-
-
-def run_part(name: str, command: list[str], *, seconds: float) -> Outcome:
-    """Runs a part for so long at most, shows what it prints, and ends everything that it started."""
-    print(f"\n== {name}: {' '.join(command)}", flush=True)
-    began = time.monotonic()
-    if seconds <= 0:
-        print("not run: no time is left")
-        return Outcome(name, "not run", None, 0.0, [])
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    alarm = threading.Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
-    alarm.start()
-    lines: deque[str] = deque(maxlen=SHOWN_LINES)
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line.rstrip("\n"))
-    status = process.wait()
-    took = time.monotonic() - began
-    alarm.cancel()
-    known = {0: "passed", NOT_CHECKED: "not checked here", -signal.SIGKILL: f"killed after {took:.0f} seconds"}
-    verdict = known.get(status, "failed")
-    print(f"== {name}: {verdict}, {took:.0f} s", flush=True)
-    return Outcome(name, verdict, status, round(took, 1), [*lines])
-
-
-def main() -> None:
-    """Runs the parts, and says how each ended."""
-    options = parse_options()
+def main(checks: Sequence[Check] = CHECKS) -> None:
+    """Runs the checks that the command line asks for and prints how each ended."""
+    options = parse_options(checks)
     options.out.mkdir(parents=True, exist_ok=True)
-    device = default_device()
-    if device.type == "cpu" and not options.dry_run:
-        sys.exit(f"{HERE}/run_all.py needs a GPU; try it out with --dry-run")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ends = time.monotonic() + 60 * options.minutes
-    outcomes = []
-    for name in options.only:
-        part = PARTS[name]
-        if not (options.dry_run and part.small is None):
-            command = part.command(options.out.resolve(), is_dry=options.dry_run)
-            outcomes.append(run_part(name, command, seconds=min(part.seconds, ends - time.monotonic())))
-    where = {**context(), "device": device_name(device)}
-    shown = [asdict(outcome) for outcome in outcomes]
-    (options.out / "run_gpu.json").write_text(json.dumps({**where, "parts": shown}, indent=1) + "\n")
+    device = name_of_gpu()
+    if device is None and not options.dry_run:
+        sys.exit("benchmarks/gpu/run_all.py finds no GPU; try it out with --dry-run")
+    where = Where(
+        time.strftime("%Y-%m-%d"), device or cpu_name(), torch_version(), commit_of_tree(), digest_of_files(),
+        options.dry_run,
+    )  # fmt: skip
+    # A runner that is asked to end still ends its check and writes its line.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    adopt_orphans()
+    runner = Runner(Journal(options.out), where=where, folder=options.out.resolve())
+    runner.clear_up()
+    if options.only:
+        runner.run([check for check in checks if check.name in options.only], seconds=60 * options.minutes)
+    else:
+        for call in [options.call] if options.call else range(1, NUM_CALLS + 1):
+            # Without --resume earlier calls are somebody else's.
+            own = [c for c in checks if c.call is not None and (c.call == call or (options.resume and c.call < call))]
+            runner.run(own, seconds=60 * options.minutes, leave_out=runner.decided() if options.resume else ())
     if options.out.resolve() == RESULTS:
         PAGE.write_text(page(RESULTS))
-    print(f"\n{where['device']}, torch {where['torch']}, commit {where['commit'] or 'unknown'}, {where['date']}")
-    for outcome in outcomes:
-        print(f"{outcome.part:20}{outcome.verdict:26}{outcome.seconds:7.0f} s")
-    sys.exit(any(outcome.is_failure for outcome in outcomes))
+    sys.exit(runner.report())
 
 
-def parse_options() -> argparse.Namespace:
+class Runner:
+    """Runs checks and records how they end."""
+
+    def __init__(self, journal: Journal, *, where: Where, folder: Path) -> None:
+        self._journal, self._where, self._folder = journal, where, folder
+        self._ended: dict[str, Record] = {}
+
+    def clear_up(self) -> None:
+        """Mends the file of a runner that was killed, ends that runner's processes and records its check."""
+        self._journal.mend()
+        interrupted = self._journal.interrupted()
+        if interrupted is not None:
+            check, mark = interrupted
+            orphans = end_all(mark)
+            text = [f"the runner ended while this check ran; {orphans} of its processes were still there"]
+            self._journal.end(
+                Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark)
+            )
+
+    def decided(self) -> set[str]:
+        """Names of checks with a final verdict for equal files, of the same kind of run and device."""
+        same = (self._where.files, self._where.dry_run, self._where.device)
+        last = {
+            record.check: record.verdict
+            for record in self._journal.read()
+            if (record.where.files, record.where.dry_run, record.where.device) == same
+        }
+        return {check for check, verdict in last.items() if verdict.is_final}
+
+    def run(self, checks: Sequence[Check], *, seconds: float, leave_out: Sequence[str] | set[str] = ()) -> None:
+        """Runs checks one after the other; those that find no time left are recorded as not run."""
+        deadline = time.monotonic() + seconds
+        for check in checks:
+            if check.name in leave_out:
+                print(f"== {check.name}: has a verdict already", flush=True)
+                continue
+            if check.small is None and self._where.dry_run:
+                self._record(Record(check.name, Verdict.NEEDS_GPU, self._where))
+                continue
+            limit = min(check.limit, deadline - time.monotonic())
+            if limit < min(LEAST_SECONDS, check.limit):
+                self._record(Record(check.name, Verdict.NO_TIME, self._where))
+                continue
+            self._run_check(check, limit)
+
+    def _run_check(self, check: Check, limit: float) -> None:
+        command = check.command(self._folder, is_dry=self._where.dry_run)
+        print(f"\n== {check.name} (at most {limit:.0f} s): {' '.join(command)}", flush=True)
+        log, mark = self._folder / "output.log", uuid.uuid4().hex
+        with open(log, "ab") as stream:
+            stream.write(f"\n== {check.name}\n".encode())
+            start = stream.tell()
+        self._journal.begin(check.name, mark)
+        began = time.monotonic()
+        try:
+            ending = run_program(command, limit=limit, log=log, mark=mark, folder=ROOT, env=environment())
+        except KeyboardInterrupt:
+            seconds = round(time.monotonic() - began, 1)
+            output, results = output_of(log, start)
+            self._record(
+                Record(check.name, Verdict.INTERRUPTED, self._where, seconds, results=results, output=output, mark=mark)
+            )
+            sys.exit(self.report())
+        output, results = output_of(log, start)
+        self._record(
+            Record(
+                check.name,
+                verdict_of(ending),
+                self._where,
+                seconds=round(ending.seconds, 1),
+                exit_status=ending.status,
+                orphans=ending.num_orphans,
+                results=results,
+                output=output,
+                mark=mark,
+            )
+        )
+
+    def _record(self, record: Record) -> None:
+        self._journal.end(record)
+        self._ended[record.check] = record
+        print(f"== {record.check}: {record.verdict}, {record.seconds:.0f} s", flush=True)
+
+    def report(self) -> int:
+        """Prints a line for each check of this run; returns 1 if one has failed, else 0."""
+        where = self._where
+        print(f"\n{where.device}, torch {where.torch}, commit {where.commit or 'unknown'}, {where.date}")
+        for record in self._ended.values():
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in numbers_of(record.results).items())
+            print(f"{record.check:24}{record.verdict:24}{record.seconds:6.0f} s  {numbers}"[:200])
+        return int(any(record.verdict.is_failure for record in self._ended.values()))
+
+
+def verdict_of(ending: Ending) -> Verdict:
+    """A check that had to be interrupted has timed out even if it then ended well."""
+    return Verdict.TIMED_OUT if ending.timed_out else STATUSES.get(ending.status, Verdict.FAILED)
+
+
+def output_of(log: Path, start: int) -> tuple[list[str], dict[str, Any]]:
+    """Last lines of a check's output, and what its lines of results say together."""
+    with open(log, "rb") as stream:
+        stream.seek(start)
+        lines = stream.read().decode(errors="replace").splitlines()
+    results: dict[str, Any] = {}
+    for line in lines:
+        if line.startswith(RESULT):
+            try:
+                results |= json.loads(line.removeprefix(RESULT))
+            except ValueError:
+                continue  # cut off when the check was ended
+    shown = [line for line in lines if not line.startswith(RESULT)]
+    return [line[:SHOWN_LETTERS] for line in shown[-SHOWN_LINES:]], results
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """Results that are plain numbers."""
+    return {name: value for name, value in results.items() if type(value) in (int, float)}
+
+
+def environment() -> dict[str, str]:
+    """Variables of all checks."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
+def name_of_gpu() -> str | None:
+    """What the driver calls the first GPU, asked without torch; None if there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        words = [tool, "--query-gpu=name", "--format=csv,noheader"]
+        try:
+            asked = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            asked = None
+        if asked is not None and asked.returncode == 0 and asked.stdout.strip():
+            return asked.stdout.splitlines()[0].strip()
+    return "GPU" if list(Path("/dev").glob("nvidia[0-9]*")) else None
+
+
+def cpu_name() -> str:
+    """The processor, for dry runs."""
+    return f"CPU {platform.processor() or platform.machine()}"
+
+
+def torch_version() -> str:
+    """The installed version, found without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def parse_options(checks: Sequence[Check]) -> argparse.Namespace:
     """The command line of this program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--call", type=int, choices=range(1, NUM_CALLS + 1), help="this call (default: all in turn)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--minutes", type=float, default=12, help="for all parts together (default: 12)")
-    parser.add_argument("--only", nargs="+", default=[*PARTS], choices=[*PARTS], help="these parts, in this order")
-    parser.add_argument("--dry-run", action="store_true", help="all parts small, on the CPU too; --out must be given")
+    parser.add_argument("--resume", action="store_true", help="leave out what has a verdict for equal files")
+    parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], help="these checks alone")
+    minutes = CALL_SECONDS / 60
+    parser.add_argument("--minutes", type=float, default=minutes, help=f"limit of each call (default: {minutes:g})")
+    parser.add_argument("--dry-run", action="store_true", help="all checks small, on the CPU too; --out must be given")
     options = parser.parse_args()
-    if options.dry_run and options.out == RESULTS:
+    if options.dry_run and options.out.resolve() == RESULTS:
         parser.error("--dry-run writes results that mean nothing: give another folder with --out")
     return options
 

@@ -1,0 +1,72 @@
+"""Three eager training steps, on this device and on the CPU of another process: losses and norms must be near."""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+from benchmarks.gpu.checks.reporting import checked_device, expect, report
+from benchmarks.gpu.checks.training import StashCounts, become_a_rank, losses_of
+from tests.distributed.graph_runs import train_here
+from tests.distributed.stash_runs import stash
+from tests.gpu.graph_cases import EXPERTS, Case, argv_of
+
+STEPS, ERROR = 3, 1e-3
+# fp32 without dropout and jitter, which draw other numbers on each device.
+CASES = {
+    "dense": Case("dense", {}),
+    "experts": Case("moe", EXPERTS),
+    "stash, host pages, recomputation": Case("moe", {**EXPERTS, **stash(0.3, 0.4)}),
+}
+
+
+def main() -> None:
+    """Trains each case, prints it at once, and compares all in the end."""
+    options = parse_options()
+    device = checked_device()
+    become_a_rank()
+    losses: dict[str, list[float]] = {}
+    for name, case in CASES.items():
+        counts, began = StashCounts(), time.perf_counter()
+        run = train_here(argv_of(case, {"train-iters": STEPS}), setup=counts.setup, callbacks=[counts])
+        losses[name] = losses_of(run)
+        print(f"{name}: {losses[name]}, {time.perf_counter() - began:.1f} s, {counts.total}", flush=True)
+        expect(all(map(math.isfinite, losses[name])), f"{name}: losses are finite")
+    report(losses=losses)
+    if options.alone:
+        return
+    expected = losses_on_the_cpu()
+    worst = max(
+        abs(ours - theirs) / abs(theirs)
+        for name in CASES
+        for ours, theirs in zip(losses[name], expected[name], strict=True)
+    )
+    report(device=str(device), worst_error=worst)
+    expect(worst < ERROR, f"losses are those of the CPU to {worst:.2g}")
+
+
+def losses_on_the_cpu() -> dict[str, list[float]]:
+    """Losses of the same steps in a process that sees no GPU."""
+    command = [sys.executable, "-m", "benchmarks.gpu.checks.eager_steps", "--alone"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        print(ran.stdout + ran.stderr)
+        sys.exit("the steps of the CPU failed")
+    line = next(line for line in ran.stdout.splitlines() if line.startswith("RESULT "))
+    losses: dict[str, list[float]] = json.loads(line.removeprefix("RESULT "))["losses"]
+    return losses
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--alone", action="store_true", help="compare with nothing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Prints what the machine has, and that its GPU computes: versions, tools, memory, rough rates."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.checks.reporting import end_without_gpu, expect, report
+
+PACKAGES = ("triton", "numpy", "pytest", "hypothesis", "pyyaml", "rich", "tokenizers", "tensorboard", "safetensors")
+TOOLS = ("nvidia-smi", "compute-sanitizer", "ncu", "nvcc", "cuobjdump", "git")
+SETTINGS = ("CUDA", "NCCL", "TORCH", "PYTORCH", "TRITON", "OMP")
+
+
+def main() -> None:
+    """Reports the host first, so that it is known even where the GPU does not answer."""
+    report(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        kernel=f"{platform.system()} {platform.release()}",
+        processors=os.cpu_count(),
+        host_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        packages={name: version_of(name) for name in PACKAGES},
+        tools={name: shutil.which(name) or in_cuda(name) for name in TOOLS},
+        shared_memory_gib=shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else None,
+        locked_memory_limit=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        settings={name: value for name, value in os.environ.items() if name.startswith(SETTINGS)},
+    )
+    if shutil.which("nvidia-smi"):
+        asked = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False, timeout=20)
+        print(asked.stdout, flush=True)
+    if torch.cuda.is_available():
+        report_gpu()
+    began = time.monotonic()
+    import_the_program()
+    report(import_seconds=time.monotonic() - began)
+    if not torch.cuda.is_available():
+        end_without_gpu("torch sees none")
+
+
+def report_gpu() -> None:
+    """Reports properties of the GPU, then uses it."""
+    began = time.monotonic()
+    properties = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
+    report(
+        gpu=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        processors_of_gpu=properties.multi_processor_count,
+        cache_mib=properties.L2_cache_size / 2**20,
+        free_gib=free / 2**30,
+        total_gib=total / 2**30,
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        cudnn=torch.backends.cudnn.version(),
+        first_use_seconds=time.monotonic() - began,
+    )
+    ones = torch.ones(1 << 20, device="cuda")
+    expect(ones.sum().item() == 1 << 20, "a sum on the GPU is right")
+    memory = [torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_() for _ in range(2)]
+    matrices = [torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(3)]
+    report(
+        copy_gb_s=2 * (1 << 30) / seconds_of(lambda: memory[0].copy_(memory[1])) / 1e9,
+        product_tflop_s=2 * 8192**3 / seconds_of(lambda: torch.mm(*matrices[:2], out=matrices[2])) / 1e12,
+    )
+
+
+def seconds_of(work: Callable[[], object], turns: int = 10) -> float:
+    """Seconds of the GPU for one turn, the first ones not counted."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for turn in range(turns + 3):
+        if turn == 3:
+            start.record()
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / turns
+
+
+def import_the_program() -> None:
+    """Imports the training program in another process; a missing package fails here, before it fails all checks."""
+    subprocess.run([sys.executable, "-c", "import pretrain_gpt, tests.harness"], check=True, timeout=30)
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def in_cuda(tool: str) -> str | None:
+    """The path of a tool that is only in the folder of CUDA, or None."""
+    path = Path("/usr/local/cuda/bin") / tool
+    return str(path) if path.exists() else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Compiles and launches Triton kernels from the main thread and from autograd's, where contexts of CUDA differ."""
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.checks.reporting import checked_device, expect, report
+
+DEVICE = checked_device()  # before Triton, which reads when it is imported whether it interprets
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from megatron.core.transformer.moe.paged_stash.triton_activations import gated_activation  # noqa: E402
+
+NUMEL = 1000
+
+
+@triton.jit
+def add_kernel(x, out, addend, numel, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Adds a number in one program. x, out: [numel], fp32."""
+    lane = tl.arange(0, SIZE)
+    tl.store(out + lane, tl.load(x + lane, mask=lane < numel) + addend, mask=lane < numel)
+
+
+def add(x: Tensor, addend: float, *, warps: int) -> Tensor:
+    """x: [NUMEL], fp32. Another number of warps is another compilation."""
+    out = torch.full_like(x, -1)
+    add_kernel[(1,)](x, out, addend, NUMEL, SIZE=1024, num_warps=warps)
+    return out
+
+
+class LaunchInBackward(torch.autograd.Function):
+    """Launches a kernel in backward: one that is compiled already, and one that is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()  # a sum's is one number, expanded
+        began = time.perf_counter()
+        found.update(thread=threading.get_ident(), same=add(grad, 1.0, warps=4), new=add(grad, 2.0, warps=8))
+        found["seconds"] = time.perf_counter() - began
+        return grad
+
+
+found: dict[str, Any] = {}
+
+
+def main() -> None:
+    """Launches in the main thread, in backward, in a thread of Python, then one of the stash's kernels."""
+    ones = torch.ones(NUMEL, device=DEVICE)
+    began = time.perf_counter()
+    expect(bool((add(ones, 1.0, warps=4) == 2).all()), "a kernel that the main thread compiles is right")
+    report(compile_seconds=time.perf_counter() - began)
+    leaf = torch.ones(NUMEL, device=DEVICE, requires_grad=True)
+    LaunchInBackward.apply(leaf).sum().backward()
+    expect(bool((found["same"] == 2).all()), "a compiled kernel launched in backward is right")
+    expect(bool((found["new"] == 3).all()), "a kernel compiled in backward is right")
+    is_other = found["thread"] != threading.get_ident()
+    report(backward_seconds=found["seconds"], backward_is_another_thread=is_other)
+    expect(is_other or DEVICE.type == "cpu", "backward of a GPU runs in autograd's thread")
+    thread = threading.Thread(target=lambda: found.update(other=add(ones, 4.0, warps=2)))
+    thread.start()
+    thread.join()
+    expect("other" in found and bool((found["other"] == 5).all()), "a kernel compiled in a thread of Python is right")
+    gate_up, scale = torch.randn(4, 64, device=DEVICE), torch.ones(4, device=DEVICE)
+    out, rows = torch.zeros(4, 32, device=DEVICE), torch.tensor([4], device=DEVICE)
+    gated_activation(gate_up, scale, num_rows=rows, activation="swiglu", out=out)
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
+    print("holds: the stash's SwiGLU is right", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Module graphs with two microbatches in flight, in the order F1 F2 B1 F3 B2 B3, against eager passes, bit for bit.
+
+It is the order of the first of two pipeline stages, which one GPU runs here without the second.
+"""
+
+import time
+from unittest.mock import patch
+
+from benchmarks.gpu.checks.reporting import checked_device, report
+from benchmarks.gpu.checks.training import become_a_rank, first_difference
+from megatron.core.pipeline_parallel import schedule
+from megatron.core.pipeline_parallel.schedule import Action
+from tests.distributed.graph_runs import LOCAL, own_graphs, train_here
+from tests.distributed.stash_runs import ROUTER, stash
+from tests.functional_tests.case import Flags
+from tests.gpu.graph_cases import DROPOUT, EXPERTS, HALF, Case, argv_of
+
+MICROBATCHES, STEPS = 3, 8
+ORDER = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
+PARTS = {
+    "dense": ("attn mlp", Case("dense", {**HALF, **DROPOUT})),
+    "experts": ("attn moe", Case("moe", {**EXPERTS, **ROUTER})),
+    "stash": ("moe", Case("moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-paged-stash-prefetch-layers": 0})),
+    "stash, host pages, both recompute levels": (
+        "experts",
+        Case("moe", {**EXPERTS, **stash(0.3, 0.4), "moe-paged-stash-prefetch-layers": 0}),
+    ),
+}
+one_forward_one_backward = schedule.one_forward_one_backward
+
+
+def as_first_of_two(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+    """Replaces the order of a pipeline of one stage."""
+    return one_forward_one_backward(0, 2, num_microbatches=num_microbatches)
+
+
+def main() -> None:
+    """Each case is compared even if others failed."""
+    checked_device()
+    become_a_rank()
+    order = " ".join(map(str, as_first_of_two(0, 1, num_microbatches=MICROBATCHES)))
+    assert order == ORDER, order
+    failed = {}
+    with patch.object(schedule, "one_forward_one_backward", as_first_of_two):
+        for name, (modules, case) in PARTS.items():
+            wrong = difference(name, case, modules=modules)
+            if wrong is not None:
+                failed[name] = wrong
+    report(order="F1 F2 B1 F3 B2 B3", steps=STEPS, cases=len(PARTS), failed=failed)
+    raise SystemExit(bool(failed))
+
+
+def difference(name: str, case: Case, *, modules: str) -> str | None:
+    """What is wrong with a case, or None."""
+    began = time.perf_counter()
+    flags: Flags = {"train-iters": STEPS, "global-batch-size": MICROBATCHES}
+    eager = train_here(argv_of(case, flags))
+    local: Flags = {**LOCAL, "cuda-graph-modules": modules.split()}
+    captured = train_here(argv_of(case, flags, local), graphs=own_graphs)
+    wrong = captured.failure or first_difference(captured, eager)
+    # Each part of a layer has a pair of graphs for each of two microbatches in flight, the eager run none.
+    if wrong is None and (captured.num_graphs == 0 or captured.num_graphs % 4):
+        wrong = f"{captured.num_graphs} graphs are no pairs for two microbatches in flight"
+    outcome = wrong or f"the same bits from {captured.num_graphs} graphs"
+    print(f"{'FAILS' if wrong else 'holds'}: {name}: {outcome} ({time.perf_counter() - began:.1f} s)", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Runs tests of tests/gpu, and reports each one that failed. Arguments are pytest's."""
+
+import sys
+from collections import Counter
+
+import pytest
+from pytest import TestReport
+
+from benchmarks.gpu.checks.reporting import end_without_gpu, report
+
+
+class Outcomes:
+    """Counts outcomes and remembers failures and the slowest tests."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failed: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Prints a test's name before it runs: the last one printed is the one that hangs."""
+        print(nodeid, flush=True)
+
+    def pytest_runtest_logreport(self, report: TestReport) -> None:
+        """Counts a test once: its call, or the part around it that failed or skipped it."""
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+            self.seconds[report.nodeid] = report.duration
+        if report.failed:
+            self.failed[report.nodeid] = str(report.longrepr)[-600:]
+
+
+def main() -> None:
+    """Exit status: pytest's, or that of a check that needs a GPU if every test was skipped."""
+    outcomes = Outcomes()
+    options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    try:
+        status = pytest.main([*options, *sys.argv[1:]], plugins=[outcomes])
+    finally:
+        slowest = sorted(outcomes.seconds.items(), key=lambda pair: -pair[1])[:3]
+        report(**outcomes.counts, failures=outcomes.failed, slowest=dict(slowest))
+    if status == 0 and outcomes.counts.total() == outcomes.counts["skipped"] > 0:
+        end_without_gpu(f"{outcomes.counts['skipped']} tests were skipped")
+    sys.exit(int(status))
+
+
+if __name__ == "__main__":
+    main()

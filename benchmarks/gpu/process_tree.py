@@ -1,0 +1,251 @@
+"""Runs one program with a time limit and ends everything that it started. Knows nothing of checks. Linux only.
+
+[Note: who belongs to a program] Ranks of tests and of elastic launchers call setsid, so signals to a process group miss
+them, and a process whose parent has ended belongs to init. Two things find them. This process is a child subreaper:
+descendants whose parent ended become its children, so the tree below it is complete. And each program gets a variable
+in its environment, which its descendants inherit; /proc shows it even after a process has cleared its environment. The
+variable also finds processes of a runner that was killed itself.
+
+[Note: order of ending] At its limit a program first shows where it hangs. SIGUSR1 goes to the processes that have a
+handler for it, as the ranks of tests do, to print their stacks; what they wrote to files of their own is copied. Then
+all get SIGINT, so that Python reports the line and cleans up. What still runs after GRACE_SECONDS gets SIGKILL.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+MARK = "GPU_CHECK_PROCESS"
+GRACE_SECONDS = 5.0  # between SIGINT and SIGKILL; part of a program's limit
+LEAVE_SECONDS = 1.0  # for helpers, such as servers that ranks are forked from, to end by themselves
+_SHOWN_LINES = 40  # of a file that a descendant wrote its errors to
+_POLL_SECONDS = 0.05
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a program ended. status: its exit status, negative for a signal. num_orphans: processes that it left."""
+
+    status: int
+    seconds: float
+    timed_out: bool
+    num_orphans: int
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent ends. Without effect where Linux refuses it."""
+    _prctl(_SET_CHILD_SUBREAPER)
+
+
+def run_program(
+    command: Sequence[str], *, limit: float, log: Path, mark: str, folder: Path, env: Mapping[str, str]
+) -> Ending:
+    """Runs a program for at most `limit` seconds, the end of its descendants included, and shows what it prints.
+
+    Its output is appended to `log`. mark: a text that no other program has. adopt_orphans must have been called.
+    """
+    began = time.monotonic()
+    interrupt_at = began + max(0.0, limit - GRACE_SECONDS)
+    with open(log, "ab") as stream:
+        process = subprocess.Popen(
+            list(command),
+            cwd=folder,
+            env={**env, MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    timed_out, num_orphans = False, 0
+    with _Echo(log) as echo:
+        try:
+            while (status := _reap(process)) is None and time.monotonic() < interrupt_at:
+                echo.show()
+                time.sleep(_POLL_SECONDS)
+            if status is None:
+                timed_out = True
+                _interrupt(mark, log)
+                status = _wait(process, until=time.monotonic() + GRACE_SECONDS)
+            else:
+                _wait_for_descendants(mark, until=time.monotonic() + LEAVE_SECONDS)
+        finally:
+            num_orphans = len(set(descendants(mark)) - {process.pid})
+            end_all(mark, keep_status_of=process.pid)
+        if status is None:
+            status = _wait(process, until=time.monotonic() + GRACE_SECONDS)
+        echo.show()
+    return Ending(-signal.SIGKILL if status is None else status, time.monotonic() - began, timed_out, num_orphans)
+
+
+def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
+    """Sends SIGKILL to the processes of a mark until none is left; returns how many it met."""
+    met: set[int] = set()
+    until = time.monotonic() + GRACE_SECONDS
+    # A process may fork while the list is read: hence more than one pass.
+    while (found := list(descendants(mark))) and time.monotonic() < until:
+        met.update(found)
+        for pid in found:
+            _send(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+        _reap_orphans(besides=keep_status_of)
+    return len(met)
+
+
+def descendants(mark: str) -> Iterator[int]:
+    """Yields the processes below this one and those with the mark; see [Note: who belongs to a program]."""
+    entry = f"{MARK}={mark}".encode()
+    parents = _parents()
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    for pid in parents:
+        if pid != os.getpid() and (pid in below or entry in _environment(pid)):
+            yield pid
+
+
+def _parents() -> dict[int, int]:
+    """Parent of each process that is no zombie."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # The name of a program, in parentheses, may contain anything.
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found[int(folder.name)] = int(parent)
+    return found
+
+
+def _environment(pid: int) -> Sequence[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ()
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def _interrupt(mark: str, log: Path) -> None:
+    """Makes processes show their stacks, and interrupts them; see [Note: order of ending]."""
+    found = list(descendants(mark))
+    files = {path for pid in found if (path := _error_file(pid)) is not None and path != log.resolve()}
+    shown = [pid for pid in found if _catches(pid, signal.SIGUSR1)]
+    for pid in shown:
+        _send(pid, signal.SIGUSR1)
+    if shown:
+        time.sleep(0.3)
+    with open(log, "a") as stream:
+        for path in sorted(files):
+            stream.write(f"--- the end of {path}\n" + "".join(_last_lines(path)) + "---\n")
+    for pid in found:
+        _send(pid, signal.SIGINT)
+
+
+def _error_file(pid: int) -> Path | None:
+    """The regular file that a process writes its errors to, if it is one."""
+    try:
+        path = Path(os.readlink(f"/proc/{pid}/fd/2"))
+    except OSError:
+        return None
+    return path if path.is_file() else None
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        return [f"{error}\n"]
+    return [line if line.endswith("\n") else line + "\n" for line in lines[-_SHOWN_LINES:]]
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        # It has ended meanwhile, or its number belongs to another user's process by now.
+        return
+
+
+def _reap(process: "subprocess.Popen[bytes]") -> int | None:
+    """Exit status of the program, None while it runs. Takes the statuses of adopted orphans on the way."""
+    status = process.poll()
+    _reap_orphans(besides=process.pid if status is None else None)
+    return status
+
+
+def _reap_orphans(besides: int | None = None) -> None:
+    """Takes the exit statuses of children that have ended, but not of the child `besides`."""
+    for entry in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        try:
+            children = [int(pid) for pid in entry.read_text().split()]
+        except OSError:
+            continue
+        for pid in children:
+            if pid != besides:
+                try:
+                    os.waitpid(pid, os.WNOHANG)
+                except ChildProcessError:
+                    continue
+
+
+def _wait(process: "subprocess.Popen[bytes]", *, until: float) -> int | None:
+    while (status := _reap(process)) is None and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    return status
+
+
+def _wait_for_descendants(mark: str, *, until: float) -> None:
+    while list(descendants(mark)) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+        _reap_orphans()
+
+
+def _die_with_parent() -> None:
+    """Runs in the program's process before it starts: the kernel kills it when this process ends, killed too."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+
+
+def _prctl(option: int, value: int = 1) -> None:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class _Echo:
+    """Copies what is appended to a file from now on to standard output."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> "_Echo":
+        self._stream: BinaryIO = open(self._path, "rb")
+        self._stream.seek(0, os.SEEK_END)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
+    def show(self) -> None:
+        """Copies what is new."""
+        if new := self._stream.read():
+            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.flush()

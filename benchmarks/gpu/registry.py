@@ -1,0 +1,398 @@
+"""The checks of `make gpu` in the order in which they run, and the claims that they decide. Runs nothing.
+
+Each check is a process with a limit, so that a hang, a crash or a poisoned CUDA context costs one check. A call runs
+at most nine minutes, which its limits sum up to: machines may end a command after ten. First come the checks whose
+failure explains all others.
+"""
+
+import enum
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+CALL_SECONDS = 540
+NUM_CALLS = 3
+HERE = "benchmarks/gpu"
+
+
+class State(enum.Enum):
+    """What is known of a claim as long as no GPU has decided it."""
+
+    MODELLED = "modelled on a CPU"
+    COMPILED = "compiled only"
+    NOT_YET = "not yet"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A program and its limit in seconds, its own end included.
+
+    call: 1 to NUM_CALLS; None: runs only when it is named. part: heading of the page. claim: what holds if it passes.
+    words: its command, where `python` is this interpreter and {out} the folder of results. small: the arguments of a
+    dry run, which may run on a CPU; None: without a GPU there is nothing to try. kernels: the Triton kernels that it
+    launches. before: what is known without a GPU.
+    """
+
+    name: str
+    call: int | None
+    part: str
+    claim: str
+    words: str
+    limit: float
+    small: str | None = ""
+    kernels: tuple[str, ...] = ()
+    before: State = State.MODELLED
+
+    def command(self, out: Path, *, is_dry: bool) -> list[str]:
+        """The command line. Python programs show their stacks when they are interrupted."""
+        words = shlex.split(f"{self.words} {self.small or ''}" if is_dry else self.words)
+        first, *rest = [sys.executable if word == "python" else word.format(out=out) for word in words]
+        launcher = ["-m", "benchmarks.gpu.checks.launch"] if first == sys.executable else []
+        return [first, *launcher, *rest]
+
+
+def _program(module: str, *arguments: str) -> str:
+    return " ".join(["python", f"benchmarks.gpu.checks.{module}", *arguments])
+
+
+def _tests(*arguments: str) -> str:
+    """The command of some tests of tests/gpu, which are skipped without a GPU."""
+    return _program("pytest_run", *(shlex.quote(argument) for argument in arguments))
+
+
+def _benchmark(name: str) -> str:
+    return f"python benchmarks.gpu.{name} --json {{out}}/{name}_gpu.json --plot {{out}}/{name}_gpu.svg"
+
+
+KERNELS = "tests/gpu/test_kernels_against_reference.py"
+FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
+PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and growth", "Copies and products", "Long checks", "Benchmarks"
+
+CHECKS = (
+    # Call 1.
+    Check(
+        "environment",
+        1,
+        FIRST,
+        "torch, Triton, NCCL, the driver and the tools are there, and the GPU computes",
+        _program("environment"),
+        45,
+        before=State.NOT_YET,
+    ),
+    Check(
+        "launch_threads",
+        1,
+        FIRST,
+        "a Triton kernel is compiled and launched from the main thread and from autograd's",
+        _program("launch_threads"),
+        30,
+    ),
+    Check(
+        "pinned_access",
+        1,
+        FIRST,
+        "a kernel reads and writes pinned memory of the host by address, and host pages keep their bytes",
+        _program("pinned_access"),
+        25,
+        kernels=("plan_kernel", "copy_kernel", "release_kernel"),
+    ),
+    Check(
+        "capture_streams",
+        1,
+        FIRST,
+        "a CUDA graph captures work on two side streams, and replays have the bits of eager work",
+        _program("capture_streams"),
+        25,
+    ),
+    Check(
+        "nccl_in_capture",
+        1,
+        FIRST,
+        "collectives of a group of one rank run inside a CUDA graph",
+        _program("nccl_in_capture"),
+        35,
+    ),
+    Check(
+        "kernels_pages",
+        1,
+        EACH,
+        "pages, rings and rows have the bytes of the CPU's operators",
+        _tests(KERNELS, "-k", "pages_rings and bfloat16-1000"),
+        30,
+        kernels=("plan_kernel", "copy_kernel", "release_kernel"),
+    ),
+    Check(
+        "kernels_products",
+        1,
+        EACH,
+        "grouped products and their gradients are right to one rounding, recomputed gate_up bit for bit",
+        _tests(KERNELS, "-k", "products and bfloat16-1000-False and 129"),
+        30,
+        kernels=("grouped_gemm_kernel", "weight_grad_kernel"),
+    ),
+    Check(
+        "kernels_activations",
+        1,
+        EACH,
+        "activations and their gradients are right to one rounding, recomputed act bit for bit",
+        _tests(KERNELS, "-k", "activations and swiglu and bfloat16-1000-33"),
+        25,
+        kernels=("act_kernel", "act_gradient_kernel"),
+    ),
+    Check(
+        "kernels_biases",
+        1,
+        EACH,
+        "experts' biases are added, and their gradients and the scales' are right to one rounding",
+        _tests(KERNELS, "-k", "biases and bfloat16-1000"),
+        25,
+        kernels=("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel"),
+    ),
+    Check(
+        "kernels_rows",
+        1,
+        EACH,
+        "rows are gathered with the CPU's bytes and summed to one rounding",
+        _tests(KERNELS, "-k", "gathered and bfloat16-1000-90"),
+        25,
+        kernels=("gather_kernel", "sum_kernel"),
+    ),
+    Check(
+        "kernels_adam",
+        1,
+        EACH,
+        "Adam's kernel steps as torch does, and bf16 with remainders is the fp32 run bit for bit",
+        _tests("tests/gpu/test_adam_kernel.py", "-k", "remainders or (near_that and params0)"),
+        25,
+        kernels=("adam_kernel",),
+    ),
+    Check(
+        "stash_late_streams",
+        1,
+        EACH,
+        "random stash operations on streams that are late lose no byte",
+        _tests(
+            "tests/gpu/test_stash_kernels.py",
+            "tests/gpu/test_stash_races.py",
+            "-k",
+            "random_operations or two_streams or (run_that_waits and 0-late and 0.55)",
+        ),
+        60,
+        kernels=("plan_kernel", "copy_kernel", "release_kernel"),
+    ),
+    Check(
+        "eager_steps",
+        1,
+        STEPS,
+        "three eager training steps have the losses of the CPU: plain experts, and experts with a stash",
+        _program("eager_steps"),
+        60,
+    ),
+    Check(
+        "full_graph",
+        1,
+        STEPS,
+        "replays of the full-iteration graph have the bits of eager steps: with a stash, with pages on the host, and "
+        "with tensors of both recompute levels recomputed",
+        _program("full_graph"),
+        100,
+        "--steps 6",
+    ),
+    # Call 2.
+    Check(
+        "module_order",
+        2,
+        PARTS,
+        "module graphs replayed in the order F1 F2 B1 F3 B2 B3 have the bits of eager passes",
+        _program("module_order"),
+        60,
+    ),
+    Check(
+        "forced_growth",
+        2,
+        PARTS,
+        "a replay that finds no pages runs again with more, and neither the old pool nor the old graph stays in memory",
+        _program("forced_growth"),
+        60,
+    ),
+    Check(
+        "copy_points",
+        2,
+        COPIES,
+        "stash and restore of large groups run at 0.9 of copy_'s rate without a cap (six points)",
+        _program("copy_points"),
+        70,
+        "--small",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "products",
+        2,
+        COPIES,
+        "our grouped product beside torch's grouped_mm: rates of forward and of both gradients",
+        _program("products"),
+        70,
+        "--small",
+        kernels=("grouped_gemm_kernel", "weight_grad_kernel"),
+        before=State.NOT_YET,
+    ),
+    Check(
+        "product_beside_copies",
+        2,
+        COPIES,
+        "a product beside copies with at most 0 (no cap), 8 and 32 programs and two block sizes: its slowdown",
+        _program("product_beside_copies"),
+        80,
+        "--small",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "sanitizer_memcheck",
+        2,
+        LONG,
+        "compute-sanitizer finds no access outside of allocated memory in the kernels",
+        "sh tests/gpu/sanitize.sh python memcheck",
+        70,
+        None,
+        before=State.NOT_YET,
+    ),
+    Check(
+        "sanitizer_races",
+        2,
+        LONG,
+        "compute-sanitizer finds no race in shared memory and no wrong barrier in the kernels",
+        "sh tests/gpu/sanitize.sh python racecheck synccheck",
+        60,
+        None,
+        before=State.NOT_YET,
+    ),
+    Check(
+        "tests_kernels",
+        2,
+        LONG,
+        "all sizes and dtypes of the kernels agree with the CPU's operators",
+        _tests(KERNELS),
+        70,
+    ),
+    # Call 3.
+    Check(
+        "tests_step_graphs",
+        3,
+        LONG,
+        "a hundred replays of whole steps and of module graphs have the bits of eager steps",
+        _tests("tests/gpu/test_step_graphs_on_gpu.py", "tests/gpu/test_replays_on_gpu.py"),
+        150,
+    ),
+    Check(
+        "tests_training",
+        3,
+        LONG,
+        "runs learn, save and resume in each precision, with gradients near the CPU's; data parallelism works on NCCL",
+        _tests(
+            "tests/gpu/test_training_on_gpu.py",
+            "tests/gpu/test_data_parallel_on_gpu.py",
+            "tests/gpu/test_process_groups.py",
+            "tests/gpu/test_symmetric_rows.py",
+            "tests/gpu/test_random_streams.py",
+        ),
+        110,
+    ),
+    Check(
+        "tests_stash",
+        3,
+        LONG,
+        "all tests of the stash: every width, late streams in training too, captured recomputation",
+        _tests(
+            "tests/gpu/test_stash_kernels.py",
+            "tests/gpu/test_stash_races.py",
+            "tests/gpu/test_stash_recompute.py",
+        ),
+        90,
+    ),
+    Check(
+        "tests_optimizer",
+        3,
+        LONG,
+        "optimizer steps, captured ones too, agree with torch and with eager steps; attention kernels are near fp64",
+        _tests(
+            "tests/gpu/test_adam_kernel.py",
+            "tests/gpu/test_fused_adam_on_gpu.py",
+            "tests/gpu/test_optimizer_graph.py",
+            "tests/gpu/test_attention_kernels.py",
+        ),
+        50,
+        kernels=("adam_kernel",),
+    ),
+    Check(
+        "trace",
+        3,
+        LONG,
+        "a profile of one eager step with a stash and its longest gaps, each with what the host did in it",
+        _program("trace", "--trace", "{out}/trace_of_step.json.gz"),
+        60,
+        "--small",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "launches",
+        3,
+        LONG,
+        "kernels launched for each static MoE layer and step, beside the operators counted on the CPU",
+        _program("launches"),
+        70,
+    ),
+    # Only when named: they take a call or more each.
+    Check(
+        "stash_copy",
+        None,
+        BENCHMARKS,
+        "stash + restore run at 0.9 of copy_'s rate, uncapped, groups of 128 MiB and more",
+        _benchmark("stash_copy"),
+        120,
+        "--small --rounds 2",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "gemm_beside_stash",
+        None,
+        BENCHMARKS,
+        "beside a matrix product they cost it nothing, or 1.1 times two copies at most, with the best cap",
+        _benchmark("gemm_beside_stash"),
+        60,
+        "--small --rounds 2",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "graph_step",
+        None,
+        BENCHMARKS,
+        "graph + stash takes 0.75 of an eager dropless step where launches decide, and holds (phi + w c / S) of what "
+        "eager dropless holds beside weights and states",
+        _benchmark("graph_step"),
+        420,
+        "--small --rounds 1 --steps 1 --routings skewed",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "stash_step",
+        None,
+        BENCHMARKS,
+        "memory and time of expert layers with a stash beside other ways: figures without a target",
+        "python benchmarks.stash_step --device cuda --tokens 8192 --hidden 2048 --ffn 768 "
+        "--json {out}/stash_step_gpu.json",
+        60,
+        "--device cpu --rounds 1 --layers 3 --tokens 64 --hidden 32 --ffn 16",
+        before=State.NOT_YET,
+    ),
+    Check(
+        "ddp",
+        None,
+        BENCHMARKS,
+        "data parallelism of one GPU beside torch's: figures without a target",
+        "python benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
+        60,
+        None,
+        before=State.NOT_YET,
+    ),
+)

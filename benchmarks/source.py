@@ -1,0 +1,28 @@
+"""Names the version of these files that a measurement is of. Imports no torch, so that it works where torch fails."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_PARTS = ("megatron", "benchmarks", "tests/gpu", "tests/unit_tests", "tests/distributed", "tests/functional_tests")
+_FILES = ("pretrain_gpt.py", "tests/harness.py", "tests/conftest.py")
+
+
+def commit_of_tree() -> str:
+    """The commit of these files; in a copy without its repository the value of the variable COMMIT, or nothing."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return os.environ.get("COMMIT", "")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return head.stdout.strip()
+
+
+def digest_of_files() -> str:
+    """Digest of the Python files that checks on a GPU run. It is the same for equal files, committed or not."""
+    found = hashlib.blake2b(digest_size=8)
+    paths = [path for part in _PARTS for path in (ROOT / part).rglob("*.py")]
+    for path in sorted([*paths, *(ROOT / name for name in _FILES)]):
+        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
