@@ -8,6 +8,7 @@ DATA ?=
 MINUTES ?=
 BASE ?=
 OUT ?=
+CALL ?=
 RECORD ?=
 ONLY ?=
 ORDER ?=
@@ -75,8 +76,8 @@ mutants: env  ## put faults into copies of the committed HEAD; tests must notice
 	$(IN_VENV) -m tests.mutants $(if $(BASE),--base $(BASE),$(or $(RECORD),$(VENV)/record)) $(if $(ONLY),--only "$(ONLY)")
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
-gpu:  ## on a machine with a GPU: its tests and benchmarks, 12 minutes (OUT=folder: results go there)
-	$(or $(wildcard $(IN_VENV)),$(PYTHON)) benchmarks/gpu/run_all.py $(if $(OUT),--out "$(OUT)")
+gpu:  ## on a machine with a GPU: all checks, three calls of 9 minutes (CALL=1: the first; OUT=folder: results go there)
+	$(or $(wildcard $(IN_VENV)),$(PYTHON)) benchmarks/gpu/run_all.py --resume $(if $(CALL),--call $(CALL)) $(if $(OUT),--out "$(OUT)")
 
 clean:  ## remove the environment, caches and build output; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

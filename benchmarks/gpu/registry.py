@@ -13,7 +13,9 @@ from pathlib import Path
 
 CALL_SECONDS = 540
 NUM_CALLS = 3
-HERE = "benchmarks/gpu"
+# How a program tells the runner that it needs a GPU, or that something else was missing: its exit status.
+NEEDS_GPU, NOT_CHECKED = 76, 77
+RESULT = "RESULT "  # begins a line of its output that holds numbers as a JSON object
 
 
 class State(enum.Enum):
@@ -48,7 +50,7 @@ class Check:
         """The command line. Python programs show their stacks when they are interrupted."""
         words = shlex.split(f"{self.words} {self.small or ''}" if is_dry else self.words)
         first, *rest = [sys.executable if word == "python" else word.format(out=out) for word in words]
-        launcher = ["-m", "benchmarks.gpu.checks.launch"] if first == sys.executable else []
+        launcher = ["-m", "benchmarks.gpu.checks.launch"] if words[0] == "python" else []
         return [first, *launcher, *rest]
 
 
@@ -66,6 +68,11 @@ def _benchmark(name: str) -> str:
 
 
 KERNELS = "tests/gpu/test_kernels_against_reference.py"
+PAGES = ("plan_kernel", "copy_kernel", "release_kernel")
+PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
+ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
+BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
+ROWS = ("gather_kernel", "sum_kernel")
 FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
 PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and growth", "Copies and products", "Long checks", "Benchmarks"
 
@@ -87,6 +94,7 @@ CHECKS = (
         "a Triton kernel is compiled and launched from the main thread and from autograd's",
         _program("launch_threads"),
         30,
+        before=State.COMPILED,
     ),
     Check(
         "pinned_access",
@@ -95,7 +103,8 @@ CHECKS = (
         "a kernel reads and writes pinned memory of the host by address, and host pages keep their bytes",
         _program("pinned_access"),
         25,
-        kernels=("plan_kernel", "copy_kernel", "release_kernel"),
+        kernels=PAGES,
+        before=State.COMPILED,
     ),
     Check(
         "capture_streams",
@@ -112,6 +121,7 @@ CHECKS = (
         "collectives of a group of one rank run inside a CUDA graph",
         _program("nccl_in_capture"),
         35,
+        before=State.NOT_YET,
     ),
     Check(
         "kernels_pages",
@@ -120,7 +130,7 @@ CHECKS = (
         "pages, rings and rows have the bytes of the CPU's operators",
         _tests(KERNELS, "-k", "pages_rings and bfloat16-1000"),
         30,
-        kernels=("plan_kernel", "copy_kernel", "release_kernel"),
+        kernels=PAGES,
     ),
     Check(
         "kernels_products",
@@ -129,7 +139,7 @@ CHECKS = (
         "grouped products and their gradients are right to one rounding, recomputed gate_up bit for bit",
         _tests(KERNELS, "-k", "products and bfloat16-1000-False and 129"),
         30,
-        kernels=("grouped_gemm_kernel", "weight_grad_kernel"),
+        kernels=PRODUCTS,
     ),
     Check(
         "kernels_activations",
@@ -138,7 +148,7 @@ CHECKS = (
         "activations and their gradients are right to one rounding, recomputed act bit for bit",
         _tests(KERNELS, "-k", "activations and swiglu and bfloat16-1000-33"),
         25,
-        kernels=("act_kernel", "act_gradient_kernel"),
+        kernels=ACTIVATIONS,
     ),
     Check(
         "kernels_biases",
@@ -147,7 +157,7 @@ CHECKS = (
         "experts' biases are added, and their gradients and the scales' are right to one rounding",
         _tests(KERNELS, "-k", "biases and bfloat16-1000"),
         25,
-        kernels=("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel"),
+        kernels=BIASES,
     ),
     Check(
         "kernels_rows",
@@ -156,7 +166,7 @@ CHECKS = (
         "rows are gathered with the CPU's bytes and summed to one rounding",
         _tests(KERNELS, "-k", "gathered and bfloat16-1000-90"),
         25,
-        kernels=("gather_kernel", "sum_kernel"),
+        kernels=ROWS,
     ),
     Check(
         "kernels_adam",
@@ -179,7 +189,7 @@ CHECKS = (
             "random_operations or two_streams or (run_that_waits and 0-late and 0.55)",
         ),
         60,
-        kernels=("plan_kernel", "copy_kernel", "release_kernel"),
+        kernels=PAGES,
     ),
     Check(
         "eager_steps",
@@ -234,7 +244,7 @@ CHECKS = (
         _program("products"),
         70,
         "--small",
-        kernels=("grouped_gemm_kernel", "weight_grad_kernel"),
+        kernels=PRODUCTS,
         before=State.NOT_YET,
     ),
     Check(
@@ -274,6 +284,7 @@ CHECKS = (
         "all sizes and dtypes of the kernels agree with the CPU's operators",
         _tests(KERNELS),
         70,
+        kernels=PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS,
     ),
     # Call 3.
     Check(
@@ -309,6 +320,7 @@ CHECKS = (
             "tests/gpu/test_stash_recompute.py",
         ),
         90,
+        kernels=PAGES + PRODUCTS + ACTIVATIONS,
     ),
     Check(
         "tests_optimizer",
@@ -341,6 +353,7 @@ CHECKS = (
         "kernels launched for each static MoE layer and step, beside the operators counted on the CPU",
         _program("launches"),
         70,
+        before=State.NOT_YET,
     ),
     # Only when named: they take a call or more each.
     Check(

@@ -1,4 +1,4 @@
-"""docs/gpu_results.md from the JSON files of run_all.py, or what stands there while there are none. Measures nothing.
+"""Writes docs/gpu_results.md: what is known of each check and kernel, and all results. Measures nothing.
 
 python benchmarks/gpu/results_page.py
 """
@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # a clone works without installation
+
+from benchmarks.gpu.journal import Journal, Record, Verdict  # noqa: E402
+from benchmarks.gpu.registry import CHECKS, EACH, Check  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "gpu_results.md"
 
@@ -17,29 +23,35 @@ HEAD = """# Results on a GPU
 
 Written by `benchmarks/gpu/results_page.py` from what `benchmarks/gpu/run_all.py` left in `benchmarks/results/`.
 
-    make gpu                      # tests/gpu, then every benchmark of benchmarks/gpu, in about 12 minutes
-    make gpu OUT=/tmp/results     # results into another folder; this page then stays as it is
-    python3 benchmarks/gpu/run_all.py --only stash_copy graph_step
+    make gpu                         # three calls in turn, at most 9 minutes each; goes on where it was stopped
+    make gpu CALL=1                  # one call, for machines that end a command after ten minutes
+    make gpu OUT=/tmp/results        # results into another folder; this page then stays as it is
+    python3 benchmarks/gpu/run_all.py --call 1 --resume --out FOLDER       # the same without make
+    python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER       # checks by name
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small, on a CPU too
 
-It needs one GPU, torch, Triton, NumPy, pytest and hypothesis, and no network; targets are for an H200. Where there is
-no repository beside the files, set the variable COMMIT. `--only` picks parts, for machines that end commands early:
-`tests sanitizer` first, the others in a second call. `--dry-run --out FOLDER` runs every program small, in a minute and
-on a CPU too, where a tape stands for a CUDA graph.
+It needs one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but no network
+and no installation; targets are for an H200. Where there is no repository beside the files, set the variable COMMIT.
+
+Each check is a process with a limit of its own: at the limit it prints its stacks and gets SIGINT, then SIGKILL, with
+all of its descendants. `checks.jsonl` gets one line when a check ends: verdict, numbers, last lines of output, date,
+device, version of torch and commit. `output.log` has all output. Killed anywhere, the lines so far are whole, and
+`--resume` goes on: it leaves out checks with a verdict for equal files and takes the rest, those of earlier calls
+first. Where each call starts on an empty disk, bring `checks.jsonl` along. In a dry run a tape stands for a CUDA graph,
+gloo for NCCL, Triton's interpreter for compiled kernels; tests that show nothing on a CPU end with "needs a GPU".
 """
 NOT_YET = """
-**Not yet run on a GPU.** Kernels are compiled for sm_80, sm_90 and sm_100 and run in Triton's interpreter, and every
-program below runs with `--small` on a CPU, in the tests of this project. Times and rates below are targets alone.
+**Not yet run on a GPU.** Every program below runs small on a CPU, in the tests of this project. Times and rates are
+targets alone.
 """
-# What has to hold, and the benchmark that says whether it does.
-TARGETS = (
-    ("stash + restore run at 0.9 of copy_'s rate, uncapped, groups of 128 MiB and more", "stash_copy"),
-    (
-        "beside a matrix product they cost it nothing, or 1.1 times two copies at most, with the best cap",
-        "gemm_beside_stash",
-    ),
-    ("graph + stash takes 0.75 of an eager dropless step where launches decide", "graph_step"),
-    ("graph + stash holds (phi + w c / S) of what eager dropless holds beside weights and states", "graph_step"),
-)
+STATES = """
+The column *state* says what is known:
+- **passed**, **failed**, **timed out**: measured on a GPU, with date and device;
+- **modelled on a CPU**: no GPU yet, but the same code has this property on a CPU, where a model of streams, graphs and
+  memory, Triton's interpreter or plain operators stand in for the device;
+- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100, and nothing on a CPU stands in for the rest;
+- **not yet**: nothing is known, as the claim is about times, tools or the machine.
+"""
 SIDES = ("ms", "time_x", "peak_mib", "reserved_mib", "memory_x", "most_memory_x", "again", "on_host", "voids")
 
 
@@ -48,13 +60,11 @@ def page(results: Path) -> str:
     found = {
         path.stem.removesuffix("_gpu"): json.loads(path.read_text()) for path in sorted(results.glob("*_gpu.json"))
     }
-    parts = [HEAD, "" if found else NOT_YET, "\n## Targets\n\n", *_targets(found)]
-    for name, section in (
-        ("run", _parts),
-        ("stash_copy", _copies),
-        ("gemm_beside_stash", _rivals),
-        ("graph_step", _steps),
-    ):
+    records = last_records(Journal(results).read())
+    is_measured = found or any(not record.where.dry_run for record in records.values())
+    parts = [HEAD, "" if is_measured else NOT_YET, STATES, *_checks(records), *_kernels(records)]
+    parts += [*_numbers(records), *_targets(found)]
+    for name, section in (("stash_copy", _copies), ("gemm_beside_stash", _rivals), ("graph_step", _steps)):
         if name in found:
             parts += [f"\n## {name}\n\n{_where(found[name])}\n\n", *section(found[name])]
             if (results / f"{name}_gpu.svg").exists():
@@ -62,6 +72,63 @@ def page(results: Path) -> str:
     others = [name for name in ("stash_step", "ddp") if name in found]
     links = ", ".join(f"[{name}](../benchmarks/results/{name}_gpu.json)" for name in others)
     return "".join([*parts, f"\nFurther figures: {links}.\n" if links else ""])
+
+
+def last_records(records: Sequence[Record]) -> dict[str, Record]:
+    """The last record of each check that decides something; one without time left changes nothing."""
+    return {record.check: record for record in records if record.verdict.is_final}
+
+
+def state_of(check: Check, record: Record | None) -> str:
+    """The cell of the column *state*."""
+    if record is None or record.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
+        return check.before.value
+    where = record.where
+    if where.dry_run:
+        return f"{check.before.value} (dry run {record.verdict}, {where.date}, {where.device})"
+    verdict = str(record.verdict) if record.verdict is Verdict.PASSED else f"**{record.verdict}**"
+    return f"{verdict}, {where.date}, {where.device}, torch {where.torch}, commit {where.commit[:12] or 'unknown'}"
+
+
+def _checks(records: Mapping[str, Record]) -> Iterator[str]:
+    part = ""
+    yield "\n## Checks\n"
+    for check in CHECKS:
+        if check.part != part:
+            part = check.part
+            yield f"\n### {part}{'' if check.call else ', which run only when named'}\n\n"
+            yield "| call | check | claim | seconds at most | state |\n|---|---|---|---|---|\n"
+        cells = (check.call or "", f"`{check.name}`", check.claim, int(check.limit), _state(check, records))
+        yield f"| {' | '.join(map(str, cells))} |\n"
+
+
+def _state(check: Check, records: Mapping[str, Record]) -> str:
+    return state_of(check, records.get(check.name))
+
+
+def _kernels(records: Mapping[str, Record]) -> Iterator[str]:
+    yield "\n## Triton kernels\n\n"
+    rows = []
+    for kernel in dict.fromkeys(kernel for check in CHECKS for kernel in check.kernels):
+        users = [check for check in CHECKS if kernel in check.kernels]
+        # The small case alone: it is what shows that a kernel compiles, launches and computes.
+        first = next(check for check in users if check.part == EACH)
+        rows.append((f"`{kernel}`", ", ".join(f"`{check.name}`" for check in users), _state(first, records)))
+    yield from _table(("kernel", "checks that launch it", "state of its small case"), rows)
+
+
+def _numbers(records: Mapping[str, Record]) -> Iterator[str]:
+    """Plain numbers that checks reported on a GPU."""
+    rows = [
+        (f"`{record.check}`", name, value)
+        for record in records.values()
+        if not record.where.dry_run
+        for name, value in record.results.items()
+        if type(value) in (int, float)
+    ]
+    if rows:
+        yield "\n## Numbers\n\n"
+        yield from _table(("check", "number", "value"), rows)
 
 
 def _where(record: Mapping[str, Any]) -> str:
@@ -81,16 +148,11 @@ def _shown(value: object) -> str:
 
 
 def _targets(found: Mapping[str, Any]) -> Iterator[str]:
-    yield from _table(("target", "says"), [(words, f"`benchmarks/gpu/{name}.py`") for words, name in TARGETS])
     measured = [target for record in found.values() for target in record.get("targets", ())]
     if measured:
         rows = [(one["name"], one["measured"], one["limit"], "yes" if one["holds"] else "**no**") for one in measured]
-        yield "\n"
+        yield "\n## Targets\n\n"
         yield from _table(("measured", "figure", "limit", "holds"), rows)
-
-
-def _parts(record: Mapping[str, Any]) -> Iterator[str]:
-    yield from _table(("part", "ended", "seconds"), [(p["part"], p["verdict"], p["seconds"]) for p in record["parts"]])
 
 
 def _copies(record: Mapping[str, Any]) -> Iterator[str]:
@@ -113,4 +175,3 @@ def _steps(record: Mapping[str, Any]) -> Iterator[str]:
 
 if __name__ == "__main__":
     PAGE.write_text(page(RESULTS))
-    sys.exit(0)

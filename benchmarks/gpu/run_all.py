@@ -3,7 +3,7 @@
     python3 benchmarks/gpu/run_all.py --call 1 --out FOLDER --resume      # then --call 2 and --call 3
     python3 benchmarks/gpu/run_all.py --out FOLDER                        # the three calls in turn
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER      # by name, the benchmarks too
-    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, on the CPU too: tries the programs out
+    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, on a CPU too
 
 Needs Python 3.11 or later, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network, no
 installation and no make. Each check is a process with its own limit, which journal.py records in FOLDER/checks.jsonl
@@ -36,14 +36,12 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.gpu.journal import Journal, Record, Verdict, Where  # noqa: E402
 from benchmarks.gpu.process_tree import GRACE_SECONDS, Ending, adopt_orphans, end_all, run_program  # noqa: E402
-from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, NUM_CALLS, Check  # noqa: E402
+from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, NEEDS_GPU, NOT_CHECKED, NUM_CALLS, RESULT, Check  # noqa: E402
 from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
-NEEDS_GPU, NOT_CHECKED = 76, 77  # exit statuses by which a program says so
 SHOWN_LINES, SHOWN_LETTERS = 60, 400
 LEAST_SECONDS = 2 * GRACE_SECONDS  # for which a check is worth starting
-RESULT = "RESULT "
 STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
 
 
@@ -90,9 +88,7 @@ class Runner:
             check, mark = interrupted
             orphans = end_all(mark)
             text = [f"the runner ended while this check ran; {orphans} of its processes were still there"]
-            self._journal.end(
-                Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark)
-            )
+            self._journal.end(Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark))
 
     def decided(self) -> set[str]:
         """Names of checks with a final verdict for equal files, of the same kind of run and device."""

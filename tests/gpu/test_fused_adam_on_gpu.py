@@ -1,6 +1,8 @@
 """DistributedFusedAdam on a GPU: against torch's own optimizer, and steps that a CUDA graph repeats. Not yet run."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,6 +32,16 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
     """Copies of its parameters."""
     return [param.detach().clone() for param in model.parameters()]
+
+
+@contextmanager
+def on_side_stream() -> Iterator[None]:
+    """Runs its body on a stream that begins after the default one's work, which made its tensors, and is waited for."""
+    default, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(default)
+    with torch.cuda.stream(side):
+        yield
+    default.wait_stream(side)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 512 / 2**20])
@@ -67,8 +79,7 @@ def test_a_step_that_a_graph_repeats_has_the_bits_of_a_step(clip):
             optimizer.clip_grad_norm(clip)
         optimizer.step()
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    with on_side_stream():
         for run in runs:
             for _ in range(3):
                 step(*run)
@@ -110,7 +121,7 @@ def test_an_update_in_a_graph_is_skipped_where_the_scaler_finds_infinity():
             own(batch(step)).square().mean().backward()
         optimizer.grad_sync()
 
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with on_side_stream():
         take_gradients(0)
         update()
         reference.step()

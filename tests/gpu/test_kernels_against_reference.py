@@ -156,6 +156,30 @@ def test_activations_agree_and_recomputations_have_their_bits(
         assert near(value[:rows], right[:rows], ERROR[dtype]) and (value[rows:] == 7).all()
 
 
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("has_scale", [False, True])
+@pytest.mark.parametrize(("dtype", "width"), CASES, ids=str)
+def test_biases_and_their_gradients_agree(dtype: torch.dtype, width: int, has_scale: bool, counts: list[int]) -> None:
+    rows, offsets, share = sum(counts), torch.tensor(counts).cumsum(0, dtype=torch.int32), 0.5
+    x, grad = made(MAX_ROWS, width, rows=rows).to(dtype), made(MAX_ROWS, width, rows=rows, seed=1).to(dtype)
+    bias, scale = made(EXPERTS, width).to(dtype), made(MAX_ROWS, 1, rows=rows, seed=2).view(-1) if has_scale else None
+    found, exact = [], []
+    for results, device, wide in ((found, DEVICE, dtype), (exact, "cpu", torch.float64)):
+        scaled = None if scale is None else scale.to(device, torch.float32 if results is found else wide)
+        named = {"offsets": offsets.to(device)}
+        added, given, biases = (values.to(device, wide, copy=True) for values in (x, grad, bias))
+        ops.add_expert_bias(added, biases, scale=scaled, share=share, **named)
+        grad_bias = torch.full((EXPERTS, width), 7, dtype=wide, device=device)
+        ops.expert_bias_grad(given, scale=scaled, out=grad_bias, **named)
+        grad_scale = torch.full((MAX_ROWS,), 7, dtype=torch.float32 if results is found else wide, device=device)
+        ops.expert_bias_scale_grad(given, biases, share=share, out=grad_scale, **named)
+        results += [added, grad_bias, grad_scale]
+    for value, right in zip(found, exact, strict=True):
+        live = slice(None if len(value) == EXPERTS else rows)
+        assert near(value[live], right[live], ERROR[dtype])
+    assert found[0][rows:].isnan().all() and (found[2][rows:] == 7).all()
+
+
 @pytest.mark.parametrize("live", [0, 90, MAX_ROWS])
 @pytest.mark.parametrize(("dtype", "width"), CASES, ids=str)
 def test_rows_are_gathered_and_summed_as_on_the_cpu(dtype: torch.dtype, width: int, live: int) -> None:

@@ -3,7 +3,6 @@
 import importlib
 import json
 import multiprocessing
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -12,15 +11,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from benchmarks.gpu import graph_step, run_all
+from benchmarks.gpu import graph_step
 from benchmarks.gpu.gemm_beside_stash import Beside
 from benchmarks.gpu.graph_step import Case, batches, tables_of
 from benchmarks.gpu.record import Target
+from benchmarks.gpu.registry import CHECKS
 from benchmarks.gpu.results_page import PAGE, RESULTS, page
-from benchmarks.gpu.run_all import PARTS, Part
 from benchmarks.gpu.shapes import BASE, CAPACITY, RANKS, ROUTINGS, SHAPES, SMALL, sides_of
 from tests.harness import launch_on_ranks
-from tests.structure.measure import ROOT
 
 PROGRAMS = ["stash_copy", "gemm_beside_stash", "graph_step", "stash_step"]
 
@@ -31,9 +29,10 @@ def test_the_page_of_results_is_what_the_results_say() -> None:
 
 def run_program(words: list[str]) -> None:
     """Runs the program of a command line in this process. Its own processes are forks, which have torch imported."""
-    module = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
+    words = words[words.index("benchmarks.gpu.checks.launch") + 1 :]
+    module = importlib.import_module(words[0])
     with (
-        patch.object(sys, "argv", words[1:]),
+        patch.object(sys, "argv", words),
         patch.object(graph_step, "get_context", lambda method: multiprocessing.get_context("fork")),
     ):
         module.main()
@@ -44,7 +43,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that every program has written its results to, with its arguments of a dry run."""
     folder = tmp_path_factory.mktemp("results")
     for name in PROGRAMS:
-        command = PARTS[name].command(folder, is_dry=True)
+        command = next(check for check in CHECKS if check.name == name).command(folder, is_dry=True)
         (outcome,) = launch_on_ranks(run_program, 1, command, backend=None)
         assert outcome.exit_code == 0, outcome.stdout + outcome.stderr
     return folder
@@ -81,42 +80,6 @@ def test_sides_that_do_not_fit_together_run_in_groups_with_the_base() -> None:
         groups = batches(sides, at_once=at_once)
         assert [len(group) for group in groups] == sizes and all([*group][0] == BASE for group in groups)
         assert {name for group in groups for name in group} == set(sides)
-
-
-def test_a_run_of_all_parts_says_how_each_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {
-        "good": Part("echo {out}", 9, "small"),
-        "bad": Part("false", 9, ""),
-        "unable": Part("python -c exit(77)", 9, ""),
-        "endless": Part("tail -f /dev/null", 0.1, ""),
-        "large": Part("false", 9, None),
-    }
-    monkeypatch.setattr(run_all, "PARTS", parts)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(sys, "argv", ["run_all.py", "--dry-run", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        run_all.main()
-    assert ended.value.code == 1
-    record = record_of(tmp_path, "run")
-    assert {"date", "device", "torch", "commit"} <= record.keys()
-    verdicts = {part["part"]: part["verdict"] for part in record["parts"]}
-    assert verdicts == {
-        "good": "passed",
-        "bad": "failed",
-        "unable": "not checked here",
-        "endless": "killed after 0 seconds",
-    }
-    assert record["parts"][0]["output"] == [f"{tmp_path} small"]
-
-
-@pytest.mark.soak
-def test_a_dry_run_of_all_parts_in_processes_of_their_own_succeeds(tmp_path: Path) -> None:
-    """In `make test`, test_a_run_of_all_parts_says_how_each_ended runs other parts; tests above have PROGRAMS."""
-    parts = [*PROGRAMS, "sanitizer"]
-    command = [sys.executable, "benchmarks/gpu/run_all.py", "--dry-run", "--out", str(tmp_path), "--only", *parts]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert {part["verdict"] for part in record_of(tmp_path, "run")["parts"]} <= {"passed", "not checked here"}
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -1,4 +1,4 @@
-"""One CUDA graph with work on the main stream and two side streams, as a stash's; replays have the bits of eager work."""
+"""A CUDA graph with work on the main stream and two side streams, as a stash's, against the same work done eagerly."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Work:
             self.value.add_(self.parts[0] - self.parts[1])
 
     def results(self) -> list[Tensor]:
-        """Copies of all memory."""
+        """Copies of all memory: [SIZE], fp32, each."""
         return [tensor.clone() for tensor in (self.value, *self.parts)]
 
     def _wait(self, cycles: int) -> None:

@@ -10,6 +10,7 @@ import time
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, report
 from benchmarks.gpu.checks.training import StashCounts, become_a_rank, losses_of
+from benchmarks.gpu.registry import RESULT
 from tests.distributed.graph_runs import train_here
 from tests.distributed.stash_runs import stash
 from tests.gpu.graph_cases import EXPERTS, Case, argv_of
@@ -56,8 +57,8 @@ def losses_on_the_cpu() -> dict[str, list[float]]:
     if ran.returncode:
         print(ran.stdout + ran.stderr)
         sys.exit("the steps of the CPU failed")
-    line = next(line for line in ran.stdout.splitlines() if line.startswith("RESULT "))
-    losses: dict[str, list[float]] = json.loads(line.removeprefix("RESULT "))["losses"]
+    line = next(line for line in ran.stdout.splitlines() if line.startswith(RESULT))
+    losses: dict[str, list[float]] = json.loads(line.removeprefix(RESULT))["losses"]
     return losses
 
 

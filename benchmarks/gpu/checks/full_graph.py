@@ -1,4 +1,4 @@
-"""Replays of the full-iteration graph against eager steps, bit for bit: without a stash, then with more and more of it."""
+"""Replays of the full-iteration graph against eager steps, bit for bit, with more of the stash from case to case."""
 
 import argparse
 import time
@@ -57,7 +57,9 @@ def difference(name: str, case: Case, *, needed: tuple[str, ...], steps: int) ->
     if wrong is None and missing:
         wrong = f"the stash never had {', '.join(missing)}"
     seconds = f"eager {middle - began:.1f} s, captured {time.perf_counter() - middle:.1f} s"
-    print(f"{'FAILS' if wrong else 'holds'}: {name}: {wrong or 'the same bits'} ({seconds}; {counts.total})", flush=True)
+    print(
+        f"{'FAILS' if wrong else 'holds'}: {name}: {wrong or 'the same bits'} ({seconds}; {counts.total})", flush=True
+    )
     return wrong
 
 

@@ -14,13 +14,13 @@ DEVICE = checked_device()  # before Triton, which reads when it is imported whet
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from megatron.core.transformer.moe.paged_stash.triton_activations import gated_activation  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.expert_ops import ops  # noqa: E402
 
 NUMEL = 1000
 
 
 @triton.jit
-def add_kernel(x, out, addend, numel, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def add_kernel(x, out, addend, numel, SIZE: tl.constexpr):
     """Adds a number in one program. x, out: [numel], fp32."""
     lane = tl.arange(0, SIZE)
     tl.store(out + lane, tl.load(x + lane, mask=lane < numel) + addend, mask=lane < numel)
@@ -37,19 +37,19 @@ class LaunchInBackward(torch.autograd.Function):
     """Launches a kernel in backward: one that is compiled already, and one that is not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, found: dict[str, Any]) -> Tensor:
+        """x: [NUMEL], fp32. found: takes what backward launches."""
+        ctx.found = found
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """grad: [NUMEL], fp32."""
         grad = grad.contiguous()  # a sum's is one number, expanded
         began = time.perf_counter()
-        found.update(thread=threading.get_ident(), same=add(grad, 1.0, warps=4), new=add(grad, 2.0, warps=8))
-        found["seconds"] = time.perf_counter() - began
-        return grad
-
-
-found: dict[str, Any] = {}
+        ctx.found.update(thread=threading.get_ident(), same=add(grad, 1.0, warps=4), new=add(grad, 2.0, warps=8))
+        ctx.found["seconds"] = time.perf_counter() - began
+        return grad, None
 
 
 def main() -> None:
@@ -59,7 +59,8 @@ def main() -> None:
     expect(bool((add(ones, 1.0, warps=4) == 2).all()), "a kernel that the main thread compiles is right")
     report(compile_seconds=time.perf_counter() - began)
     leaf = torch.ones(NUMEL, device=DEVICE, requires_grad=True)
-    LaunchInBackward.apply(leaf).sum().backward()
+    found: dict[str, Any] = {}
+    LaunchInBackward.apply(leaf, found).sum().backward()
     expect(bool((found["same"] == 2).all()), "a compiled kernel launched in backward is right")
     expect(bool((found["new"] == 3).all()), "a kernel compiled in backward is right")
     is_other = found["thread"] != threading.get_ident()
@@ -71,7 +72,7 @@ def main() -> None:
     expect("other" in found and bool((found["other"] == 5).all()), "a kernel compiled in a thread of Python is right")
     gate_up, scale = torch.randn(4, 64, device=DEVICE), torch.ones(4, device=DEVICE)
     out, rows = torch.zeros(4, 32, device=DEVICE), torch.tensor([4], device=DEVICE)
-    gated_activation(gate_up, scale, num_rows=rows, activation="swiglu", out=out)
+    ops.gated_activation(gate_up, scale, num_rows=rows, activation="swiglu", out=out)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
     print("holds: the stash's SwiGLU is right", flush=True)

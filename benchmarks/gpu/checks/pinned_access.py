@@ -18,7 +18,7 @@ ROWS = 16384 if DEVICE.type == "cuda" else 64
 
 
 @triton.jit
-def double_kernel(source_address, target_address, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def double_kernel(source_address, target_address, SIZE: tl.constexpr):
     """Reads fp32 at one address and writes twice the values to another."""
     lane = tl.arange(0, SIZE)
     source = source_address.to(tl.pointer_type(tl.float32))

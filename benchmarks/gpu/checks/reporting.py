@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from benchmarks.gpu.run_all import NEEDS_GPU, RESULT
+from benchmarks.gpu.registry import NEEDS_GPU, RESULT
 from megatron.core.device import CudaGraphs, default_device, prepare_device
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.graphs.tape import TapeGraphs

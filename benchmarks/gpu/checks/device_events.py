@@ -1,0 +1,94 @@
+"""Reads a profile: launches on the device, the gaps between them, and what the host did meanwhile. Profiles nothing.
+
+Without a GPU the operators that the host ran stand in for launches.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import profile
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that was under way, in microseconds of the profile."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time in which nothing ran on the device. host: what the host was in, outermost first."""
+
+    microseconds: float
+    after: str
+    before: str
+    host: Sequence[str]
+
+    def __str__(self) -> str:
+        host = " > ".join(self.host) or "nothing that is named"
+        return f"{self.microseconds:8.1f} us after {self.after[:50]}, before {self.before[:50]}; host in {host}"
+
+
+def launches_of(recorded: profile) -> list[Span]:
+    """Kernels, copies and fills of the device in the order of their start; operators without a GPU."""
+    events = recorded.events() or []
+    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not is_range(event)]
+    if on_device:
+        return sorted(map(span_of, on_device), key=lambda span: span.start)
+    return sorted((s for s in map(span_of, events) if s.name.startswith("aten::")), key=lambda span: span.start)
+
+
+def host_spans_of(recorded: profile) -> list[Span]:
+    """Named ranges, operators and calls of CUDA on the host."""
+    return [span_of(event) for event in recorded.events() or [] if event.device_type == DeviceType.CPU]
+
+
+def is_range(event: Any) -> bool:
+    """Whether an event of the device is only the shadow of a range that the host named."""
+    return bool(getattr(event, "is_user_annotation", False))
+
+
+def span_of(event: Any) -> Span:
+    """The span of an event of a profile."""
+    return Span(event.name, event.time_range.start, event.time_range.end)
+
+
+def longest_gaps(launches: Sequence[Span], host: Iterable[Span], *, count: int) -> list[Gap]:
+    """The longest times between launches on any stream. launches: in the order of their start."""
+    if not launches:
+        return []
+    found, last = [], launches[0]
+    for span in launches[1:]:
+        if span.start > last.end:
+            found.append((span.start - last.end, last, span))
+        last = max(last, span, key=lambda one: one.end)
+    found.sort(key=lambda gap: -gap[0])
+    spans = sorted(host, key=lambda span: (span.start, -span.end))
+    gaps = []
+    for length, after, before in found[:count]:
+        # The host is late: what it does before the end of the gap is what the device waits for.
+        middle = (after.end + before.start) / 2
+        inside = [span.name for span in spans if span.start <= middle <= span.end]
+        gaps.append(Gap(length, after.name, before.name, inside[-5:]))
+    return gaps
+
+
+def busy_microseconds(launches: Sequence[Span]) -> float:
+    """The time in which at least one launch was under way."""
+    busy, until = 0.0, float("-inf")
+    for span in launches:
+        busy += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return busy
+
+
+def counts_of(launches: Sequence[Span]) -> Counter[str]:
+    """Number of kernels, copies and fills."""
+    return Counter("copies" if s.name.startswith("Memcpy") else "fills" if s.name.startswith("Memset") else "kernels"
+                   for s in launches)  # fmt: skip

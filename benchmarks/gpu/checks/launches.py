@@ -1,0 +1,111 @@
+"""Launches of a step on the device for each static MoE layer, beside the operators that the same step runs on the CPU.
+
+Both are differences of steps with 2 and with 4 layers, of one microbatch, so that embedding, loss and optimizer of
+everything else drop out. Operators of the CPU that only make views or memory are not counted, as they launch nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu.checks.device_events import counts_of, launches_of
+from benchmarks.gpu.checks.reporting import checked_device, expect, report
+from benchmarks.gpu.checks.training import become_a_rank
+from benchmarks.gpu.registry import RESULT
+from megatron.core.device import synchronize
+from megatron.training.training import train_step
+from tests.distributed.stash_runs import stash
+from tests.distributed.tiny_runs import started_run
+from tests.functional_tests.case import Flags
+from tests.gpu.graph_cases import EXPERTS, HALF, Case, argv_of
+
+FEW, MANY, WARM_STEPS = 2, 4, 3
+CASES: dict[str, Flags] = {"static experts": {}, "static experts with a stash": stash(1.5)}
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that do work, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_work = not func.is_view and func.namespace != "profiler" and "empty" not in func.name()
+        if is_work:
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """The CPU counts in a process beside this one."""
+    options = parse_options()
+    device = checked_device()
+    become_a_rank()
+    if options.operators:
+        report(operators={name: per_layer(operators_of, flags) for name, flags in CASES.items()})
+        return
+    command = [sys.executable, "-m", "benchmarks.gpu.checks.launches", "--operators"]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.Popen(command, env=hidden, stdout=subprocess.PIPE, text=True)
+    counted = {}
+    if device.type == "cuda":
+        counted = {name: per_layer(launches_in, flags) for name, flags in CASES.items()}
+        report(launches=counted)
+    lines = child.communicate()[0].splitlines()
+    expect(child.returncode == 0, "the operators of the CPU could be counted")
+    operators = next(json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT))["operators"]
+    report(operators=operators)
+    for name in CASES:
+        print(f"{name}: launches of a layer and step {counted.get(name)}, operators {operators[name]}", flush=True)
+
+
+def per_layer(count: Any, flags: Flags) -> dict[str, float]:
+    """Counts of one layer and of a step without layers, for counts that are linear in the number of layers."""
+    few, many = (count(argv_of(Case("moe", {**EXPERTS, **HALF, **flags, "num-layers": n, "global-batch-size": 1})))
+                 for n in (FEW, MANY))  # fmt: skip
+    layer = (many.total() - few.total()) / (MANY - FEW)
+    kinds = {kind: (many[kind] - few[kind]) / (MANY - FEW) for kind in many if many[kind] != few[kind]}
+    most = sorted(kinds.items(), key=lambda pair: -pair[1])[:12]
+    return {"layer": layer, "rest": few.total() - FEW * layer, **dict(most)}
+
+
+def operators_of(argv: list[str]) -> Counter[str]:
+    """Operators of one step."""
+    with started_run(argv) as run:
+        for _ in range(WARM_STEPS):
+            train_step(run)
+        with Operators() as mode:
+            train_step(run)
+    return mode.counts
+
+
+def launches_in(argv: list[str]) -> Counter[str]:
+    """Kernels, copies and fills of one step."""
+    with started_run(argv) as run:
+        for _ in range(WARM_STEPS):
+            train_step(run)
+        synchronize(torch.device("cuda"))
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            train_step(run)
+            synchronize(torch.device("cuda"))
+    return counts_of(launches_of(recorded))
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line of this check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operators", action="store_true", help="count the operators of the CPU alone")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
