@@ -63,7 +63,7 @@ def page(results: Path) -> str:
     records = last_records(Journal(results).read())
     is_measured = found or any(not record.where.dry_run for record in records.values())
     parts = [HEAD, "" if is_measured else NOT_YET, STATES, *_checks(records), *_kernels(records)]
-    parts += [*_numbers(records), *_targets(found)]
+    parts += [*_numbers(records), *_details(records), *_targets(found)]
     for name, section in (("stash_copy", _copies), ("gemm_beside_stash", _rivals), ("graph_step", _steps)):
         if name in found:
             parts += [f"\n## {name}\n\n{_where(found[name])}\n\n", *section(found[name])]
@@ -145,6 +145,31 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return "" if value is None else str(value)
+
+
+def _details(records: Mapping[str, Record]) -> Iterator[str]:
+    """Lists that checks reported on a GPU: tables of points, the gaps of a trace, tests that failed."""
+    for record in records.values():
+        for name, value in {} if record.where.dry_run else record.results.items():
+            if not isinstance(value, list | dict) or not value:
+                continue
+            yield f"\n### `{record.check}`: {name}\n\n"
+            if isinstance(value, dict):
+                yield from _table((name, "value"), [(f"`{key}`", _cell(one)) for key, one in value.items()])
+            elif isinstance(value[0], dict):
+                columns = list(dict.fromkeys(key for row in value for key in row))
+                yield from _table(columns, [[_cell(row.get(key)) for key in columns] for row in value])
+            else:
+                yield "".join(f"- {_cell(one)}\n" for one in value)
+
+
+def _cell(value: object) -> object:
+    """A value in one line of a table."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(_cell(one)) for one in value)
+    return value if isinstance(value, int | float | None) else " ".join(str(value).replace("|", "/").split())[:300]
 
 
 def _targets(found: Mapping[str, Any]) -> Iterator[str]:

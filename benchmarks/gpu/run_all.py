@@ -91,14 +91,13 @@ class Runner:
             self._journal.end(Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark))
 
     def decided(self) -> set[str]:
-        """Names of checks with a final verdict for equal files, of the same kind of run and device."""
-        same = (self._where.files, self._where.dry_run, self._where.device)
-        last = {
-            record.check: record.verdict
+        """Names of checks with a final verdict for equal files; a dry run decides nothing for another run."""
+        same = (self._where.files, self._where.dry_run)
+        return {
+            record.check
             for record in self._journal.read()
-            if (record.where.files, record.where.dry_run, record.where.device) == same
+            if record.verdict.is_final and (record.where.files, record.where.dry_run) == same
         }
-        return {check for check, verdict in last.items() if verdict.is_final}
 
     def run(self, checks: Sequence[Check], *, seconds: float, leave_out: Sequence[str] | set[str] = ()) -> None:
         """Runs checks one after the other; those that find no time left are recorded as not run."""
@@ -106,11 +105,14 @@ class Runner:
         for check in checks:
             if check.name in leave_out:
                 print(f"== {check.name}: has a verdict already", flush=True)
-                continue
+        waiting = [check for check in checks if check.name not in leave_out]
+        for place, check in enumerate(waiting, 1):
             if check.small is None and self._where.dry_run:
                 self._record(Record(check.name, Verdict.NEEDS_GPU, self._where))
                 continue
-            limit = min(check.limit, deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            spare = left - sum(later.limit for later in waiting[place:]) if check.is_elastic else 0.0
+            limit = min(max(check.limit, spare), left)
             if limit < min(LEAST_SECONDS, check.limit):
                 self._record(Record(check.name, Verdict.NO_TIME, self._where))
                 continue

@@ -23,11 +23,11 @@ failed=
 for tool in "$@"; do
     # The others look at what threads of one program share.
     case $tool in
-        memcheck) tests='not 7168 and (int8 or bfloat16)' ;;
-        *) tests='1000 and (int8 or bfloat16)' ;;
+        memcheck) tests='not 7168 and (bfloat16-7 or bfloat16-1000 or int8-1000)' ;;
+        *) tests='bfloat16-1000 or int8-1000' ;;
     esac
     echo "== $tool"
-    $run --tool "$tool" "$python" -m pytest -q tests/gpu/test_kernels_against_reference.py -k "$tests" \
+    $run --tool "$tool" "$python" -m pytest -v tests/gpu/test_kernels_against_reference.py -k "$tests" \
         || failed="$failed $tool"
 done
 [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; }

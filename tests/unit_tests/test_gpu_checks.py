@@ -29,7 +29,10 @@ from benchmarks.gpu import process_tree, run_all
 from benchmarks.gpu.registry import Check
 process_tree.GRACE_SECONDS, process_tree.LEAVE_SECONDS = {grace}, {grace}
 run_all.LEAST_SECONDS = 2 * {grace}
-run_all.main([Check(name, call, "part", "", words, limit, "") for name, call, words, limit in {checks!r}])
+run_all.main([
+    Check(name, call, "part", "", words, limit, "", is_elastic=name == "elastic")
+    for name, call, words, limit in {checks!r}
+])
 """
 # Name, call, command and limit.
 Fake = tuple[str, int, str, float]
@@ -302,6 +305,13 @@ def test_a_call_that_runs_out_of_time_leaves_the_rest_to_the_next_one(tmp_path: 
     assert len(run(four, tmp_path, "--resume")[1]) == len(records) + 4
 
 
+def test_an_elastic_check_takes_what_earlier_ones_left_but_nothing_of_later_ones(tmp_path: Path) -> None:
+    checks = [("quick", 1, "true", 1.0), ("elastic", 1, "sleep 600", 2.0), ("last", 1, "sleep 0.1", 1.5)]
+    _, records = run(checks, tmp_path, "--minutes", str(5 / 60))
+    assert [record.verdict.value for record in records] == ["passed", "timed out", "passed"]
+    assert records[1].seconds > 2.5
+
+
 def test_a_named_check_runs_though_it_has_a_verdict(tmp_path: Path, four: list[Fake]) -> None:
     run(four, tmp_path, "--call", "1")
     _, records = run(four, tmp_path, "--only", "b", "--resume")
@@ -321,7 +331,9 @@ def test_a_dry_run_of_all_checks_succeeds_on_a_cpu(tmp_path: Path) -> None:
 
 def record_of(check: Check, verdict: Verdict, *, dry_run: bool = False) -> Record:
     where = Where("2026-12-01", "NVIDIA H200", "2.11.0", "c0ffee", "f", dry_run)
-    return Record(check.name, verdict, where, results={"copy_gb_s": 4321.0})
+    points = [{"rows": 64, "rate_x": 0.5}, {"rows": 128, "rate_x": 0.75, "error": "a | b"}]
+    results = {"copy_gb_s": 4321.0, "points": points, "gaps": ["9 us after a"], "failures": {"test_it": "E\n1"}}
+    return Record(check.name, verdict, where, results=results)
 
 
 def test_the_page_says_measured_only_of_what_a_gpu_has_decided(tmp_path: Path) -> None:
@@ -334,10 +346,12 @@ def test_the_page_says_measured_only_of_what_a_gpu_has_decided(tmp_path: Path) -
     assert state_of(check, record_of(check, Verdict.PASSED, dry_run=True)).startswith("modelled on a CPU (dry run")
     assert "Not yet run" in page(tmp_path)
     Journal(tmp_path).end(record_of(check, Verdict.PASSED, dry_run=True))
-    assert "Not yet run" in page(tmp_path) and "4321" not in page(tmp_path)
+    assert "Not yet run" in page(tmp_path) and not any(word in page(tmp_path) for word in ("4321", "9 us", "test_it"))
     Journal(tmp_path).end(record_of(check, Verdict.PASSED))
     text = page(tmp_path)
     assert "Not yet run" not in text and f"passed, {measured}" in text and "| copy_gb_s | 4321 |" in text
+    assert "| rows | rate_x | error |" in text and "| 128 | 0.75 | a / b |" in text
+    assert "- 9 us after a\n" in text and "| `test_it` | E 1 |" in text
     assert all(f"`{one.name}`" in text for one in CHECKS)
 
 

@@ -38,7 +38,9 @@ class Gap:
 def launches_of(recorded: profile) -> list[Span]:
     """Kernels, copies and fills of the device in the order of their start; operators without a GPU."""
     events = recorded.events() or []
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA and not is_range(event)]
+    # A range that the host names has a shadow of the same name on the device, which is no launch.
+    on_host = {event.name for event in events if event.device_type == DeviceType.CPU}
+    on_device = [event for event in events if event.device_type == DeviceType.CUDA and event.name not in on_host]
     if on_device:
         return sorted(map(span_of, on_device), key=lambda span: span.start)
     return sorted((s for s in map(span_of, events) if s.name.startswith("aten::")), key=lambda span: span.start)
@@ -47,11 +49,6 @@ def launches_of(recorded: profile) -> list[Span]:
 def host_spans_of(recorded: profile) -> list[Span]:
     """Named ranges, operators and calls of CUDA on the host."""
     return [span_of(event) for event in recorded.events() or [] if event.device_type == DeviceType.CPU]
-
-
-def is_range(event: Any) -> bool:
-    """Whether an event of the device is only the shadow of a range that the host named."""
-    return bool(getattr(event, "is_user_annotation", False))
 
 
 def span_of(event: Any) -> Span:

@@ -28,6 +28,7 @@ def main() -> None:
     """Trains each case, prints it at once, and compares all in the end."""
     options = parse_options()
     device = checked_device()
+    reference = None if options.alone else steps_of_the_cpu()
     become_a_rank()
     losses: dict[str, list[float]] = {}
     for name, case in CASES.items():
@@ -37,9 +38,9 @@ def main() -> None:
         print(f"{name}: {losses[name]}, {time.perf_counter() - began:.1f} s, {counts.total}", flush=True)
         expect(all(map(math.isfinite, losses[name])), f"{name}: losses are finite")
     report(losses=losses)
-    if options.alone:
+    if reference is None:
         return
-    expected = losses_on_the_cpu()
+    expected = losses_of_process(reference)
     worst = max(
         abs(ours - theirs) / abs(theirs)
         for name in CASES
@@ -49,15 +50,20 @@ def main() -> None:
     expect(worst < ERROR, f"losses are those of the CPU to {worst:.2g}")
 
 
-def losses_on_the_cpu() -> dict[str, list[float]]:
-    """Losses of the same steps in a process that sees no GPU."""
+def steps_of_the_cpu() -> "subprocess.Popen[str]":
+    """Starts the same steps in a process that sees no GPU."""
     command = [sys.executable, "-m", "benchmarks.gpu.checks.eager_steps", "--alone"]
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        print(ran.stdout + ran.stderr)
+    return subprocess.Popen(command, env=hidden, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def losses_of_process(process: "subprocess.Popen[str]") -> dict[str, list[float]]:
+    """Waits for it and returns its losses by case."""
+    output, _ = process.communicate()
+    if process.returncode:
+        print(output)
         sys.exit("the steps of the CPU failed")
-    line = next(line for line in ran.stdout.splitlines() if line.startswith(RESULT))
+    line = next(line for line in output.splitlines() if line.startswith(RESULT))
     losses: dict[str, list[float]] = json.loads(line.removeprefix(RESULT))["losses"]
     return losses
 

@@ -56,7 +56,7 @@ def report_gpu() -> None:
         gpu=properties.name,
         capability=f"{properties.major}.{properties.minor}",
         processors_of_gpu=properties.multi_processor_count,
-        cache_mib=properties.L2_cache_size / 2**20,
+        cache_mib=getattr(properties, "L2_cache_size", 0) / 2**20,
         free_gib=free / 2**30,
         total_gib=total / 2**30,
         nccl=".".join(map(str, torch.cuda.nccl.version())),

@@ -2,9 +2,10 @@
 
 import argparse
 import time
+from functools import partial
 
 from benchmarks.gpu.checks.reporting import checked_device, report
-from benchmarks.gpu.checks.training import StashCounts, become_a_rank, first_difference
+from benchmarks.gpu.checks.training import StashCounts, become_a_rank, failure_of, first_difference
 from tests.distributed.graph_runs import FULL, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.gpu.graph_cases import DROPOUT, EAGER, EXPERTS, HALF, UPDATE, Case, argv_of
@@ -32,7 +33,7 @@ def main() -> None:
     become_a_rank()
     failed = {}
     for name, (case, needed) in CASES.items():
-        wrong = difference(name, case, needed=needed, steps=options.steps)
+        wrong = failure_of(partial(difference, name, case, needed=needed, steps=options.steps))
         if wrong is not None:
             failed[name] = wrong
     report(steps=options.steps, cases=len(CASES), failed=failed)

@@ -4,10 +4,11 @@ It is the order of the first of two pipeline stages, which one GPU runs here wit
 """
 
 import time
+from functools import partial
 from unittest.mock import patch
 
 from benchmarks.gpu.checks.reporting import checked_device, report
-from benchmarks.gpu.checks.training import become_a_rank, first_difference
+from benchmarks.gpu.checks.training import become_a_rank, failure_of, first_difference
 from megatron.core.pipeline_parallel import schedule
 from megatron.core.pipeline_parallel.schedule import Action
 from tests.distributed.graph_runs import LOCAL, own_graphs, train_here
@@ -45,7 +46,7 @@ def main() -> None:
     failed = {}
     with patch.object(schedule, "one_forward_one_backward", as_first_of_two):
         for name, (modules, num_graphs, case) in PARTS.items():
-            wrong = difference(name, case, modules=modules, num_graphs=num_graphs)
+            wrong = failure_of(partial(difference, name, case, modules=modules, num_graphs=num_graphs))
             if wrong is not None:
                 failed[name] = wrong
     report(order="F1 F2 B1 F3 B2 B3", steps=STEPS, cases=len(PARTS), failed=failed)

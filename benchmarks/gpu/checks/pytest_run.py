@@ -23,22 +23,25 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report: TestReport) -> None:
         """Counts a test once: its call, or the part around it that failed or skipped it."""
-        if report.when == "call" or report.outcome != "passed":
-            self.counts[report.outcome] += 1
-            self.seconds[report.nodeid] = report.duration
+        if report.when != "call" and report.passed:
+            return
+        self.counts[report.outcome] += 1
+        self.seconds[report.nodeid] = report.duration
         if report.failed:
             self.failed[report.nodeid] = str(report.longrepr)[-600:]
+        self.tell()
+
+    def tell(self) -> None:
+        """Reports all outcomes so far: a run that is killed then has those too."""
+        slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])[:3]
+        report(**self.counts, failures=self.failed, slowest=dict(slowest))
 
 
 def main() -> None:
     """Exit status: pytest's, or that of a check that needs a GPU if every test was skipped."""
     outcomes = Outcomes()
     options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    try:
-        status = pytest.main([*options, *sys.argv[1:]], plugins=[outcomes])
-    finally:
-        slowest = sorted(outcomes.seconds.items(), key=lambda pair: -pair[1])[:3]
-        report(**outcomes.counts, failures=outcomes.failed, slowest=dict(slowest))
+    status = pytest.main([*options, *sys.argv[1:]], plugins=[outcomes])
     if status == 0 and outcomes.counts.total() == outcomes.counts["skipped"] > 0:
         end_without_gpu(f"{outcomes.counts['skipped']} tests were skipped")
     sys.exit(int(status))

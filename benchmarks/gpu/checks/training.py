@@ -5,7 +5,8 @@ hang shows this process's stacks.
 """
 
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +24,15 @@ def become_a_rank() -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(free_port())
+
+
+def failure_of(work: Callable[[], str | None]) -> str | None:
+    """What `work` says is wrong, or the error that ended it, with its traceback printed: other cases can follow."""
+    try:
+        return work()
+    except (RuntimeError, ValueError, AssertionError, OSError, TypeError, AttributeError, KeyError) as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 class StashCounts(Callback):
