@@ -41,6 +41,7 @@ from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
 SHOWN_LINES, SHOWN_LETTERS = 60, 400
+STACK_LINES = 240  # of a check that was interrupted: stacks of its threads and ranks
 LEAST_SECONDS = 2 * GRACE_SECONDS  # for which a check is worth starting
 STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
 
@@ -131,12 +132,12 @@ class Runner:
             ending = run_program(command, limit=limit, log=log, mark=mark, folder=ROOT, env=environment())
         except KeyboardInterrupt:
             seconds = round(time.monotonic() - began, 1)
-            output, results = output_of(log, start)
+            output, results = output_of(log, start, lines=STACK_LINES)
             self._record(
                 Record(check.name, Verdict.INTERRUPTED, self._where, seconds, results=results, output=output, mark=mark)
             )
             sys.exit(self.report())
-        output, results = output_of(log, start)
+        output, results = output_of(log, start, lines=STACK_LINES if ending.timed_out else SHOWN_LINES)
         self._record(
             Record(
                 check.name,
@@ -171,20 +172,20 @@ def verdict_of(ending: Ending) -> Verdict:
     return Verdict.TIMED_OUT if ending.timed_out else STATUSES.get(ending.status, Verdict.FAILED)
 
 
-def output_of(log: Path, start: int) -> tuple[list[str], dict[str, Any]]:
-    """Last lines of a check's output, and what its lines of results say together."""
+def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str, Any]]:
+    """So many last lines of a check's output, and what its lines of results say together."""
     with open(log, "rb") as stream:
         stream.seek(start)
-        lines = stream.read().decode(errors="replace").splitlines()
+        written = stream.read().decode(errors="replace").splitlines()
     results: dict[str, Any] = {}
-    for line in lines:
+    for line in written:
         if line.startswith(RESULT):
             try:
                 results |= json.loads(line.removeprefix(RESULT))
             except ValueError:
                 continue  # cut off when the check was ended
-    shown = [line for line in lines if not line.startswith(RESULT)]
-    return [line[:SHOWN_LETTERS] for line in shown[-SHOWN_LINES:]], results
+    shown = [line for line in written if not line.startswith(RESULT)]
+    return [line[:SHOWN_LETTERS] for line in shown[-lines:]], results
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
