@@ -184,7 +184,7 @@ def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str
                 results |= json.loads(line.removeprefix(RESULT))
             except ValueError:
                 continue  # cut off when the check was ended
-    shown = [line for line in written if not line.startswith(RESULT)]
+    shown = [line for line in written if line.strip() and not line.startswith(RESULT)]
     return [line[:SHOWN_LETTERS] for line in shown[-lines:]], results
 
 

@@ -155,6 +155,26 @@ def test_each_end_has_its_verdict_and_output_and_numbers_are_kept(tmp_path: Path
     assert not (tmp_path / "running.json").exists()
 
 
+OUTCOMES = """
+import pytest
+def test_passes(): pass
+def test_fails(): assert 1 == 2
+def test_skips(): pytest.skip("why")
+"""
+
+
+@pytest.mark.slow
+def test_a_check_that_runs_tests_reports_their_outcomes(tmp_path: Path) -> None:
+    (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
+    run_tests = f"python benchmarks.gpu.checks.pytest_run --rootdir {ROOT} {tmp_path}/test_outcomes.py"
+    _, (everything, skipped) = run([("all", 1, run_tests, 60), ("skipped", 1, f"{run_tests} -k skips", 60)], tmp_path)
+    assert (everything.verdict, skipped.verdict) == (Verdict.FAILED, Verdict.NEEDS_GPU)
+    counts = {name: everything.results[name] for name in ("passed", "failed", "skipped")}
+    assert counts == {"passed": 1, "failed": 1, "skipped": 1}
+    ((name, text),) = everything.results["failures"].items()
+    assert name.endswith("test_fails") and "assert 1 == 2" in text
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 folder = sys.argv[1]

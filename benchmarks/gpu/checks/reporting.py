@@ -15,7 +15,8 @@ from megatron.core.graphs.tape import TapeGraphs
 
 def report(**results: object) -> None:
     """Prints numbers for the record of this check; it may be called several times."""
-    print(RESULT + json.dumps(results), flush=True)
+    # A program may be in the middle of a line, as pytest is after each test.
+    print(f"\n{RESULT}{json.dumps(results)}", flush=True)
 
 
 def expect(holds: bool, claim: str) -> None:
