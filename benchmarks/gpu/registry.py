@@ -15,6 +15,7 @@ CALL_SECONDS = 540
 NUM_CALLS = 3
 # How a program tells the runner that it needs a GPU, or that something else was missing: its exit status.
 NEEDS_GPU, NOT_CHECKED = 76, 77
+DRY_RUN = "GPU_CHECKS_DRY_RUN"  # variable that a dry run sets: only then may a CPU stand in for the GPU
 RESULT = "RESULT "  # begins a line of its output that holds numbers as a JSON object
 
 
@@ -266,7 +267,6 @@ CHECKS = (
         "compute-sanitizer finds no access outside of allocated memory in the kernels",
         "sh tests/gpu/sanitize.sh python memcheck",
         80,
-        None,
         before=State.NOT_YET,
         is_elastic=True,
     ),
@@ -277,7 +277,6 @@ CHECKS = (
         "compute-sanitizer finds no race in shared memory and no wrong barrier in the kernels",
         "sh tests/gpu/sanitize.sh python racecheck synccheck",
         80,
-        None,
         before=State.NOT_YET,
         is_elastic=True,
     ),

@@ -36,7 +36,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.gpu.journal import Journal, Record, Verdict, Where  # noqa: E402
 from benchmarks.gpu.process_tree import GRACE_SECONDS, Ending, adopt_orphans, end_all, run_program  # noqa: E402
-from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, NEEDS_GPU, NOT_CHECKED, NUM_CALLS, RESULT, Check  # noqa: E402
+from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, DRY_RUN, NEEDS_GPU, NOT_CHECKED, NUM_CALLS, RESULT, Check  # noqa: E402
 from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
@@ -129,7 +129,7 @@ class Runner:
         self._journal.begin(check.name, mark)
         began = time.monotonic()
         try:
-            ending = run_program(command, limit=limit, log=log, mark=mark, folder=ROOT, env=environment())
+            ending = run_program(command, limit=limit, log=log, mark=mark, folder=ROOT, env=self._environment())
         except KeyboardInterrupt:
             seconds = round(time.monotonic() - began, 1)
             output, results = output_of(log, start, lines=STACK_LINES)
@@ -157,14 +157,27 @@ class Runner:
         self._ended[record.check] = record
         print(f"== {record.check}: {record.verdict}, {record.seconds:.0f} s", flush=True)
 
+    def _environment(self) -> dict[str, str]:
+        """Variables of all checks."""
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        dry = {DRY_RUN: "1"} if self._where.dry_run else {}
+        kept = {name: value for name, value in os.environ.items() if name != DRY_RUN}
+        return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **dry}
+
     def report(self) -> int:
-        """Prints a line for each check of this run; returns 1 if one has failed, else 0."""
+        """Prints a line for each check of this run; returns 1 if one has failed, else 0.
+
+        A check that needs a GPU has failed if this is no dry run: the driver shows one that torch does not see.
+        """
         where = self._where
         print(f"\n{where.device}, torch {where.torch}, commit {where.commit or 'unknown'}, {where.date}")
         for record in self._ended.values():
             numbers = ", ".join(f"{name} {value:.4g}" for name, value in numbers_of(record.results).items())
             print(f"{record.check:24}{record.verdict:24}{record.seconds:6.0f} s  {numbers}"[:200])
-        return int(any(record.verdict.is_failure for record in self._ended.values()))
+        failures = {verdict for verdict in Verdict if verdict.is_failure}
+        if not where.dry_run:
+            failures.add(Verdict.NEEDS_GPU)
+        return int(any(record.verdict in failures for record in self._ended.values()))
 
 
 def verdict_of(ending: Ending) -> Verdict:
@@ -191,12 +204,6 @@ def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str
 def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
     """Results that are plain numbers."""
     return {name: value for name, value in results.items() if type(value) in (int, float)}
-
-
-def environment() -> dict[str, str]:
-    """Variables of all checks."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def name_of_gpu() -> str | None:

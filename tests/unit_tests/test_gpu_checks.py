@@ -332,6 +332,20 @@ def test_an_elastic_check_takes_what_earlier_ones_left_but_nothing_of_later_ones
     assert records[1].seconds > 2.5
 
 
+@pytest.mark.slow
+def test_a_gpu_that_torch_does_not_see_passes_no_check(tmp_path: Path) -> None:
+    """A CPU stands in for it in dry runs alone."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA H200\n")
+    tool.chmod(0o755)
+    words = [sys.executable, "benchmarks/gpu/run_all.py", "--out", str(tmp_path), "--only", "capture_streams"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=False)
+    (record,) = Journal(tmp_path).read()
+    assert (record.verdict, record.where.device) == (Verdict.NEEDS_GPU, "NVIDIA H200")
+    assert ran.returncode == 1
+
+
 def test_a_named_check_runs_though_it_has_a_verdict(tmp_path: Path, four: list[Fake]) -> None:
     run(four, tmp_path, "--call", "1")
     _, records = run(four, tmp_path, "--only", "b", "--resume")
@@ -347,6 +361,9 @@ def test_a_dry_run_of_all_checks_succeeds_on_a_cpu(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [record.check for record in records] == [check.name for check in CHECKS if check.call is not None]
     assert not any(record.orphans for record in records)
+    stand_ins = {record.check for record in records if record.verdict is Verdict.PASSED}
+    tests = {check.name for check in CHECKS if "pytest_run" in check.words or "sanitize" in check.words}
+    assert stand_ins == {record.check for record in records} - tests - {"environment"}
 
 
 def record_of(check: Check, verdict: Verdict, *, dry_run: bool = False) -> Record:

@@ -3,12 +3,11 @@
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import time
 
-from benchmarks.gpu.checks.reporting import checked_device, expect, report
+from benchmarks.gpu.checks.reporting import checked_device, expect, report, without_gpu
 from benchmarks.gpu.checks.training import StashCounts, become_a_rank, losses_of
 from benchmarks.gpu.registry import RESULT
 from tests.distributed.graph_runs import train_here
@@ -53,8 +52,7 @@ def main() -> None:
 def steps_of_the_cpu() -> "subprocess.Popen[str]":
     """Starts the same steps in a process that sees no GPU."""
     command = [sys.executable, "-m", "benchmarks.gpu.checks.eager_steps", "--alone"]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, env=hidden, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=without_gpu(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def losses_of_process(process: "subprocess.Popen[str]") -> dict[str, list[float]]:

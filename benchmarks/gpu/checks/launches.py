@@ -6,7 +6,6 @@ everything else drop out. Operators of the CPU that only make views or memory ar
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.checks.device_events import counts_of, launches_of
-from benchmarks.gpu.checks.reporting import checked_device, expect, report
+from benchmarks.gpu.checks.reporting import checked_device, expect, report, without_gpu
 from benchmarks.gpu.checks.training import become_a_rank
 from benchmarks.gpu.registry import RESULT
 from megatron.core.device import synchronize
@@ -54,8 +53,7 @@ def main() -> None:
         report(operators={name: per_layer(operators_of, flags) for name, flags in CASES.items()})
         return
     command = [sys.executable, "-m", "benchmarks.gpu.checks.launches", "--operators"]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    child = subprocess.Popen(command, env=hidden, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, env=without_gpu(), stdout=subprocess.PIPE, text=True)
     counted = {}
     if device.type == "cuda":
         counted = {name: per_layer(launches_in, flags) for name, flags in CASES.items()}

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from benchmarks.gpu.registry import NEEDS_GPU, RESULT
+from benchmarks.gpu.registry import DRY_RUN, NEEDS_GPU, RESULT
 from megatron.core.device import CudaGraphs, default_device, prepare_device
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.graphs.tape import TapeGraphs
@@ -33,16 +33,24 @@ def end_without_gpu(reason: str) -> NoReturn:
 
 
 def checked_device() -> torch.device:
-    """The device of the check, prepared as a training program does; the CPU stands in where there is no GPU.
+    """The device of the check, prepared as a training program does. In a dry run the CPU may stand in for the GPU.
 
-    Without a GPU Triton is told to interpret kernels, which works if no module with kernels has been imported yet.
+    It ends the check where torch sees no GPU otherwise, or a machine whose GPU does not work would seem to pass. For a
+    CPU Triton is told to interpret kernels, which works if no module with kernels has been imported yet.
     """
     device = default_device()
     if device.type == "cpu":
+        if not os.environ.get(DRY_RUN):
+            end_without_gpu(f"torch sees none; {DRY_RUN}=1 tries the program out")
         os.environ["TRITON_INTERPRET"] = "1"
     prepare_device(device)
     print(f"on {device}", flush=True)
     return device
+
+
+def without_gpu() -> dict[str, str]:
+    """The environment of a process that does on the CPU what this one does on the GPU."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", DRY_RUN: "1"}
 
 
 def graphs_of(device: torch.device) -> GraphDevice:
