@@ -33,16 +33,16 @@ Written by `benchmarks/gpu/results_page.py` from what `benchmarks/gpu/run_all.py
 It needs one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but no network
 and no installation; targets are for an H200. Where there is no repository beside the files, set the variable COMMIT.
 
-Each check is a process with a limit of its own: at the limit it prints its stacks and gets SIGINT, then SIGKILL, with
-all of its descendants. `checks.jsonl` gets one line when a check ends: verdict, numbers, last lines of output, date,
-device, version of torch and commit. `output.log` has all output. Killed anywhere, the lines so far are whole, and
+Each check is a process with a limit of its own: 5 seconds before it prints its stacks and gets SIGINT, then SIGKILL,
+with all of its descendants. `checks.jsonl` gets one line when a check ends: verdict, numbers, last lines of output,
+date, device, version of torch and commit. `output.log` has all output. Killed anywhere, the lines so far are whole, and
 `--resume` goes on: it leaves out checks with a verdict for equal files and takes the rest, those of earlier calls
 first. Where each call starts on an empty disk, bring `checks.jsonl` along. In a dry run a tape stands for a CUDA graph,
 gloo for NCCL, Triton's interpreter for compiled kernels; tests that show nothing on a CPU end with "needs a GPU".
 """
 NOT_YET = """
-**Not yet run on a GPU.** Every program below runs small on a CPU, in the tests of this project. Times and rates are
-targets alone.
+**Not yet run on a GPU.** A dry run tries the programs out on a CPU, where tests/gpu and `ddp` are skipped. Times and
+rates are targets alone.
 """
 STATES = """
 The column *state* says what is known:
