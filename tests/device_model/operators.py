@@ -9,6 +9,7 @@ may hold the bytes without holding what the program has released.
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,9 +42,14 @@ class DeviceTensor(Tensor):
     """Tensor of the modelled device; see [Note: tensors]."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    # Without these each look would be an operator, and looks are half of all calls.
+    device = property(lambda _: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda _: True)  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return CUDA
         return _DEVICE[0].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
@@ -76,7 +82,19 @@ class DeviceMode(TorchDispatchMode):
     """Passes every operator to the model, so that factories make DeviceTensors and accesses of the host are seen."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _DEVICE[0].run(func, args, kwargs or {})
+        device = _DEVICE[0]
+        if not types and not device.num_pinned and func not in _PINNING and not (kwargs and _names_memory(kwargs)):
+            return func(*args, **(kwargs or {}))  # of the host alone
+        if func is torch.ops.prim.device.default:
+            return CUDA
+        return device.run(func, args, kwargs or {})
+
+
+_PINNING = {torch.ops.aten.pin_memory.default, torch.ops.aten._pin_memory.default, torch.ops.aten.is_pinned.default}
+
+
+def _names_memory(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("device") is not None or bool(kwargs.get("pin_memory"))
 
 
 def make_tensor(program: torch.UntypedStorage, like: Tensor) -> DeviceTensor:
@@ -140,12 +158,32 @@ class _Given:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is looked up once for each operator.
+
+    reads_back: the host may read a value, depending on the arguments. is_free: no work for the device. writes: places
+    and names of arguments that it writes to. takes_shape: it reads no bytes of its arguments. run: what computes it.
+    """
+
+    name: str
+    schema_name: str
+    is_collective: bool
+    is_view: bool
+    is_free: bool
+    is_random: bool
+    reads_back: bool
+    takes_shape: bool
+    writes: list[tuple[int, str]]
+    run: Callable[..., Any]
+
+
 class OperatorRunner:
     """Runs operators; the base class of Device."""
 
     def __init__(self) -> None:
         self.access_sets: dict[str, AccessSet] = {}
-        self._facts: dict[Any, tuple[str, bool, bool, list[Any]]] = {}
+        self._facts: dict[Any, _Facts] = {}
         self._local = threading.local()
 
     # Tensors.
@@ -194,9 +232,16 @@ class OperatorRunner:
 
     def run(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs one operator, on whatever tensors."""
-        name, is_checked, is_free, writes = self._facts.get(func) or self._learn(func)
-        if name == "device":
-            return CUDA
+        facts = self._facts.get(func) or self._learn(func)
+        name, writes = facts.name, facts.writes
+        if facts.is_view and type(args[0]) is DeviceTensor:
+            views = func(self.bytes_of(args[0]), *args[1:], **kwargs)
+            program = args[0].untyped_storage()
+            return (
+                make_tensor(program, views)
+                if isinstance(views, Tensor)
+                else type(views)(make_tensor(program, view) for view in views)
+            )
         given = _Given(self)
         low_args = tuple(map(given.lower, args))
         low_kwargs = {key: given.lower(value) for key, value in kwargs.items()}
@@ -211,31 +256,28 @@ class OperatorRunner:
             return None
         if name in _METADATA_IN_PLACE:
             return self._change_metadata(func, args, kwargs)
-        if func.namespace == "c10d":
+        if facts.is_collective:
             self.alarms.add(Kind.FORBIDDEN, f"{func} is not modelled", site())
-        if is_checked and wanted is None:
+        if facts.reads_back and wanted is None:
             self._check_reads(func, args, kwargs)
         if name in ("copy_", "_to_copy"):
             return self._copy(func, name, args, kwargs, low_args, low_kwargs, inputs, programs)
         self._await_collectives(inputs.values(), written_by(writes, args, kwargs))
         self.before_launch(func, low_args, low_kwargs, writes, inputs)
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        schema, is_view = func._schema, func.is_view
-        declare = self.access_sets.get(schema.name)
+        declare = self.access_sets.get(facts.schema_name)
         declared = None if declare is None else declare(self, *args, **kwargs)
-        func = _ONLY_ON_GPUS.get(func, func)
-        results = func(*low_args, **low_kwargs)
+        results = facts.run(*low_args, **low_kwargs)
         to_host = wanted is not None and torch.device(wanted).type == "cpu"
         raised = self._raise(results, inputs, programs, to_host=to_host)
-        if name.endswith("_like") or name.startswith("new_"):
-            inputs = {}  # they take the shape and nothing else
-        if not is_free:
+        if facts.takes_shape:
+            inputs = {}
+        if not facts.is_free:
             if declared is not None:
                 usages = declared()
             else:
-                usages = self._usages(schema.name, args, kwargs, inputs, hosts, writes, raised)
-            self.launch(name, usages, random=is_random)
-        self.after_launch(func, low_args, low_kwargs, results, writes=writes, is_free=name in _WITHOUT_WORK or is_view)
+                usages = self._usages(facts.schema_name, args, kwargs, inputs, hosts, writes, raised)
+            self.launch(name, usages, random=facts.is_random)
+        self.after_launch(facts.run, low_args, low_kwargs, results, writes=writes, is_free=facts.is_free)
         return raised
 
     def _await_collectives(self: "Device", tensors: Iterable[Tensor], written: list[Tensor]) -> None:
@@ -244,19 +286,28 @@ class OperatorRunner:
             [one for one in tensors if id(one) not in ids], [one for one in written if type(one) is DeviceTensor]
         )
 
-    def _learn(self, func: Any) -> tuple[str, bool, bool, list[Any]]:
+    def _learn(self, func: Any) -> _Facts:
         name = func._schema.name.split("::")[-1]
-        plain = name.rstrip("_")
         tags = set(func.tags)
         reading = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-        is_checked = bool(tags & reading) or plain in _CHECKED
         writes = [
             (place, argument.name)
             for place, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        is_free = name in _WITHOUT_WORK or (func.is_view and not writes)
-        facts = self._facts[func] = (name, is_checked, is_free, writes)
+        is_view = func.is_view and not writes
+        facts = self._facts[func] = _Facts(
+            name=name,
+            schema_name=func._schema.name,
+            is_collective=func.namespace == "c10d",
+            is_view=is_view or name in ("detach", "alias", "_unsafe_view", "_reshape_alias"),
+            is_free=name in _WITHOUT_WORK or is_view,
+            is_random=torch.Tag.nondeterministic_seeded in tags,
+            reads_back=bool(tags & reading) or name.rstrip("_") in _CHECKED,
+            takes_shape=name.endswith("_like") or name.startswith("new_"),
+            writes=writes,
+            run=_ONLY_ON_GPUS.get(func, func),
+        )
         return facts
 
     def _check_reads(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -329,7 +380,7 @@ class OperatorRunner:
         if self.num_pinned and not func.is_view and name not in _WITHOUT_WORK:
             pinned = [one for one in hosts if self.is_pinned(one)]
             if pinned:
-                written = list(map(id, written_by(self._facts[func][3], args, kwargs)))
+                written = list(map(id, written_by(self._facts[func].writes, args, kwargs)))
                 self.host_accesses(name, pinned, written)
         return results
 
