@@ -28,15 +28,20 @@ FAULTS = Path(__file__).with_name("faults.yaml")
 
 @dataclass(frozen=True)
 class DeviceFault(Fault):
-    """A fault that the model must find. kind: that of the alarm. row: the name of a row; flags: further ones of it."""
+    """A fault that the model must find.
+
+    kind: that of the alarm. row: the name of a row. flags: further ones. eager: the row is trained without its graphs.
+    """
 
     row: str
     flags: str = ""
+    eager: bool = False
 
     def chosen_row(self) -> Row:
-        """Returns the row that is trained with the fault."""
+        """Returns the row that is trained with the fault: two steps, the second from graphs if there are some."""
         row = all_rows()[self.row]
-        return Row((*row.argv, *self.flags.split()), row.ranks, row.num_steps)
+        row = row.without_graphs() if self.eager else row
+        return Row((*row.argv, *self.flags.split()), row.ranks, num_steps=2)
 
 
 def read_faults() -> list[DeviceFault]:
@@ -116,18 +121,24 @@ def _broken(name: str, error: Exception) -> Modelled:
 
 
 def results_of(faults: Sequence[DeviceFault]) -> dict[str, list[Modelled]]:
-    """Returns the records of all ranks for each fault. Faults of one number of ranks share processes."""
+    """Returns the records of all ranks for each fault. Faults with the same number of ranks share processes."""
     by_ranks: dict[int, list[tuple[DeviceFault, Row]]] = defaultdict(list)
     for fault in faults:
         row = fault.chosen_row()
         by_ranks[row.ranks].append((fault, row))
     found: dict[str, list[Modelled]] = {}
     for ranks, chosen in by_ranks.items():
-        # A fault that ends a run on one of several ranks leaves the others waiting: those have their own processes.
-        for part in [chosen] if ranks == 1 else [[one] for one in chosen]:
-            results = on_modelled_gpus(train_with_faults, ranks, part)
-            for records in zip(*results, strict=True):
-                found[records[0].name] = list(records)
+        try:
+            results = on_modelled_gpus(train_with_faults, ranks, chosen)
+        except Exception:
+            # A fault that ends the run on one rank alone leaves the others waiting: each fault by itself, then.
+            for one in chosen if len(chosen) > 1 else ():
+                found |= results_of([one[0]])
+            if len(chosen) == 1:
+                raise
+            continue
+        for records in zip(*results, strict=True):
+            found[records[0].name] = list(records)
     return found
 
 
