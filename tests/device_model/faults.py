@@ -130,7 +130,7 @@ def results_of(faults: Sequence[DeviceFault]) -> dict[str, list[Modelled]]:
     for ranks, chosen in by_ranks.items():
         try:
             results = on_modelled_gpus(train_with_faults, ranks, chosen)
-        except Exception:
+        except (RuntimeError, OSError):  # a rank that was left alone fails, or does not end
             # A fault that ends the run on one rank alone leaves the others waiting: each fault by itself, then.
             for one in chosen if len(chosen) > 1 else ():
                 found |= results_of([one[0]])
