@@ -90,7 +90,7 @@ class Device(OperatorRunner):
         self.access_sets = dict(ACCESS_SETS)
         # Page pools by the block of their ring. What a replay uses of their pages differs from replay to replay.
         self.page_pools: dict[Block, weakref.ref[PagePool]] = {}
-        self._num_captures = 0
+        self.num_captures = 0
         self._callbacks = _callbacks_of(self)
         operators._DEVICE[:] = [self]
 
@@ -291,8 +291,8 @@ class Device(OperatorRunner):
         stream = self.stream
         if stream == 0:
             raise RuntimeError("the default stream cannot be captured")
-        self._num_captures += 1
-        recorded = Recorded(self._num_captures, pool, generators=generators, born=(pool.now + 1, 0))
+        self.num_captures += 1
+        recorded = Recorded(self.num_captures, pool, generators=generators, born=(pool.now + 1, 0))
         capture = Capture(recorded, stream, CaptureLedger(self.alarms, pool))
         capture.streams[stream] = dict(self.timeline.clock_of(stream))
         self.capture = capture

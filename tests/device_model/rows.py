@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tests.device_model.host import on_modelled_gpus
 from tools.capture_configurations import CONFIGURATIONS
-from tools.gate.cases import CASES, PRETRAIN, RUN, Case
+from tools.gate.cases import CASES, PRETRAIN, RUN, TAPES, Case
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device
@@ -33,6 +33,8 @@ NUM_STEPS = 3
 CAPTURED = ("full: ", "local: ", "eager: ")
 # Subjects of the gate whose cases are rows, apart from those that read files.
 SUBJECTS = ("ddp", "ZeRO-1", "ZeRO-2", "FSDP2", "in backward", "offload", "stash", "static", "fp16", "recompute")
+# Subjects whose cases train from graphs, after two eager steps. The gate gives them tapes in the place of graphs.
+SUBJECTS_OF_GRAPHS = ("step graph", "layer graphs")
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Row:
 class Modelled:
     """A rank's record of a run on the modelled device.
 
-    losses: of each step. waits, waits_of_last_step: how often the host waited, by operator and line. failure: why there
-    is no graph. error: what ended the run.
+    losses: of each step. waits, waits_of_last_step: how often the host waited, by operator and line. stash_events:
+    what happened for want of pages, by the names of StashReport.rungs. num_captures: captures, of graphs that were
+    dropped too. failure: why there is no graph. error: what ended the run.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Modelled:
     kinds: list[str] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
     waits_of_last_step: dict[str, int] = field(default_factory=dict)
+    stash_events: set[str] = field(default_factory=set)
+    num_captures: int = 0
     num_graphs: int = 0
     failure: str | None = None
     num_launches: int = 0
@@ -84,13 +89,16 @@ def all_rows() -> dict[str, Row]:
             moves = "offload" in " ".join(one.argv)
             rows[f"eager: {name}"] = Row((*one.argv, *["--min-offloaded-tensor-size", "64"] * moves), one.ranks)
     for case in CASES:
-        if case.program == PRETRAIN and case.name.startswith(SUBJECTS) and "{" not in case.flags:
-            rows[case.name] = _row_of_case(case)
+        if case.program in (PRETRAIN, TAPES) and "{" not in case.flags:
+            if case.name.startswith(SUBJECTS):
+                rows[case.name] = _row_of_case(case, NUM_STEPS)
+            elif case.name.startswith(SUBJECTS_OF_GRAPHS):
+                rows[case.name] = _row_of_case(case, NUM_STEPS + 1)
     return rows
 
 
-def _row_of_case(case: Case) -> Row:
-    return Row(tuple(shlex.split(f"{RUN} {case.flags} --eval-iters 0")), case.ranks)
+def _row_of_case(case: Case, num_steps: int) -> Row:
+    return Row(tuple(shlex.split(f"{RUN} {case.flags} --eval-iters 0")), case.ranks, num_steps)
 
 
 def train(rows: Sequence[tuple[str, Row]]) -> list[Modelled]:
@@ -107,7 +115,7 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
 
     record = Modelled(name)
     begin_run(device)
-    launches, began = device.num_launches, time.monotonic()
+    launches, captures, began = device.num_launches, device.num_captures, time.monotonic()
     try:
         _train(device, row, record)
     except Exception as error:
@@ -117,6 +125,7 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
     record.alarms = [f"{count} x {alarm}" for alarm, count in device.alarms.found.items()]
     record.kinds = sorted(kind.name for kind in device.alarms.kinds())
     record.waits = dict(device.host_wait_sites)
+    record.num_captures = device.num_captures - captures
     record.num_launches, record.seconds = device.num_launches - launches, time.monotonic() - began
     return record
 
@@ -128,7 +137,10 @@ def _train(device: "Device", row: Row, record: Modelled) -> None:
     with started_run(row.argv) as run:
         for _ in range(row.num_steps):
             before = Counter(device.host_wait_sites)
-            record.losses.append(repr(run.measured(train_step(run)[0]).losses))
+            report = run.measured(train_step(run)[0])
+            record.losses.append(repr(report.losses))
+            if report.stash is not None:
+                record.stash_events |= report.stash.rungs.keys()
             record.waits_of_last_step = dict(device.host_wait_sites - before)
         graph = run.steps.graph
         if graph is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.counts import long_count
 from tests.device_model.host import on_modelled_gpus
-from tests.device_model.rows import CAPTURED, Modelled, all_rows, train
+from tests.device_model.rows import CAPTURED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
 
 ROWS = all_rows()
 # Beside the capture table: each way to share work, and each level and tier of the stash. The others run in `make soak`.
@@ -31,7 +31,20 @@ USUAL = [
     "stash: overflow of inputs and retry",
     "stash: rerun with more pages",
     "stash: pp vpp, prefetch",
+    "step graph: few pages",
+    "step graph: overflow and retry",
+    "layer graphs: pages",
 ]
+# What has to happen in a row, so that the model sees it: pages on the host, recomputed tensors, steps that run again.
+EVENTS = {
+    "stash: spills to the host": {"spilled_pages"},
+    "stash: recomputes down to inputs": {"dropped_act", "dropped_gate_up"},
+    "stash: overflow of inputs and retry": {"void_steps"},
+    "stash: rerun with more pages": {"void_steps"},
+    "step graph: few pages": {"spilled_pages", "dropped_act", "dropped_gate_up"},
+    "step graph: overflow and retry": {"void_steps"},
+    "layer graphs: pages": {"spilled_pages", "dropped_act", "dropped_gate_up"},
+}
 # Where the host waits for the device in a step, by function. Each wait lets a GPU run dry.
 _OF_EVERY_STEP = {"StatisticsExchange._sum_sync": 2, "GradChecks.non_finite_sync": 1}
 WAITS = {
@@ -89,7 +102,14 @@ def test_a_row_trains_on_modelled_gpus_without_an_alarm(name: str) -> None:
         assert len(record.losses) == ROWS[name].num_steps and record.num_launches > 500
         # A part that cannot be captured would run eagerly, and what its graphs do would not be seen.
         assert record.failure is None
-        assert (record.num_graphs > 0) == name.startswith(("full: ", "local: "))
+        assert (record.num_captures > 0) == name.startswith(("full: ", "local: ", *SUBJECTS_OF_GRAPHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVENTS)
+def test_a_row_of_the_stash_does_what_its_name_says(name: str) -> None:
+    happened = set[str]().union(*(record.stash_events for record in records(ROWS[name].ranks)[name]))
+    assert happened >= EVENTS[name]
 
 
 def test_rows_have_every_configuration_of_the_table_that_needs_no_other_gpus() -> None:
