@@ -25,11 +25,6 @@ class Verdict(StrEnum):
     INTERRUPTED = "interrupted"  # the runner was
 
     @property
-    def is_final(self) -> bool:
-        """Whether --resume leaves the check alone."""
-        return self not in (Verdict.NO_TIME, Verdict.INTERRUPTED)
-
-    @property
     def is_failure(self) -> bool:
         """Whether a run with this verdict must not report success."""
         return self not in (Verdict.PASSED, Verdict.NEEDS_GPU, Verdict.NOT_CHECKED)
@@ -49,7 +44,11 @@ class Where:
 
 @dataclass(frozen=True)
 class Record:
-    """One line. exit_status: negative for a signal. results: numbers that the check reported; output: last lines."""
+    """One line.
+
+    seconds: wall time. exit_status: negative for a signal. orphans: processes that the check left behind, which were
+    ended. results: numbers that the check reported; output: last lines. mark: of its processes.
+    """
 
     check: str
     verdict: Verdict
@@ -59,7 +58,14 @@ class Record:
     orphans: int = 0
     results: Mapping[str, Any] = field(default_factory=dict)
     output: list[str] = field(default_factory=list)
-    mark: str = ""  # of its processes
+    mark: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether --resume leaves the check alone. A tool or a driver may be there the next time."""
+        if self.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
+            return self.where.dry_run
+        return self.verdict in (Verdict.PASSED, Verdict.FAILED, Verdict.TIMED_OUT)
 
 
 class Journal:
@@ -103,7 +109,7 @@ class Journal:
             check, mark = values["check"], values["mark"]
         except (OSError, ValueError, KeyError):
             return None
-        # Else the runner was killed after it had written the line.
+        # A line with this mark: the runner was killed between writing it and removing running.json.
         return None if any(record.mark == mark for record in self.read()) else (check, mark)
 
     def end(self, record: Record) -> None:

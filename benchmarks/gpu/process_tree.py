@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 MARK = "GPU_CHECK_PROCESS"
 GRACE_SECONDS = 5.0  # between SIGINT and SIGKILL; part of a program's limit
-LEAVE_SECONDS = 1.0  # for helpers, such as servers that ranks are forked from, to end by themselves
+LEAVE_SECONDS = 1.0  # after a normal end, for helpers such as fork servers to end by themselves
 _SHOWN_LINES = 40  # of a file that a descendant wrote its errors to
 _POLL_SECONDS = 0.05
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
@@ -32,7 +32,11 @@ _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
 
 @dataclass(frozen=True)
 class Ending:
-    """How a program ended. status: its exit status, negative for a signal. num_orphans: processes that it left."""
+    """How a program ended.
+
+    status: its exit status, negative for a signal. timed_out: it had to be interrupted. num_orphans: descendants that
+    were alive when it ended, and were killed.
+    """
 
     status: int
     seconds: float
@@ -48,7 +52,9 @@ def adopt_orphans() -> None:
 def run_program(
     command: Sequence[str], *, limit: float, log: Path, mark: str, folder: Path, env: Mapping[str, str]
 ) -> Ending:
-    """Runs a program for at most `limit` seconds, the end of its descendants included, and shows what it prints.
+    """Runs a program and shows what it prints. It is interrupted GRACE_SECONDS before `limit`, and killed at `limit`.
+
+    Its descendants are killed too; to collect them may take up to 2 * GRACE_SECONDS more.
 
     Its output is appended to `log`. mark: a text that no other program has. adopt_orphans must have been called.
     """
@@ -87,7 +93,10 @@ def run_program(
 
 
 def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
-    """Sends SIGKILL to the processes of a mark until none is left; returns how many it met."""
+    """Kills all descendants of this process and all processes with the mark; returns how many it found.
+
+    It tries for GRACE_SECONDS. A process within a call of the driver that cannot be interrupted may survive.
+    """
     met: set[int] = set()
     until = time.monotonic() + GRACE_SECONDS
     # A process may fork while the list is read: hence more than one pass.

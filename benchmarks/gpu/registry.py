@@ -34,7 +34,7 @@ class Check:
     call: 1 to NUM_CALLS; None: runs only when it is named. part: heading of the page. claim: what holds if it passes.
     words: its command, where `python` is this interpreter and {out} the folder of results. small: the arguments of a
     dry run, which may run on a CPU; None: without a GPU there is nothing to try. kernels: the Triton kernels that it
-    launches. before: what is known without a GPU. is_elastic: may take, beyond its limit, what checks before it left
+    launches. known: what is known without a GPU. is_elastic: may take, beyond its limit, what checks before it left
     of their limits.
     """
 
@@ -46,7 +46,7 @@ class Check:
     limit: float
     small: str | None = ""
     kernels: tuple[str, ...] = ()
-    before: State = State.MODELLED
+    known: State = State.NOT_YET
     is_elastic: bool = False
 
     def command(self, out: Path, *, is_dry: bool) -> list[str]:
@@ -88,7 +88,7 @@ CHECKS = (
         "torch, Triton, NCCL, the driver and the tools are there, and the GPU computes",
         _program("environment"),
         45,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "launch_threads",
@@ -97,7 +97,7 @@ CHECKS = (
         "a Triton kernel is compiled and launched from the main thread and from autograd's",
         _program("launch_threads"),
         30,
-        before=State.COMPILED,
+        known=State.COMPILED,
     ),
     Check(
         "pinned_access",
@@ -107,7 +107,7 @@ CHECKS = (
         _program("pinned_access"),
         25,
         kernels=PAGES,
-        before=State.COMPILED,
+        known=State.COMPILED,
     ),
     Check(
         "capture_streams",
@@ -116,6 +116,7 @@ CHECKS = (
         "a CUDA graph captures work on two side streams, and replays have the bits of eager work",
         _program("capture_streams"),
         25,
+        known=State.MODELLED,
     ),
     Check(
         "nccl_in_capture",
@@ -124,7 +125,7 @@ CHECKS = (
         "collectives of a group of one rank run inside a CUDA graph",
         _program("nccl_in_capture"),
         35,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "kernels_pages",
@@ -134,6 +135,7 @@ CHECKS = (
         _tests(KERNELS, "-k", "pages_rings and bfloat16-1000"),
         30,
         kernels=PAGES,
+        known=State.MODELLED,
     ),
     Check(
         "kernels_products",
@@ -143,6 +145,7 @@ CHECKS = (
         _tests(KERNELS, "-k", "products and bfloat16-1000-False and 129"),
         30,
         kernels=PRODUCTS,
+        known=State.MODELLED,
     ),
     Check(
         "kernels_activations",
@@ -152,6 +155,7 @@ CHECKS = (
         _tests(KERNELS, "-k", "activations and swiglu and bfloat16-1000-33"),
         25,
         kernels=ACTIVATIONS,
+        known=State.MODELLED,
     ),
     Check(
         "kernels_biases",
@@ -161,6 +165,7 @@ CHECKS = (
         _tests(KERNELS, "-k", "biases and bfloat16-1000"),
         25,
         kernels=BIASES,
+        known=State.MODELLED,
     ),
     Check(
         "kernels_rows",
@@ -170,6 +175,7 @@ CHECKS = (
         _tests(KERNELS, "-k", "gathered and bfloat16-1000-90"),
         25,
         kernels=ROWS,
+        known=State.MODELLED,
     ),
     Check(
         "kernels_adam",
@@ -179,6 +185,7 @@ CHECKS = (
         _tests("tests/gpu/test_adam_kernel.py", "-k", "remainders or (near_that and params0)"),
         25,
         kernels=("adam_kernel",),
+        known=State.MODELLED,
     ),
     Check(
         "stash_late_streams",
@@ -193,6 +200,7 @@ CHECKS = (
         ),
         60,
         kernels=PAGES,
+        known=State.MODELLED,
     ),
     Check(
         "eager_steps",
@@ -201,6 +209,7 @@ CHECKS = (
         "three eager training steps have the losses of the CPU: plain experts, and experts with a stash",
         _program("eager_steps"),
         60,
+        known=State.MODELLED,
     ),
     Check(
         "full_graph",
@@ -211,6 +220,7 @@ CHECKS = (
         _program("full_graph"),
         100,
         "--steps 6",
+        known=State.MODELLED,
     ),
     # Call 2.
     Check(
@@ -220,6 +230,7 @@ CHECKS = (
         "module graphs replayed in the order F1 F2 B1 F3 B2 B3 have the bits of eager passes",
         _program("module_order"),
         55,
+        known=State.MODELLED,
     ),
     Check(
         "forced_growth",
@@ -228,6 +239,7 @@ CHECKS = (
         "a replay that finds no pages runs again with more, and neither the old pool nor the old graph stays in memory",
         _program("forced_growth"),
         45,
+        known=State.MODELLED,
     ),
     Check(
         "copy_points",
@@ -237,7 +249,7 @@ CHECKS = (
         _program("copy_points"),
         60,
         "--small",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "products",
@@ -248,7 +260,7 @@ CHECKS = (
         60,
         "--small",
         kernels=PRODUCTS,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "product_beside_copies",
@@ -258,7 +270,7 @@ CHECKS = (
         _program("product_beside_copies"),
         70,
         "--small",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "sanitizer_memcheck",
@@ -267,7 +279,7 @@ CHECKS = (
         "compute-sanitizer finds no access outside of allocated memory in the kernels",
         "sh tests/gpu/sanitize.sh python memcheck",
         80,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
         is_elastic=True,
     ),
     Check(
@@ -277,7 +289,7 @@ CHECKS = (
         "compute-sanitizer finds no race in shared memory and no wrong barrier in the kernels",
         "sh tests/gpu/sanitize.sh python racecheck synccheck",
         80,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
         is_elastic=True,
     ),
     Check(
@@ -289,6 +301,7 @@ CHECKS = (
         90,
         kernels=PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS,
         is_elastic=True,
+        known=State.MODELLED,
     ),
     # Call 3.
     Check(
@@ -299,6 +312,7 @@ CHECKS = (
         _tests("tests/gpu/test_step_graphs_on_gpu.py", "tests/gpu/test_replays_on_gpu.py"),
         150,
         is_elastic=True,
+        known=State.MODELLED,
     ),
     Check(
         "tests_training",
@@ -314,6 +328,7 @@ CHECKS = (
         ),
         110,
         is_elastic=True,
+        known=State.NOT_YET,
     ),
     Check(
         "tests_stash",
@@ -328,6 +343,7 @@ CHECKS = (
         90,
         kernels=PAGES + PRODUCTS + ACTIVATIONS,
         is_elastic=True,
+        known=State.MODELLED,
     ),
     Check(
         "tests_optimizer",
@@ -343,6 +359,7 @@ CHECKS = (
         50,
         kernels=("adam_kernel",),
         is_elastic=True,
+        known=State.NOT_YET,
     ),
     Check(
         "trace",
@@ -352,7 +369,7 @@ CHECKS = (
         _program("trace", "--trace", "{out}/trace_of_step.json.gz"),
         60,
         "--small",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
         is_elastic=True,
     ),
     Check(
@@ -362,7 +379,7 @@ CHECKS = (
         "kernels launched for each static MoE layer and step, beside the operators counted on the CPU",
         _program("launches"),
         70,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     # Only when named: they take a call or more each.
     Check(
@@ -373,7 +390,7 @@ CHECKS = (
         _benchmark("stash_copy"),
         120,
         "--small --rounds 2",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "gemm_beside_stash",
@@ -383,7 +400,7 @@ CHECKS = (
         _benchmark("gemm_beside_stash"),
         60,
         "--small --rounds 2",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "graph_step",
@@ -394,7 +411,7 @@ CHECKS = (
         _benchmark("graph_step"),
         420,
         "--small --rounds 1 --steps 1 --routings skewed",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "stash_step",
@@ -405,7 +422,7 @@ CHECKS = (
         "--json {out}/stash_step_gpu.json",
         60,
         "--device cpu --rounds 1 --layers 3 --tokens 64 --hidden 32 --ffn 16",
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
     Check(
         "ddp",
@@ -415,6 +432,6 @@ CHECKS = (
         "python benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
         60,
         None,
-        before=State.NOT_YET,
+        known=State.NOT_YET,
     ),
 )

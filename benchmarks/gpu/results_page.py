@@ -33,16 +33,16 @@ Written by `benchmarks/gpu/results_page.py` from what `benchmarks/gpu/run_all.py
 It needs one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but no network
 and no installation; targets are for an H200. Where there is no repository beside the files, set the variable COMMIT.
 
-Each check is a process with a limit of its own: 5 seconds before it prints its stacks and gets SIGINT, then SIGKILL,
-with all of its descendants. `checks.jsonl` gets one line when a check ends: verdict, numbers, last lines of output,
-date, device, version of torch and commit. `output.log` has all output. Killed anywhere, the lines so far are whole, and
-`--resume` goes on: it leaves out checks with a verdict for equal files and takes the rest, those of earlier calls
-first. Where each call starts on an empty disk, bring `checks.jsonl` along. In a dry run a tape stands for a CUDA graph,
+Each check runs in a process with its own limit. Five seconds before the limit it prints its stacks and receives SIGINT;
+at the limit it and its descendants are killed. When a check ends, one line is appended to `checks.jsonl`: verdict,
+numbers, last lines of output, date, device, version of torch and commit. `output.log` has all output. If the runner is
+killed, the lines so far are whole. `--resume` leaves out checks that have a verdict for the same files and runs the
+others, those of earlier calls first. Where each call starts on an empty disk, copy `checks.jsonl` there first. In a dry run a tape stands for a CUDA graph,
 gloo for NCCL, Triton's interpreter for compiled kernels; tests that show nothing on a CPU end with "needs a GPU".
 """
 NOT_YET = """
-**Not yet run on a GPU.** A dry run tries the programs out on a CPU, where tests/gpu and `ddp` are skipped. Times and
-rates are targets alone.
+**Not yet run on a GPU.** A dry run executes the programs on a CPU, where tests/gpu and `ddp` are skipped. All times and
+rates below are targets, not measurements.
 """
 STATES = """
 The column *state* says what is known:
@@ -76,16 +76,16 @@ def page(results: Path) -> str:
 
 def last_records(records: Sequence[Record]) -> dict[str, Record]:
     """The last record of each check that decides something; one without time left changes nothing."""
-    return {record.check: record for record in records if record.verdict.is_final}
+    return {record.check: record for record in records if record.is_final}
 
 
 def state_of(check: Check, record: Record | None) -> str:
     """The cell of the column *state*."""
     if record is None or record.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
-        return check.before.value
+        return check.known.value
     where = record.where
     if where.dry_run:
-        return f"{check.before.value} (dry run {record.verdict}, {where.date}, {where.device})"
+        return f"{check.known.value} (dry run {record.verdict}, {where.date}, {where.device})"
     verdict = str(record.verdict) if record.verdict is Verdict.PASSED else f"**{record.verdict}**"
     return f"{verdict}, {where.date}, {where.device}, torch {where.torch}, commit {where.commit[:12] or 'unknown'}"
 

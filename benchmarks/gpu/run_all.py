@@ -1,11 +1,11 @@
-"""Everything that a machine with a GPU is for, in three calls of at most nine minutes: the checks of registry.py.
+"""Runs the GPU checks of registry.py, in three calls of at most nine minutes each.
 
     python3 benchmarks/gpu/run_all.py --call 1 --out FOLDER --resume      # then --call 2 and --call 3
     python3 benchmarks/gpu/run_all.py --out FOLDER                        # the three calls in turn
     python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER      # by name, the benchmarks too
     python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER              # small, on a CPU too
 
-Needs Python 3.11 or later, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network, no
+Needs Python 3.11 or 3.12, torch, Triton, NumPy, pytest, hypothesis and this project's packages, but no network, no
 installation and no make. Each check is a process with its own limit, which journal.py records in FOLDER/checks.jsonl
 when it ends: verdict, numbers, last lines, date, device, torch and commit. FOLDER/output.log has all output. Where
 there is no repository, the variable COMMIT names the commit.
@@ -40,7 +40,7 @@ from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, DRY_RUN, NEEDS_GPU, NO
 from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import commit_of_tree, digest_of_files  # noqa: E402
 
-SHOWN_LINES, SHOWN_LETTERS = 60, 400
+SHOWN_LINES, MAX_LINE_CHARACTERS = 60, 400
 STACK_LINES = 240  # of a check that was interrupted: stacks of its threads and ranks
 LEAST_SECONDS = 2 * GRACE_SECONDS  # for which a check is worth starting
 STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
@@ -66,9 +66,9 @@ def main(checks: Sequence[Check] = CHECKS) -> None:
         runner.run([check for check in checks if check.name in options.only], seconds=60 * options.minutes)
     else:
         for call in [options.call] if options.call else range(1, NUM_CALLS + 1):
-            # Without --resume earlier calls are somebody else's.
+            # Only --resume runs checks that an earlier call left over.
             own = [c for c in checks if c.call is not None and (c.call == call or (options.resume and c.call < call))]
-            runner.run(own, seconds=60 * options.minutes, leave_out=runner.decided() if options.resume else ())
+            runner.run(own, seconds=60 * options.minutes, decided=runner.decided() if options.resume else None)
     if options.out.resolve() == RESULTS:
         PAGE.write_text(page(RESULTS))
     sys.exit(runner.report())
@@ -91,22 +91,27 @@ class Runner:
             text = [f"the runner ended while this check ran; {orphans} of its processes were still there"]
             self._journal.end(Record(check, Verdict.INTERRUPTED, self._where, orphans=orphans, output=text, mark=mark))
 
-    def decided(self) -> set[str]:
-        """Names of checks with a final verdict for equal files; a dry run decides nothing for another run."""
+    def decided(self) -> dict[str, Record]:
+        """The last final verdict of each check for equal files; a dry run decides nothing for another run."""
         same = (self._where.files, self._where.dry_run)
         return {
-            record.check
+            record.check: record
             for record in self._journal.read()
-            if record.verdict.is_final and (record.where.files, record.where.dry_run) == same
+            if record.is_final and (record.where.files, record.where.dry_run) == same
         }
 
-    def run(self, checks: Sequence[Check], *, seconds: float, leave_out: Sequence[str] | set[str] = ()) -> None:
-        """Runs checks one after the other; those that find no time left are recorded as not run."""
+    def run(self, checks: Sequence[Check], *, seconds: float, decided: Mapping[str, Record] | None = None) -> None:
+        """Runs checks one after the other; those that find no time left are recorded as not run.
+
+        decided: verdicts of checks that are left out. They count in the report.
+        """
         deadline = time.monotonic() + seconds
+        known = decided or {}
         for check in checks:
-            if check.name in leave_out:
-                print(f"== {check.name}: has a verdict already", flush=True)
-        waiting = [check for check in checks if check.name not in leave_out]
+            if check.name in known:
+                self._ended[check.name] = known[check.name]
+                print(f"== {check.name}: {known[check.name].verdict} before", flush=True)
+        waiting = [check for check in checks if check.name not in known]
         for place, check in enumerate(waiting, 1):
             if check.small is None and self._where.dry_run:
                 self._record(Record(check.name, Verdict.NEEDS_GPU, self._where))
@@ -158,14 +163,14 @@ class Runner:
         print(f"== {record.check}: {record.verdict}, {record.seconds:.0f} s", flush=True)
 
     def _environment(self) -> dict[str, str]:
-        """Variables of all checks."""
+        """The environment of every check."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         dry = {DRY_RUN: "1"} if self._where.dry_run else {}
         kept = {name: value for name, value in os.environ.items() if name != DRY_RUN}
         return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **dry}
 
     def report(self) -> int:
-        """Prints a line for each check of this run; returns 1 if one has failed, else 0.
+        """Prints a line for each check of this run, left-out ones too; returns 1 if one has failed, else 0.
 
         A check that needs a GPU has failed if this is no dry run: the driver shows one that torch does not see.
         """
@@ -186,7 +191,7 @@ def verdict_of(ending: Ending) -> Verdict:
 
 
 def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str, Any]]:
-    """So many last lines of a check's output, and what its lines of results say together."""
+    """Returns the last `lines` lines of a check's output, and the numbers of all its lines of results."""
     with open(log, "rb") as stream:
         stream.seek(start)
         written = stream.read().decode(errors="replace").splitlines()
@@ -198,7 +203,7 @@ def output_of(log: Path, start: int, *, lines: int) -> tuple[list[str], dict[str
             except ValueError:
                 continue  # cut off when the check was ended
     shown = [line for line in written if line.strip() and not line.startswith(RESULT)]
-    return [line[:SHOWN_LETTERS] for line in shown[-lines:]], results
+    return [line[:MAX_LINE_CHARACTERS] for line in shown[-lines:]], results
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:

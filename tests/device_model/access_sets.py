@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import EncodedTensor, Held, split_tensors
 from tests.device_model.alarms import Kind, site
-from tests.device_model.memory import Block, Usage, Use
+from tests.device_model.memory import Usage, Use
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device
+    from tests.device_model.operators import Range
 
-Range = tuple[Block, int, int]
 _TABLE_ITEM = _HELD_ITEM = 8  # bytes, int64
 _RECORD = _HELD_ITEM * len(Held)
 
@@ -57,7 +57,7 @@ class _Operands:
             for one, pages in zip(self.encoded, self.pages)
         ]
 
-    def _tier(self, pages: Tensor) -> Range | None:
+    def _tier(self, pages: Tensor) -> "Range | None":
         """The bytes of a tier; None for host memory that a GPU cannot reach, and for a tier without pages."""
         is_reached = pages.numel() > 0 and (pages.is_cuda or self._device.is_pinned(pages))
         return self._device.range_of(pages) if is_reached else None

@@ -46,11 +46,11 @@ class ModelledWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Nothing fails here."""
+        """The model has no errors of communication."""
         return True
 
     def exception(self) -> None:
-        """Nothing fails here."""
+        """The model has no errors of communication."""
         return None
 
     def get_future(self) -> Any:
@@ -77,7 +77,7 @@ class _Once:
                 self._then()
 
 
-# Gloo breaks a transfer off if nobody holds its work. By far more than can be under way.
+# Gloo breaks a transfer off if nobody holds its work, so the last _MAX_HELD are held: far fewer are under way at once.
 _HELD: "deque[_Once]" = deque()
 _MAX_HELD = 4096
 
@@ -105,6 +105,8 @@ def _method(device: Device, name: str, original: Callable[..., Any]) -> Callable
             return original(group, *args, **kwargs)
         if name in _UNSUPPORTED:
             raise NotImplementedError(f"the device model does not know {name}")
+        if kwargs:
+            raise NotImplementedError(f"the device model knows {name} without keywords, not with {sorted(kwargs)}")
         return _launch(device, name, original, group, args)
 
     return method
@@ -127,7 +129,9 @@ def _launch(device: Device, name: str, original: Callable[..., Any], group: Any,
     before = int(LIBRARY.get_current_stream())
     end = None
     if is_async:
-        comm = _STREAMS.setdefault(key, None) or _STREAMS.__setitem__(key, torch.Stream(device="cuda")) or _STREAMS[key]
+        if key not in _STREAMS:
+            _STREAMS[key] = torch.Stream(device="cuda")
+        comm = _STREAMS[key]
         comm.wait_stream(caller)
         LIBRARY.set_current_stream(comm.stream_id)
     try:
@@ -190,10 +194,12 @@ def _all_gather_single(original: Any, group: Any, output: Tensor, input: Tensor,
 
 
 def _reduce_scatter_single(original: Any, group: Any, output: Tensor, input: Tensor, options: Any = None) -> Any:
+    if options is not None and options.reduceOp not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise NotImplementedError(f"the device model does not know a reduce-scatter with {options.reduceOp}")
     averages = options is not None and _averages(options)
 
     def run(outputs: list[Tensor], inputs: list[Tensor]) -> Any:
-        # The sum in the order of the ranks, of which gloo has none.
+        # Gloo has none. The sum in the order of the ranks does not depend on which message arrives first.
         received = torch.empty_like(inputs[0].view(-1))
         work = dist.all_to_all_single(received, inputs[0].reshape(-1).clone(), group=group, async_op=True)
 

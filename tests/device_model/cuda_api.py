@@ -20,7 +20,6 @@ from tests.device_model.memory import Pool
 from tests.device_model.operators import DeviceMode
 
 TOTAL_BYTES = 80 << 30
-_CHANGED: dict[str, Any] = {}
 
 
 class Stream(torch.Stream):
@@ -51,7 +50,7 @@ class CudaEvent(torch.Event):
 
 
 class Generator(torch.Generator):
-    """Replacement of torch.Generator. On the modelled device its numbers are not drawn: see [Note: random numbers].
+    """Replacement of torch.Generator: one of the device has an identity and no numbers; see [Note: random numbers].
 
     [Note: random numbers] The modelled device draws from the CPU's default generator, so that a run gets the same
     numbers as on the CPU. Generators of the device have states of their own, which captures must have registered.
@@ -161,20 +160,6 @@ def current_stream(device: Any = None) -> Stream:
     return Stream(stream_id=int(LIBRARY.get_current_stream()), device_index=0, device_type=1)
 
 
-@contextmanager
-def stream(value: torch.Stream | None) -> Iterator[None]:
-    """Replacement of torch.cuda.stream."""
-    if value is None:
-        yield
-        return
-    before = int(LIBRARY.get_current_stream())
-    LIBRARY.set_current_stream(value.stream_id)
-    try:
-        yield
-    finally:
-        LIBRARY.set_current_stream(before)
-
-
 class _StreamContext:
     """Replacement of torch.cuda.stream and StreamContext."""
 
@@ -192,7 +177,7 @@ class _StreamContext:
 
 @contextmanager
 def _capturing_together(self: CudaGraphs) -> Iterator[None]:
-    """Replacement of CudaGraphs.capturing_together: later captures compute with values of earlier ones."""
+    """Replacement of CudaGraphs.capturing_together: undoes captures at its end, as later ones use earlier values."""
     device = _device()
     device.together = []
     try:
@@ -203,6 +188,7 @@ def _capturing_together(self: CudaGraphs) -> Iterator[None]:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
+    """There is no cache, so that reserved equals allocated. Peaks are those of the whole process."""
     memory = _device().memory
     return {
         f"{kind}_bytes.all.{what}": value

@@ -1,4 +1,4 @@
-"""Device: the model of one GPU. It puts operators, clocks, memory and captures together.
+"""Device: one modelled GPU. It computes on the CPU and checks orders, lifetimes and captures of memory accesses.
 
 `Device.run` (operators.py) is called for each operator of torch. The callbacks of engine_streams.cpp call `record`,
 `block` and the `synchronize` functions, for the program's own streams and events and for those of the autograd engine.
@@ -20,7 +20,7 @@ from tests.device_model.access_sets import ACCESS_SETS
 from tests.device_model.alarms import AlarmList, Kind, site
 from tests.device_model.library import LIBRARY
 from tests.device_model.memory import Block, CaptureLedger, Ledger, Memory, Pool, Usage, Use, overwrite
-from tests.device_model.operators import OperatorRunner, Range, extent
+from tests.device_model.operators import OperatorRunner
 from tests.device_model.timeline import HOST, Clock, Event, Timeline, join
 
 _NAN_BYTE = 0xFF
@@ -46,8 +46,8 @@ class Recorded:
     number: int
     pool: Pool
     steps: "list[Step]" = field(default_factory=list)
-    inputs: list[tuple[Range, str]] = field(default_factory=list)
-    outputs: list[tuple[Range, str]] = field(default_factory=list)
+    inputs: list[tuple[Usage, str]] = field(default_factory=list)
+    outputs: list[tuple[Usage, str]] = field(default_factory=list)
     generators: set[int] = field(default_factory=set)
     born: tuple[int, int] = (0, 0)  # times of the pool at the begin and the end of the capture
 
@@ -65,10 +65,8 @@ class Capture:
     origin: int
     ledger: CaptureLedger
     streams: dict[int, Clock] = field(default_factory=dict)
-    host: Clock = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
-    is_broken: str | None = None
 
 
 class Device(OperatorRunner):
@@ -91,8 +89,14 @@ class Device(OperatorRunner):
         # Page pools by the block of their ring. What a replay uses of their pages differs from replay to replay.
         self.page_pools: dict[Block, weakref.ref[PagePool]] = {}
         self.num_captures = 0
+        self.callback_error: BaseException | None = None
         self._callbacks = _callbacks_of(self)
         operators._DEVICE[:] = [self]
+
+    def raise_callback_error(self) -> None:
+        """Raises the first error of the model in a call by torch's C++ code."""
+        if self.callback_error is not None:
+            raise RuntimeError("the model failed in a callback") from self.callback_error
 
     # Streams and events.
 
@@ -173,7 +177,7 @@ class Device(OperatorRunner):
                 return
 
     def use(self, tensor: Tensor, stream: int) -> None:
-        """Notes record_stream: the allocator waits for the work that the stream has then, before it reuses memory."""
+        """Notes record_stream: memory is not reused before the work that the stream has when the tensor is freed."""
         self.block_of(tensor).recorded.add(stream)
 
     # Memory.
@@ -325,10 +329,10 @@ class Device(OperatorRunner):
         tiers = [tier for pool in pools for tier in (pool.device_pages, pool.host_pages) if tier.numel()]
         whole = set(map(self.block_of, tiers))
 
-        def widened(ranges: dict[Range, str]) -> list[tuple[Range, str]]:
+        def widened(usages: dict[Usage, str]) -> list[tuple[Usage, str]]:
             return [
-                ((block, 0, block.num_bytes) if block in whole else (block, start, end), where)
-                for (block, start, end), where in ranges.items()
+                (Usage(one.block, 0, one.block.num_bytes, one.use) if one.block in whole else one, where)
+                for one, where in usages.items()
             ]
 
         recorded.inputs, recorded.outputs = widened(capture.ledger.inputs), widened(capture.ledger.outputs)
@@ -339,7 +343,11 @@ class Device(OperatorRunner):
         return recorded
 
     def undo(self, captures: Sequence[Capture]) -> None:
-        """Restores memory to what it was before these captures, and fills memory that they allocated with NaN."""
+        """Restores memory to what it was before these captures, and fills memory that they allocated with NaN.
+
+        A capture has to compute, since the program needs shapes and numbers. On a GPU nothing runs before the first
+        replay, so that nobody may count on what it computed.
+        """
         for capture in reversed(captures):
             for current, before in capture.kept.values():
                 current.copy_(before)
@@ -347,9 +355,7 @@ class Device(OperatorRunner):
             for data in capture.made.values():
                 data.fill_(_NAN_BYTE)
 
-    def before_launch(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], writes: Sequence[Any], inputs: dict[int, Tensor]
-    ) -> None:
+    def before_launch(self, args: Sequence[Any], kwargs: dict[str, Any], writes: Sequence[Any]) -> None:
         """In a capture, keeps what an operator overwrites."""
         capture = self.capture
         if capture is None or self.stream not in capture.streams:
@@ -404,22 +410,22 @@ class Device(OperatorRunner):
             self.alarms.add(Kind.FORBIDDEN, "a replay inside a capture", site())
         where, stream = site(), self.stream
         tick, clock = self.timeline.tick(stream)
-        for (block, start, end), captured_at in recorded.inputs:
+        for (block, start, end, use), captured_at in recorded.inputs:
             if not block.is_alive and block.pool is not recorded.pool:
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
-            self.ledger.access(block, start, end, by=by, clock=clock, use=Use.READ, name=recorded.name)
+            self.ledger.access(block, start, end, by=by, clock=clock, use=use, name=recorded.name)
         first, last = recorded.born
         own = {block for block in recorded.pool.blocks if first <= block.born <= last}
         self.ledger.sequence += 1
         overwrite(recorded.pool, own, sequence=self.ledger.sequence, name=recorded.name)
-        for (block, start, end), captured_at in recorded.outputs:
+        for (block, start, end, use), captured_at in recorded.outputs:
             if not block.is_alive and block.pool is not recorded.pool:
                 self.alarms.add(Kind.FREED, recorded.name, f"{captured_at}", block.place)
             by = (stream, tick, f"{where}: {captured_at}")
-            self.ledger.access(block, start, end, by=by, clock=clock, use=Use.WRITE, name=recorded.name)
-        for (block, _, _), _ in (*recorded.inputs, *recorded.outputs):
-            self._finish(block)
+            self.ledger.access(block, start, end, by=by, clock=clock, use=use, name=recorded.name)
+        for usage, _ in (*recorded.inputs, *recorded.outputs):
+            self._finish(usage.block)
         flying: list[tuple[Step, Any]] = []
         with operators.plainly():
             for step in recorded.steps:
@@ -450,6 +456,19 @@ class _Callbacks(ctypes.Structure):
     ]
 
 
+def _reported(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the first error of a callback for raise_callback_error, as ctypes discards what a callback raises."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except BaseException as error:
+            device.callback_error = device.callback_error or error
+            raise
+
+    return run
+
+
 def _callbacks_of(device: Device) -> _Callbacks:
     """Registers a device with the library. The result must live as long as the process uses it."""
     functions = {
@@ -461,13 +480,10 @@ def _callbacks_of(device: Device) -> _Callbacks:
         "synchronize_device": device.synchronize_device,
         "use": lambda address, stream: device.use_address(address or 0, stream),
     }
-    callbacks = _Callbacks(*(kind(functions[name]) for name, kind in _Callbacks._fields_))
+    callbacks = _Callbacks(*(kind(_reported(device, functions[name])) for name, kind in _Callbacks._fields_))
     LIBRARY.set_callbacks.argtypes = [_Callbacks]
     LIBRARY.set_callbacks.restype = None
     LIBRARY.get_current_stream.restype = ctypes.c_int64
     LIBRARY.set_current_stream.argtypes = [ctypes.c_int64]
     LIBRARY.set_callbacks(callbacks)
     return callbacks
-
-
-__all__ = ["Capture", "Device", "Recorded", "extent"]

@@ -2,7 +2,7 @@
 //
 // A CPU build of torch has neither a device guard nor hooks for CUDA, so that its autograd engine refuses tensors of a
 // GPU. This file registers both. The current stream is a number per thread, as in CUDA. Events and waits are passed on
-// to Python (streams.py). It must be loaded before torch is imported, because torch asks for the hooks once.
+// to the callbacks of device.py. It must be loaded before torch is imported, because torch asks for the hooks once.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

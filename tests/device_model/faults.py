@@ -1,4 +1,4 @@
-"""Seeded faults: lines of the project that the device model must miss, one at a time.
+"""Seeded faults: each changes one place of the project, and the device model has to find it.
 
     PYTHONPATH=. .venv/bin/python -m tests.device_model.faults [PART OF A NAME ...]
 

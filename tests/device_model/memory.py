@@ -2,8 +2,9 @@
 
 [Note: allocator] Torch's caching allocator hands freed memory out again to the stream that allocated it, in the order
 of that stream. Which block it hands out depends on sizes and on history. The model assumes the worst: the next
-allocation of a stream may get any memory that was freed for it before. A block is safe then if each access by other
-streams comes before the next launch of its own stream, or was declared with record_stream. Memory of captures comes
+allocation of a stream may get any memory that was freed for it before. So a block is safe if, at the next allocation of
+its own stream, that stream is ordered after each access by other streams, or if those were declared with record_stream.
+A wait between an allocation and its first launch comes too late, which is stricter than CUDA. Memory of captures comes
 from pools: later captures of a pool may reuse what is free at that time. Pinned memory is handed out in the order of
 the host; torch waits for copies from and to it by itself, but not for kernels.
 """
@@ -71,7 +72,8 @@ class Pool:
 class Block:
     """Memory of one storage.
 
-    storage: holds the bytes; the program's storage is empty. stream: the one that allocated it, HOST for pinned memory.
+    storage: holds the bytes; the storage that the program sees has the same size and is never read. stream: the one
+    that allocated it, HOST for pinned memory.
     others: last launch of each other stream that used it. born, died: times of its pool. overwritten: sequence number
     of the last replay that may have overwritten it, and the name of that graph.
     """
@@ -84,7 +86,6 @@ class Block:
     others: dict[int, Access] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
     is_alive: bool = True
-    freed_at: str = ""
     born: int = 0
     died: float = float("inf")
     overwritten: tuple[int, str] = (0, "")
@@ -131,7 +132,7 @@ class Ledger:
         use: Use,
         name: str,
     ) -> bool:
-        """Returns whether some of the bytes had no write in this ledger."""
+        """Checks and notes an access. Returns whether it reads bytes that nothing in this ledger has written."""
         if not segments:
             segments.append(Segment(0, max(block.num_bytes, end)))
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
@@ -139,7 +140,7 @@ class Ledger:
         else:
             touched = _split(segments, start, end)
         for one in touched:
-            self._check(block, one, by=by, clock=clock, use=use, name=name)
+            self._check(one, by=by, clock=clock, use=use, name=name)
         if use is Use.READ or use is Use.ATOMIC:
             for one in touched:
                 (one.readers if use is Use.READ else one.atomics)[by[0]] = by
@@ -155,16 +156,16 @@ class Ledger:
             segments[:] = [one for one in segments if id(one) not in dropped]
         return False
 
-    def _check(self, block: Block, segment: Segment, *, by: Access, clock: Clock, use: Use, name: str) -> None:
+    def _check(self, segment: Segment, *, by: Access, clock: Clock, use: Use, name: str) -> None:
         writer = segment.writer
         if writer is not None and clock.get(writer[0], 0) < writer[1]:
-            self._alarms.add(Kind.RACE, f"{name} {use.value} what was written", by[2], writer[2])
+            self._alarms.add(Kind.RACE, f"{name} {use.value} bytes that another stream writes", by[2], writer[2])
         others = [segment.readers] if use is not Use.READ else []
         others += [segment.atomics] if use is not Use.ATOMIC else []
         for accesses in others:
             for one in accesses.values():
                 if clock.get(one[0], 0) < one[1]:
-                    self._alarms.add(Kind.RACE, f"{name} {use.value} what is used", by[2], one[2])
+                    self._alarms.add(Kind.RACE, f"{name} {use.value} bytes that another stream uses", by[2], one[2])
 
     def _check_overwritten(self, block: Block, start: int, end: int, *, by: Access, name: str) -> None:
         sequence, graph = block.overwritten
@@ -184,8 +185,8 @@ class CaptureLedger(Ledger):
         super().__init__(alarms)
         self._pool, self._begun = pool, pool.now
         self._segments: dict[Block, list[Segment]] = {}
-        self.inputs: dict[tuple[Block, int, int], str] = {}
-        self.outputs: dict[tuple[Block, int, int], str] = {}
+        self.inputs: dict[Usage, str] = {}
+        self.outputs: dict[Usage, str] = {}
 
     def access(self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str) -> None:
         """Notes an access; see Ledger."""
@@ -196,12 +197,13 @@ class CaptureLedger(Ledger):
         if by[0] != block.stream and block.pool is self._pool:
             block.others[by[0]] = by
         if block.pool is self._pool and block.born > self._begun:
-            # Its own memory, of which it reads bytes that it has not written: such as rows that are not live.
+            # Memory that the capture allocated is no input, though kernels may read what nobody has written there, such
+            # as rows that are not live.
             is_input = False
         if is_input or use is Use.ATOMIC:
-            self.inputs.setdefault((block, start, end), by[2])
+            self.inputs.setdefault(Usage(block, start, end, use), by[2])
         elif use is Use.WRITE:
-            self.outputs.setdefault((block, start, end), by[2])
+            self.outputs.setdefault(Usage(block, start, end, use), by[2])
 
     def blocks(self) -> set[Block]:
         """Returns all blocks that the region uses."""
@@ -239,7 +241,6 @@ class Memory:
         self._freed: dict[tuple[int, int], list[Block]] = {}
         self._pools: list[Pool] = []
         self.num_bytes = self.peak_bytes = 0
-        self.exclusive: dict[str, set[int]] = {}
 
     def new_pool(self) -> Pool:
         """Returns an empty pool for graphs."""
@@ -281,7 +282,6 @@ class Memory:
         if block.pool is not None:
             block.pool.now += 1
             block.died = block.pool.now
-        block.freed_at = ""
         if any(stream not in block.recorded for stream in block.others):
             self._freed.setdefault((block.stream, block.pool.number if block.pool else 0), []).append(block)
 

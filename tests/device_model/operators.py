@@ -42,7 +42,7 @@ class DeviceTensor(Tensor):
     """Tensor of the modelled device; see [Note: tensors]."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    # Without these each look would be an operator, and looks are half of all calls.
+    # Answered here: each such read would otherwise be dispatched as an operator, a third of all.
     device = property(lambda _: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda _: True)  # type: ignore[assignment]
 
@@ -84,7 +84,7 @@ class DeviceMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = _DEVICE[0]
         if not types and not device.num_pinned and func not in _PINNING and not (kwargs and _names_memory(kwargs)):
-            return func(*args, **(kwargs or {}))  # of the host alone
+            return func(*args, **(kwargs or {}))  # neither the device nor pinned memory is involved
         if func is torch.ops.prim.device.default:
             return CUDA
         return device.run(func, args, kwargs or {})
@@ -125,7 +125,7 @@ def plainly() -> Any:
 
 
 class _Given:
-    """Arguments of one call. No closure: its cycle would keep memory alive.
+    """Arguments of one call. A closure in its place would be a cycle, which delays frees and so hides HANDED_OUT.
 
     inputs: tensors of the device by the address of their plain form. programs: the program's storages by the address of
     the storage of bytes. hosts: plain tensors.
@@ -263,7 +263,7 @@ class OperatorRunner:
         if name in ("copy_", "_to_copy"):
             return self._copy(func, name, args, kwargs, low_args, low_kwargs, inputs, programs)
         self._await_collectives(inputs.values(), written_by(writes, args, kwargs))
-        self.before_launch(func, low_args, low_kwargs, writes, inputs)
+        self.before_launch(low_args, low_kwargs, writes)
         declare = self.access_sets.get(facts.schema_name)
         declared = None if declare is None else declare(self, *args, **kwargs)
         results = facts.run(*low_args, **low_kwargs)
@@ -416,7 +416,7 @@ class OperatorRunner:
         )
         behind = bool(kwargs.get("non_blocking", args[2] if not is_new and len(args) > 2 else False))
         self._await_collectives(inputs.values(), [] if is_new else [args[0]])
-        self.before_launch(func, low_args, low_kwargs, [] if is_new else [(0, "self")], inputs)
+        self.before_launch(low_args, low_kwargs, [] if is_new else [(0, "self")])
         results = func(*low_args, **low_kwargs)
         raised = self._raise(results, inputs, programs, to_host=to_host) if is_new else args[0]
         if is_new and to_host and behind and kwargs.get("pin_memory"):

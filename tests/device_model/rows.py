@@ -4,8 +4,8 @@
 
 prints what the model finds in each row, or in all rows, and with --waits where the host waits in the last step.
 
-Rows are those of the capture table in docs/cuda_graphs.md, by whole steps ("full: ...") and by parts of layers
-("local: ..."), eagerly where nothing can be captured, and cases of the gate (tools/gate/cases.py) for what that table
+Rows are those of the capture table in docs/cuda_graphs.md, captured as whole steps ("full: ...") or as parts of layers
+("local: ..."), eager where nothing can be captured, and cases of the gate (tools/gate/cases.py) for what that table
 leaves out: FSDP2, ZeRO-2, offloading, updates in backward, overflows of the stash.
 """
 
@@ -85,7 +85,7 @@ def all_rows() -> dict[str, Row]:
         if one.modules:
             rows[f"local: {name}"] = Row((*one.argv, *LOCAL, *one.modules.split()), one.ranks)
         if not one.is_whole and "--optimizer-cuda-graph" not in one.argv:
-            # Smaller tensors stay on the device; here all are smaller than the default.
+            # These models' tensors are smaller than the default minimum, so that nothing would be moved.
             moves = "offload" in " ".join(one.argv)
             rows[f"eager: {name}"] = Row((*one.argv, *["--min-offloaded-tensor-size", "64"] * moves), one.ranks)
     for case in CASES:
@@ -122,6 +122,7 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
         if row.ranks > 1:
             raise  # the other ranks wait for this one
         record.error = f"{type(error).__name__}: {error}"
+    device.raise_callback_error()
     record.alarms = [f"{count} x {alarm}" for alarm, count in device.alarms.found.items()]
     record.kinds = sorted(kind.name for kind in device.alarms.kinds())
     record.waits = dict(device.host_wait_sites)

@@ -18,6 +18,7 @@ def kinds_of(cases: list[Callable[[], Any]]) -> list[list[str]]:
     for case in cases:
         begin_run(install())
         case()
+        install().raise_callback_error()
         kinds.append(sorted(kind.name for kind in install().alarms.kinds()))
     return kinds
 

@@ -1,8 +1,9 @@
 """Vector clocks of streams, events and the host.
 
-A clock says, for each stream, how many of its launches are known to have completed before. Each launch ticks the clock
-of its stream. An event copies the clock of a stream; a wait joins it into another one. The host is one more stream: it
-knows of a launch only after it has waited for it, and every launch comes after all that the host did before.
+A clock maps each stream to the number of its launches that come before a point. A launch increments the entry of its
+own stream. An event copies the clock of its stream, and a wait takes the larger entries of both clocks. The host is
+stream HOST: it comes after a launch only once it has waited for it, and every launch comes after all that the host did
+before.
 
 Source: L. Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978, and its extension to
 vectors by C. Fidge and F. Mattern, 1988.
@@ -15,7 +16,7 @@ Clock = dict[int, int]
 
 
 def join(into: Clock, other: Clock) -> None:
-    """Makes `into` know all that `other` knows."""
+    """Sets `into` to the larger entries of both clocks."""
     for stream, tick in other.items():
         if into.get(stream, 0) < tick:
             into[stream] = tick

@@ -325,6 +325,14 @@ def test_a_call_that_runs_out_of_time_leaves_the_rest_to_the_next_one(tmp_path: 
     assert len(run(four, tmp_path, "--resume")[1]) == len(records) + 4
 
 
+def test_a_check_that_failed_before_makes_a_resumed_run_fail_too(tmp_path: Path) -> None:
+    checks = [("good", 1, "true", 1.0), ("bad", 1, "false", 1.0)]
+    status, records = run(checks, tmp_path)
+    assert status == 1 and [record.verdict.value for record in records] == ["passed", "failed"]
+    status, records = run(checks, tmp_path, "--resume")
+    assert status == 1 and len(records) == 2
+
+
 def test_an_elastic_check_takes_what_earlier_ones_left_but_nothing_of_later_ones(tmp_path: Path) -> None:
     checks = [("quick", 1, "true", 1.0), ("elastic", 1, "sleep 600", 2.0), ("last", 1, "sleep 0.1", 1.5)]
     _, records = run(checks, tmp_path, "--minutes", str(5 / 60))
@@ -374,7 +382,7 @@ def record_of(check: Check, verdict: Verdict, *, dry_run: bool = False) -> Recor
 
 
 def test_the_page_says_measured_only_of_what_a_gpu_has_decided(tmp_path: Path) -> None:
-    check = next(check for check in CHECKS if check.before is State.MODELLED)
+    check = next(check for check in CHECKS if check.known is State.MODELLED)
     assert state_of(check, None) == "modelled on a CPU"
     assert state_of(check, record_of(check, Verdict.NEEDS_GPU)) == "modelled on a CPU"
     measured = "2026-12-01, NVIDIA H200, torch 2.11.0, commit c0ffee"
