@@ -37,8 +37,9 @@ Each check runs in a process with its own limit. Five seconds before the limit i
 at the limit it and its descendants are killed. When a check ends, one line is appended to `checks.jsonl`: verdict,
 numbers, last lines of output, date, device, version of torch and commit. `output.log` has all output. If the runner is
 killed, the lines so far are whole. `--resume` leaves out checks that have a verdict for the same files and runs the
-others, those of earlier calls first. Where each call starts on an empty disk, copy `checks.jsonl` there first. In a dry run a tape stands for a CUDA graph,
-gloo for NCCL, Triton's interpreter for compiled kernels; tests that show nothing on a CPU end with "needs a GPU".
+others, those of earlier calls first. Where each call starts on an empty disk, copy `checks.jsonl` there first. In a dry
+run a tape stands for a CUDA graph, gloo for NCCL, Triton's interpreter for compiled kernels; tests that show nothing on
+a CPU end with "needs a GPU".
 """
 NOT_YET = """
 **Not yet run on a GPU.** A dry run executes the programs on a CPU, where tests/gpu and `ddp` are skipped. All times and
