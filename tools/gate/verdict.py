@@ -26,7 +26,7 @@ Renames = tuple[tuple[str, str], ...]
 RENAMES: Renames = ()
 CHECKPOINT_RENAMES: Renames = ()
 # Fields that the head alone may log. Remove an entry, like one of RENAMES, once the base contains the change.
-NEW_FIELDS = frozenset({"stash/pool/factor_to_keep_all"})
+NEW_FIELDS: frozenset[str] = frozenset()
 # Logged fields that two equal runs need not share, and why.
 EXCLUDED: dict[str, str] = {
     "seconds": "time",
