@@ -194,7 +194,7 @@ def _all_gather_single(original: Any, group: Any, output: Tensor, input: Tensor,
 
 
 def _reduce_scatter_single(original: Any, group: Any, output: Tensor, input: Tensor, options: Any = None) -> Any:
-    if options is not None and options.reduceOp not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    if options is not None and not (_averages(options) or options.reduceOp == dist.ReduceOp.SUM):
         raise NotImplementedError(f"the device model does not know a reduce-scatter with {options.reduceOp}")
     averages = options is not None and _averages(options)
 
