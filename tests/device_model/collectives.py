@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.device_model import operators
+from tests.device_model.alarms import Kind, site
 from tests.device_model.device import Device
 from tests.device_model.library import LIBRARY
 from tests.device_model.memory import Usage, Use
@@ -93,6 +94,14 @@ def _held(inner: Any, then: Callable[[], Any] | None = None) -> _Once:
 def install_collectives(device: Device) -> None:
     """Replaces the methods of process groups for tensors of the device."""
     group_type = torch._C._distributed_c10d.ProcessGroup
+    barrier = group_type.barrier
+
+    def checked_barrier(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if device.capture is not None:
+            device.alarms.add(Kind.FORBIDDEN, "ranks wait for each other on the host", site())
+        return barrier(group, *args, **kwargs)
+
+    group_type.barrier = checked_barrier
     for name in vars(group_type):
         if name in _METHODS or name in _UNSUPPORTED:
             setattr(group_type, name, _method(device, name, getattr(group_type, name)))

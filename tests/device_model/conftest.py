@@ -1,6 +1,7 @@
 """Skips the tests of the device model where it cannot be built."""
 
 import os
+import shlex
 import shutil
 
 import pytest
@@ -13,5 +14,5 @@ def _can_be_built() -> None:
     if torch.version.cuda is not None:
         pytest.skip("the device model needs a CPU build of torch")
     # .ci/run sets CI_HAS_BROWSER: there a missing tool is a failure.
-    if shutil.which(os.environ.get("CXX", "g++")) is None and "CI_HAS_BROWSER" not in os.environ:
+    if shutil.which(shlex.split(os.environ.get("CXX", "g++"))[0]) is None and "CI_HAS_BROWSER" not in os.environ:
         pytest.skip("the device model needs a C++ compiler: g++, or that of the variable CXX")

@@ -229,6 +229,27 @@ def _properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+def _replace_storage_methods(device: Device) -> None:
+    """Storages change without operators: by FSDP2, which frees parameters so, and by recomputed outputs."""
+    resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        block = device.memory.blocks.get(storage._cdata)
+        if block is None or block.is_pinned:
+            return resize(storage, size)
+        device.resize(storage, size)
+        return storage
+
+    def copy_(storage: torch.UntypedStorage, source: Any, non_blocking: bool | None = None) -> Any:
+        blocks = [device.memory.blocks.get(one._cdata) for one in (storage, source)]
+        if any(block is None or block.is_pinned for block in blocks):
+            return copy(storage, source, non_blocking)
+        device.copy_storage(storage, source)
+        return storage
+
+    torch.UntypedStorage.resize_, torch.UntypedStorage.copy_ = resize_, copy_  # type: ignore[method-assign]
+
+
 def install() -> Device:
     """Makes this process see one modelled GPU, and returns it. It stays for the life of the process."""
     if _DEVICES:
@@ -274,6 +295,7 @@ def install() -> Device:
     for name, value in replaced.items():
         setattr(cuda, name, value)
     torch.Generator = Generator  # type: ignore[misc]
+    _replace_storage_methods(device)
     torch._C._cuda_endAllocateToPool = _nothing  # type: ignore[attr-defined]
     torch._C._cuda_releasePool = _nothing  # type: ignore[attr-defined]
     CudaGraphs.capturing_together = _capturing_together  # type: ignore[method-assign,assignment]

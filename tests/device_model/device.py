@@ -24,6 +24,7 @@ from tests.device_model.operators import OperatorRunner
 from tests.device_model.timeline import HOST, Clock, Event, Timeline, join
 
 _NAN_BYTE = 0xFF
+_RESIZE = torch.UntypedStorage.resize_
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,13 @@ class Device(OperatorRunner):
         self.host_waits("device", {})
         self.timeline.host_waits_for_all()
 
-    def query(self) -> None:
-        """Notes that the host asks for the progress of an event or a stream."""
+    def query(self, number: int = 0) -> None:
+        """Notes that the host asks whether an event, or 0 for a stream, has been reached; the answer is yes."""
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, "the host queries the progress of the device", site())
+        event = self.timeline.events.get(number)
+        if event is not None and event.capture == 0:
+            self.timeline.host_waits(event.clock)
 
     def use_address(self, address: int, stream: int) -> None:
         """Notes that the autograd engine has recorded a stream for the memory at an address of the program."""
@@ -197,10 +201,28 @@ class Device(OperatorRunner):
         clock = self.timeline.clocks[HOST]
         return self.memory.allocate(storage, storage, stream=HOST, clock=clock, pool=None)
 
+    def resize(self, program: torch.UntypedStorage, num_bytes: int) -> None:
+        """Resizes a storage of the program: its old memory is free, and what was not in it is NaN."""
+        block = self.memory.blocks[program._cdata]
+        if self.capture is not None and block.pool is not self.capture.recorded.pool:
+            self.alarms.add(Kind.FORBIDDEN, "memory from before the capture is resized", site())
+        _RESIZE(program, num_bytes)
+        if block.num_bytes != num_bytes:
+            self.resized(program, block)
+
+    def copy_storage(self, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """Copies all bytes of a storage into another one, without an operator."""
+        tensors = [operators.make_tensor(one, _all_bytes(one)) for one in (target, source)]
+        with torch.no_grad():
+            tensors[0].copy_(tensors[1])
+
     def resized(self, program: torch.UntypedStorage, block: Block) -> Block:
         """Gives a storage whose size has changed new memory, with the old bytes as far as they go."""
         self.memory.free(block)
         storage = torch.UntypedStorage(program.nbytes())
+        if storage.nbytes():
+            with operators.plainly():
+                _all_bytes(storage).fill_(_NAN_BYTE)
         old = block.storage
         shared = min(old.nbytes(), storage.nbytes())
         if shared:
@@ -209,7 +231,15 @@ class Device(OperatorRunner):
 
     # Work.
 
-    def launch(self, name: str, usages: Sequence[Usage], *, random: bool = False, copies: bool = False) -> None:
+    def launch(
+        self,
+        name: str,
+        usages: Sequence[Usage],
+        *,
+        random: bool = False,
+        generator: int | None = None,
+        copies: bool = False,
+    ) -> None:
         """Notes work on the current stream. copies: a copy of torch, which keeps pinned memory until it is done."""
         stream, capture = self.stream, self.capture
         self.num_launches += 1
@@ -218,7 +248,8 @@ class Device(OperatorRunner):
         if capture is not None:
             if stream in capture.streams:
                 ledger = capture.ledger
-                if random and self.drawn_state not in capture.recorded.generators | {0}:
+                drawn = self.drawn_state if generator is None else generator
+                if random and drawn not in capture.recorded.generators | {0}:
                     self.alarms.add(Kind.UNREGISTERED, name, where)
             else:
                 self.alarms.add(Kind.OUTSIDE, name, where)
@@ -257,9 +288,7 @@ class Device(OperatorRunner):
         self.add_step(plain.values(), [plain[id(one)] for one in writes], again)
 
     def host_accesses(self, name: str, pinned: Iterable[Tensor], written: Sequence[int]) -> None:
-        """Notes that the host reads or writes pinned memory."""
-        if self.capture is not None:
-            return
+        """Notes that the host reads or writes pinned memory, now, also while a capture is under way."""
         tick, clock = self.timeline.tick_host()
         by = (HOST, tick, site())
         for tensor in pinned:
@@ -448,7 +477,7 @@ class _Callbacks(ctypes.Structure):
     _fields_ = [
         ("record", ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)),
         ("block", ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)),
-        ("query", ctypes.CFUNCTYPE(None)),
+        ("query", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
         ("synchronize_event", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
         ("synchronize_stream", ctypes.CFUNCTYPE(None, ctypes.c_int64)),
         ("synchronize_device", ctypes.CFUNCTYPE(None)),

@@ -14,7 +14,7 @@ namespace {
 struct Callbacks {
   int64_t (*record)(int64_t event, int64_t stream);  // returns the event's number; event 0 gets a new one
   void (*block)(int64_t event, int64_t stream);
-  void (*query)();
+  void (*query)(int64_t event);  // 0 for a stream
   void (*synchronize_event)(int64_t event);
   void (*synchronize_stream)(int64_t stream);
   void (*synchronize_device)();
@@ -58,12 +58,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     callbacks.block(number_of(event), stream.id());
   }
-  bool queryEvent(void*) const override {
-    callbacks.query();
+  bool queryEvent(void* event) const override {
+    callbacks.query(number_of(event));
     return true;
   }
   bool queryStream(const c10::Stream&) const override {
-    callbacks.query();
+    callbacks.query(0);
     return true;
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 1.0; }

@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,15 @@ def built() -> Path:
         target.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder, "library.so")
-            words = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{torch_folder / 'include'}", str(SOURCE)]
+            words = [
+                *shlex.split(COMPILER),
+                "-std=c++20",
+                "-O1",
+                "-fPIC",
+                "-shared",
+                f"-I{torch_folder / 'include'}",
+                str(SOURCE),
+            ]
             words += [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
             subprocess.run(words, check=True)
             made.replace(target)  # in one step, as several processes may build it

@@ -276,7 +276,8 @@ class OperatorRunner:
                 usages = declared()
             else:
                 usages = self._usages(facts.schema_name, args, kwargs, inputs, hosts, writes, raised)
-            self.launch(name, usages, random=facts.is_random)
+            generator = getattr(kwargs.get("generator"), "number", None) if facts.is_random else None
+            self.launch(name, usages, random=facts.is_random, generator=generator)
         self.after_launch(facts.run, low_args, low_kwargs, results, writes=writes, is_free=facts.is_free)
         return raised
 

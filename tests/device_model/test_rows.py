@@ -27,6 +27,7 @@ USUAL = [
     "in backward: ZeRO-2, previous norm",
     "offload: parts, bf16",
     "stash: spills to the host",
+    "stash: host pages alone, bf16",
     "stash: recomputes down to inputs",
     "stash: overflow of inputs and retry",
     "stash: rerun with more pages",
