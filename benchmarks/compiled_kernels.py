@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,14 +405,23 @@ def _misses_table(rows: Sequence[Row]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hot", action="store_true", help="compile the hot shapes alone, and keep the matrix")
+    parser.add_argument("--only", nargs="+", help="of the matrix compile these kernels, and keep the others' rows")
     arguments = parser.parse_args()
     hot = rows_of(kernel_launches.hot(), hot=True)
+    known: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in read_table() if TABLE.exists() else ():
+        if not row.hot:
+            known[row.kernel, row.name].append(row)
     if arguments.hot:
-        matrix = [row for row in read_table() if not row.hot]
+        matrix = [row for rows in known.values() for row in rows]
     else:
         found = kernel_launches.matrix()
         matrix = []
         for index, launch in enumerate(found):
+            kept = known.get((launch.kernel_name, launch.case.name))
+            if kept and arguments.only and launch.kernel_name not in arguments.only:
+                matrix += kept
+                continue
             matrix += rows_of([launch], hot=False)
             print(f"{index + 1}/{len(found)} {launch.kernel_name} {launch.case.name}", flush=True)
     write_table([*hot, *matrix])

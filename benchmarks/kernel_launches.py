@@ -269,7 +269,8 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     )
     moved = [torch.empty(ROWS * row_bytes, dtype=torch.uint8) for _ in specs]
     pages = [torch.empty(layout.page_bytes * 64, dtype=torch.uint8) for _ in range(2)]
-    table, ring = (torch.empty(size, dtype=torch.int32) for size in (num_tensors * per_tensor, layout.num_pages))
+    table = torch.empty(num_tensors * per_tensor, dtype=torch.int64)
+    ring = torch.empty(layout.num_pages, dtype=torch.int32)
     held = torch.empty(num_tensors, 3, dtype=torch.int64)
     ends = [torch.empty(2, dtype=torch.int64) for _ in range(2)]
     numbers = {"layout": layout.encode(), "tensors": tensors}
