@@ -22,7 +22,7 @@ from tests import harness
 PRELOAD = ["tests.device_model.library", *harness.PRELOAD, "tests.device_model.project", "tests.distributed.tiny_runs"]
 
 
-def on_modelled_gpus(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240) -> list[Any]:
+def on_modelled_gpus(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 500) -> list[Any]:
     """Runs module-level `fn(*args)` on every rank of a fresh process group; returns the values in rank order.
 
     Raises the error of the rank that failed first; see harness.run_on_ranks.
