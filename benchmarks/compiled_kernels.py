@@ -56,7 +56,7 @@ PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a compiled kernel takes.
+    """Resources and instructions of one compiled kernel.
 
     registers: of a thread; stack: bytes of a thread, spills included; spills: STL and LDL instructions; shared: dynamic
     bytes of a program; tensor_columns: of tensor memory; loads, stores: widest access to global memory, in bits;

@@ -160,7 +160,7 @@ def _interrupt(mark: str, log: Path) -> None:
     for pid in shown:
         _send(pid, signal.SIGUSR1)
     if shown:
-        time.sleep(0.3)
+        time.sleep(0.3)  # for their stacks: a handler gives no sign when it has written one
     with open(log, "a") as stream:
         for path in sorted(files):
             stream.write(f"--- the end of {path}\n" + "".join(_last_lines(path)) + "---\n")

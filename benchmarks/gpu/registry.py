@@ -20,7 +20,7 @@ RESULT = "RESULT "  # begins a line of its output that holds numbers as a JSON o
 
 
 class State(enum.Enum):
-    """What is known of a claim as long as no GPU has decided it."""
+    """Evidence for a claim that no GPU has decided yet."""
 
     MODELLED = "modelled on a CPU"
     COMPILED = "compiled only"

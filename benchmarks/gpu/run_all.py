@@ -212,7 +212,7 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def name_of_gpu() -> str | None:
-    """What the driver calls the first GPU, asked without torch; None if there is none."""
+    """Returns the driver's name of the first GPU, asked without torch; None if there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is not None:
         words = [tool, "--query-gpu=name", "--format=csv,noheader"]

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def difference(name: str, case: Case, *, needed: tuple[str, ...], steps: int) -> str | None:
-    """What is wrong with a case, or None."""
+    """Trains a case from graphs and eagerly. Returns the first difference in words, or None."""
     counts, began = StashCounts(), time.perf_counter()
     eager = train_here(argv_of(case, {"train-iters": steps}, EAGER))
     middle = time.perf_counter()

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def difference(name: str, case: Case, *, modules: str, num_graphs: int) -> str | None:
-    """What is wrong with a case, or None."""
+    """Trains a case from graphs and eagerly. Returns the first difference in words, or None."""
     began = time.perf_counter()
     flags: Flags = {"train-iters": STEPS, "global-batch-size": MICROBATCHES}
     eager = train_here(argv_of(case, flags))

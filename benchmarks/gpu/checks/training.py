@@ -27,7 +27,7 @@ def become_a_rank() -> None:
 
 
 def failure_of(work: Callable[[], str | None]) -> str | None:
-    """What `work` says is wrong, or the error that ended it, with its traceback printed: other cases can follow."""
+    """Returns the result of `work`, or the error that ended it in words, so that other cases can follow."""
     try:
         return work()
     except (RuntimeError, ValueError, AssertionError, OSError, TypeError, AttributeError, KeyError) as error:

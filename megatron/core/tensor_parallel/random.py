@@ -139,7 +139,7 @@ def recompute(
     draws_numbers: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """As `checkpoint`; around: a context for the second run. Dropout draws the same numbers in both runs.
+    """Does what `checkpoint` does. around: a context for the second run. Dropout draws the same numbers in both runs.
 
     draws_numbers: False where nothing is drawn: then no generator is asked for its state, which takes time, and which
     the capture of a CUDA graph forbids.
