@@ -1,7 +1,7 @@
 """Launches of a step on the device for each static MoE layer, beside the operators that the same step runs on the CPU.
 
 Both are differences of steps with 2 and with 4 layers, of one microbatch, so that embedding, loss and optimizer of
-everything else drop out. Operators of the CPU that only make views or memory are not counted, as they launch nothing.
+everything else drop out. The operators are those that the launch budget counts (tests/distributed/launch_budget.py).
 """
 
 import argparse
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.checks.device_events import counts_of, launches_of
 from benchmarks.gpu.checks.reporting import checked_device, expect, report, without_gpu
@@ -21,6 +20,7 @@ from benchmarks.gpu.checks.training import become_a_rank
 from benchmarks.gpu.registry import RESULT
 from megatron.core.device import synchronize
 from megatron.training.training import train_step
+from tests.distributed.launch_budget import recorded_launches
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags
@@ -28,20 +28,6 @@ from tests.gpu.graph_cases import EXPERTS, HALF, Case, argv_of
 
 FEW, MANY, WARM_STEPS = 2, 4, 3
 CASES: dict[str, Flags] = {"static experts": {}, "static experts with a stash": stash(1.5)}
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that do work, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_work = not func.is_view and func.namespace != "profiler" and "empty" not in func.name()
-        if is_work:
-            self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def main() -> None:
@@ -77,13 +63,13 @@ def per_layer(count: Any, flags: Flags) -> dict[str, float]:
 
 
 def operators_of(argv: list[str]) -> Counter[str]:
-    """Operators of one step."""
+    """Operators of one step that launch kernels."""
     with started_run(argv) as run:
         for _ in range(WARM_STEPS):
             train_step(run)
-        with Operators() as mode:
+        with recorded_launches() as found:
             train_step(run)
-    return mode.counts
+    return Counter(one.operator for one in found)
 
 
 def launches_in(argv: list[str]) -> Counter[str]:
