@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
-from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec, page_bytes
-from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    Counter,
+    Held,
+    PoolLayout,
+    Priority,
+    TensorSpec,
+    page_bytes,
+    split_tensors,
+)
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
 pytestmark = pytest.mark.gpu
@@ -75,15 +83,30 @@ def run_groups(device: str, specs: list[TensorSpec], *, page: int, rows: list[in
             pool.restore(older, targets, num_programs=3 * number)
             restored |= {f"group {number}, tensor {index}": target.cpu() for index, target in enumerate(targets)}
             pool.release(older)
-    torch.accelerator.synchronize() if device != "cpu" else None
-    names = ("heads", "tails", "ring", "counters", "device_pages", "host_pages")
-    tables = {"table": waiting[0].slab.table.cpu(), "held": waiting[0].slab.held.cpu()}
-    return pool, restored | tables | {name: vars(pool)[name].cpu() for name in names}
+    (last,) = waiting
+    assert_each_page_is_once(pool, last)
+    targets = [torch.full_like(source, 7, device=device) for source in sources]
+    pool.restore(last, targets)
+    restored |= {f"last group, tensor {index}": target.cpu() for index, target in enumerate(targets)}
+    numbers = {name: vars(pool)[name].cpu() for name in ("heads", "tails", "counters")}
+    return pool, restored | numbers | {"held": last.slab.held.cpu()}
+
+
+def assert_each_page_is_once(pool: PagePool, group: PageGroup) -> None:
+    """In a tensor of this group, the only one with pages, or free. The CPU's plan sorts free pages, a GPU's does not."""
+    layout, table, held = pool.layout, group.slab.table.tolist(), group.slab.held.tolist()
+    found = []
+    for one in (one for call in group.calls for one in split_tensors(call.tensors)):
+        found += table[one.table_start : one.table_start + held[one.slot][Held.PAGES]]
+    device, host = pool.ring.tolist()[: layout.device_pages], pool.ring.tolist()[layout.device_pages :]
+    for ring, head, tail in zip((device, host), pool.heads.tolist(), pool.tails.tolist(), strict=True):
+        found += [ring[position % len(ring)] for position in range(head, tail)]
+    assert sorted(found) == list(range(layout.device_pages + layout.host_pages))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
-def test_pages_rings_and_rows_have_the_cpus_bytes(dtype: torch.dtype, width: int) -> None:
+def test_pages_rings_and_rows_have_the_cpus_numbers(dtype: torch.dtype, width: int) -> None:
     row, gap = width * dtype.itemsize, dtype.itemsize
     specs = [TensorSpec(row, row, MAX_ROWS), TensorSpec(2 * row, 2 * row + gap, MAX_ROWS, Priority.GATE_UP)]
     specs += [TensorSpec(row, row, MAX_ROWS, Priority.ACT), TensorSpec(4, 4, MAX_ROWS // 32, tokens_per_row=32)]
