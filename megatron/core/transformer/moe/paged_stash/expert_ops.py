@@ -110,15 +110,23 @@ def _grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) ->
         torch.mm(x[part], weight[expert], out=out[part])
 
 
-@_operator("grouped_gemm_weight_grad", "Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out")
-def _grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
-    """Computes each expert's x^T grad, which is 0 for an expert without rows.
+@_operator(
+    "grouped_gemm_weight_grad",
+    "Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out, float scale=1.0, bool is_added=False",
+)
+def _grouped_gemm_weight_grad(
+    x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
+) -> None:
+    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and adds it to `out` or writes it.
 
-    x: [C, H]; grad: [C, O]; out: [e, H, O]; one float dtype.
+    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. It is rounded once, to that dtype.
     """
     ends = _ends_sync(offsets, x)
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
+        left, right = x[start:end].t(), grad[start:end]
+        if out.dtype != x.dtype:
+            left, right = left.to(out.dtype), right.to(out.dtype)
+        torch.addmm(out[expert], left, right, beta=int(is_added), alpha=scale, out=out[expert])
 
 
 @_operator(

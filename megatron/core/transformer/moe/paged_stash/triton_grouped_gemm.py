@@ -3,11 +3,19 @@
 The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
 Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. The kernels find the expert
-of each tile on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32. Loads of rows
-beyond the live ones are masked, so that their content, which may be NaN, is never read.
+of each tile on the device, from the offsets. Sums are in fp32, and fp32 products are not rounded to tf32. Rows beyond
+the live ones, whose content may be NaN, are never read.
 
 One compiled kernel serves the forward and the recomputation, so that both give the same bits. In forward the flag
-`needed` is the number of rows.
+`needed` is the number of rows. The tile follows from dtype and widths alone, never from addresses or numbers of rows.
+
+[Note: loads] Tensor cores wait for memory unless loads are asynchronous, 16 bytes at a time. Masks cost registers and
+time, so where 16 divides both widths, loads have none: a tile that reaches beyond the last row or column reads others
+of the same expert, whose sums are not stored. Other widths have small tiles, because the masks and addresses of single
+elements would not fit the registers of large ones.
+
+[Note: tiles] The figures are those of an H200 (docs/gpu_results.md). A tile of [128, 256] takes 8 warps and leaves
+room for a program of a copy beside it, see [Note: room beside products] in triton_kernels.py.
 """
 # mypy: allow-untyped-defs
 
@@ -21,8 +29,8 @@ from torch import Tensor
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
 from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
-# Programs of the product, which loops over tiles, that run on each processor at the same time.
-_PRODUCTS_PER_PROCESSOR = 2
+# Programs of the product, which loops over tiles, that run on each processor at the same time, by their warps.
+_PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}
 
 
 @triton.jit(do_not_specialize_on_alignment=["needed"])
@@ -47,10 +55,11 @@ def grouped_gemm_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
 ):
     """Computes tiles [ROWS, COLUMNS] of the product, or, with a scale, adds them to `out`.
 
-    Rows that belong to no expert are not touched.
+    Rows that belong to no expert are not touched. IS_EVEN: whether loads need no mask, see [Note: loads].
     """
     if tl.load(needed) == 0:
         return
@@ -70,14 +79,20 @@ def grouped_gemm_kernel(
         rows = start + row_tile * ROWS + tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         term = tl.arange(0, TERMS)
-        x_at = x + rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
+        # In place of rows and columns beyond the last one others are read, whose sums are not stored.
+        read_rows, read_columns = (tl.minimum(rows, end - 1), columns % outer) if IS_EVEN else (rows, columns)
+        x_at = x + read_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
         weight_at = weight + expert.to(tl.int64) * weight_expert
-        weight_at += term[:, None].to(tl.int64) * weight_row + columns[None, :].to(tl.int64) * weight_column
+        weight_at += term[:, None].to(tl.int64) * weight_row + read_columns[None, :].to(tl.int64) * weight_column
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in tl.range(0, inner, TERMS):
-            left = tl.load(x_at, mask=(rows < end)[:, None] & (term[None, :] < inner - first), other=0)
-            is_weight = (term[:, None] < inner - first) & (columns[None, :] < outer)
-            right = tl.load(weight_at, mask=is_weight, other=0)
+            if IS_EVEN:
+                left = tl.load(x_at)
+                right = tl.load(weight_at)
+            else:
+                left = tl.load(x_at, mask=(rows < end)[:, None] & (term[None, :] < inner - first), other=0)
+                is_weight = (term[:, None] < inner - first) & (columns[None, :] < outer)
+                right = tl.load(weight_at, mask=is_weight, other=0)
             sums = tl.dot(left, right, sums, input_precision="ieee")
             x_at += TERMS * x_column
             weight_at += TERMS * weight_row
@@ -94,6 +109,7 @@ def weight_grad_kernel(
     grad,
     offsets,
     out,
+    scale,
     max_rows,
     inner,
     outer,
@@ -107,8 +123,13 @@ def weight_grad_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_ADDED: tl.constexpr,
 ):
-    """Sums one tile [ROWS, COLUMNS] of an expert's gradient over the expert's rows, in their order, in each program."""
+    """Sums one tile [ROWS, COLUMNS] of an expert's gradient over the expert's rows, in their order, in each program.
+
+    scale: factor of the sum, or None; IS_ADDED: `out` has a value to which it is added, in fp32, with one rounding.
+    """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
     row_tile, column_tile = _near_tile(tl.program_id(0) % (row_tiles * column_tiles), row_tiles, column_tiles)
@@ -116,17 +137,36 @@ def weight_grad_kernel(
     end = _ends(offsets + expert, max_rows, expert >= 0)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns beyond the last one are read elsewhere where all loads are whole; their sums are not stored.
+    read_rows, read_columns = (rows % inner, columns % outer) if IS_EVEN else (rows, columns)
+    x_at = x + read_rows[:, None].to(tl.int64) * x_column
+    grad_at = grad + read_columns[None, :].to(tl.int64) * grad_column
+    is_row, is_column = (rows < inner)[:, None], (columns < outer)[None, :]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in tl.range(start, end, TERMS):
+    whole = start + (end - start) // TERMS * TERMS
+    for first in tl.range(start, whole, TERMS):
         term = first + tl.arange(0, TERMS)
-        x_at = x + rows[:, None].to(tl.int64) * x_column + term[None, :].to(tl.int64) * x_row
-        grad_at = grad + term[:, None].to(tl.int64) * grad_row + columns[None, :].to(tl.int64) * grad_column
-        left = tl.load(x_at, mask=(rows < inner)[:, None] & (term < end)[None, :], other=0)
-        right = tl.load(grad_at, mask=(term < end)[:, None] & (columns < outer)[None, :], other=0)
+        if IS_EVEN:
+            left = tl.load(x_at + term[None, :].to(tl.int64) * x_row)
+            right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row)
+        else:
+            left = tl.load(x_at + term[None, :].to(tl.int64) * x_row, mask=is_row, other=0)
+            right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column, other=0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    if whole < end:
+        term = whole + tl.arange(0, TERMS)
+        left = tl.load(x_at + term[None, :].to(tl.int64) * x_row, mask=is_row & (term < end)[None, :], other=0)
+        right = tl.load(
+            grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column & (term < end)[:, None], other=0
+        )
         sums = tl.dot(left, right, sums, input_precision="ieee")
     out_at = out + expert.to(tl.int64) * out_expert
     out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
-    tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < inner)[:, None] & (columns < outer)[None, :])
+    if scale is not None:
+        sums *= scale
+    if IS_ADDED:
+        sums += tl.load(out_at, mask=is_row & is_column, other=0).to(tl.float32)
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_row & is_column)
 
 
 @triton.jit
@@ -151,20 +191,38 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> 
     _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets[-1:], out=out)
 
 
-def grouped_gemm_weight_grad(x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor) -> None:
-    """Computes each expert's x^T grad, which is 0 for an expert without rows.
+def grouped_gemm_weight_grad(
+    x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
+) -> None:
+    """Computes scale times each expert's x^T grad, 0 for an expert without rows, and adds it to `out` or writes it.
 
-    x: [C, H]; grad: [C, O]; out: [e, H, O]; one float dtype.
+    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. It is rounded once, to that dtype.
     """
     check_row_tensors(x)
     experts, inner, outer = out.shape
-    tile = gemm_tile(x.dtype)
+    is_even = _is_even(inner, outer)
+    tile = weight_grad_tile(x.dtype, is_even=is_even, is_added=is_added)
     programs = experts * triton.cdiv(inner, tile["ROWS"]) * triton.cdiv(outer, tile["COLUMNS"])
     if programs == 0:
         return
+    factor = None if scale == 1.0 else scale
     with torch.accelerator.device_index(x.device.index):
-        strides = (*x.stride(), *grad.stride(), *out.stride())
-        weight_grad_kernel[(programs,)](x, grad, offsets, out, x.shape[0], inner, outer, *strides, **tile)
+        weight_grad_kernel[(programs,)](
+            x,
+            grad,
+            offsets,
+            out,
+            factor,
+            x.shape[0],
+            inner,
+            outer,
+            *x.stride(),
+            *grad.stride(),
+            *out.stride(),
+            IS_EVEN=is_even,
+            IS_ADDED=is_added,
+            **tile,
+        )
 
 
 def gate_up_from_x(
@@ -200,11 +258,11 @@ def _launch_grouped_gemm(
     experts, inner, outer = weight.shape
     if experts == 0:
         return
-    tile = gemm_tile(x.dtype)
+    tile = product_tile(x.dtype, inner, outer, is_added=scale is not None)
     # The last tile of each expert's rows may be partly empty.
     tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts) * triton.cdiv(outer, tile["COLUMNS"])
     with torch.accelerator.device_index(x.device.index):
-        grouped_gemm_kernel[(grid_size(x, tiles, per_processor=_PRODUCTS_PER_PROCESSOR),)](
+        grouped_gemm_kernel[(grid_size(x, tiles, per_processor=_PRODUCTS_PER_PROCESSOR[tile["num_warps"]]),)](
             x,
             weight,
             offsets,
@@ -219,38 +277,63 @@ def _launch_grouped_gemm(
             *weight.stride(),
             out.stride(0),
             GROUPS=triton.next_power_of_2(experts),
+            IS_EVEN=_is_even(inner, outer),
             **tile,
         )
 
 
-def gemm_tile(dtype: torch.dtype) -> dict[str, int]:
-    """Returns sizes of tiles, warps and stages. Larger ones would spill registers on sm_80 or sm_90."""
+def _is_even(inner: int, outer: int) -> bool:
+    """Returns whether loads need no masks. See [Note: loads]."""
+    return inner % 16 == 0 and outer % 16 == 0
+
+
+def product_tile(dtype: torch.dtype, inner: int, outer: int, *, is_added: bool = False) -> dict[str, int]:
+    """Returns sizes of tiles, warps and stages of a product. Larger tiles would spill registers.
+
+    is_added: to what `out` holds, of which a thread needs as many registers as of its sums.
+    """
+    is_even = _is_even(inner, outer)
     if dtype == torch.float32:
-        return {"ROWS": 64, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
-    return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
+        return {"ROWS": 64 if is_even else 32, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
+    if not is_even:
+        return {"ROWS": 64, "COLUMNS": 128, "TERMS": 32, "num_warps": 8, "num_stages": 3}
+    # The largest power of two, at most 64, that divides inner.
+    terms = min(inner & -inner, 64)
+    return {"ROWS": 128, "COLUMNS": 128 if is_added else 256, "TERMS": terms, "num_warps": 8, "num_stages": 3}
+
+
+def weight_grad_tile(dtype: torch.dtype, *, is_even: bool, is_added: bool = False) -> dict[str, int]:
+    """Returns sizes of tiles, warps and stages of a weight gradient. Larger tiles would spill registers."""
+    if dtype == torch.float32:
+        return {"ROWS": 64 if is_even else 32, "COLUMNS": 64, "TERMS": 16, "num_warps": 4, "num_stages": 3}
+    if not is_even:
+        return {"ROWS": 64, "COLUMNS": 128, "TERMS": 32, "num_warps": 8, "num_stages": 3}
+    if is_added:
+        return {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 128, "COLUMNS": 128, "TERMS": 32, "num_warps": 4, "num_stages": 4}
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Returns the residency that the launchers assume, by kernel. Gradients of weights have a program for each tile."""
-    assert num_warps in (4, 8)
-    return {"grouped_gemm_kernel": Residency(at_least=_PRODUCTS_PER_PROCESSOR), "weight_grad_kernel": Residency()}
+    products = Residency(at_least=_PRODUCTS_PER_PROCESSOR[num_warps])
+    return {"grouped_gemm_kernel": products, "weight_grad_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields weights as stored and transposed, with widths that 16 divides."""
+    """Yields weights as stored and transposed, results that are written and added, with widths that 16 divides."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        tile = gemm_tile(dtype)
-        options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
         data, size = f"*{name}:16", "i32:16"
-        shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1, **tile}
+        shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1}
+        shapes |= {"offsets": "*i32:16", "IS_EVEN": True}
         weights = ((size, 1, None, "as stored"), (1, size, None, "transposed"), (size, 1, "fp32", "added"))
         for row, column, scale, words in weights:
+            tile = product_tile(dtype, 64, 64, is_added=scale is not None)
+            options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
             yield compile_case(
                 grouped_gemm_kernel,
                 f"grouped_gemm, {name}, weights {words}",
                 options=options,
                 weight=data,
-                offsets="*i32:16",
                 needed="*i32",
                 out=data,
                 scale=scale,
@@ -260,19 +343,25 @@ def compile_cases() -> Iterator[CompileCase]:
                 weight_column=column,
                 out_row=size,
                 GROUPS=32,
+                **tile,
                 **shapes,
             )
-        yield compile_case(
-            weight_grad_kernel,
-            f"grouped_gemm_weight_grad, {name}",
-            options=options,
-            grad=data,
-            offsets="*i32:16",
-            out=data,
-            grad_row=size,
-            grad_column=1,
-            out_expert=size,
-            out_row=size,
-            out_column=1,
-            **shapes,
-        )
+        for out, is_added in ((data, False), ("*fp32:16", True)):
+            tile = weight_grad_tile(dtype, is_even=True, is_added=is_added)
+            options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
+            yield compile_case(
+                weight_grad_kernel,
+                f"grouped_gemm_weight_grad, {name}, {'added to fp32' if is_added else 'written'}",
+                options=options,
+                grad=data,
+                out=out,
+                scale="fp32" if is_added else None,
+                grad_row=size,
+                grad_column=1,
+                out_expert=size,
+                out_row=size,
+                out_column=1,
+                IS_ADDED=is_added,
+                **tile,
+                **shapes,
+            )
