@@ -200,16 +200,20 @@ def _is_half_product(row: Row) -> bool:
     return row.kernel in PRODUCTS and row.dtype in ("bf16", "fp16")
 
 
+def registers_of(facts: Facts) -> int:
+    """Registers that one program takes."""
+    return -(-facts.registers // 8) * 8 * 32 * facts.warps
+
+
 def _fills_processor(row: Row) -> bool:
-    taken = -(-row.facts.registers // 8) * 8 * 32 * row.facts.warps * row.residency().at_least
-    return row.residency().runs_beside and taken > REGISTERS // 2
+    return row.residency().runs_beside and registers_of(row.facts) > REGISTERS // 4
 
 
 MISSES = {
     "spills": Miss("registers spilled to memory", lambda row: row.facts.stack + row.facts.spills > 0),
     "programs": Miss("an SM runs fewer (or more) programs at once than the launcher assumes", _has_wrong_residency),
     "fills the SM": Miss(
-        "runs beside products, but takes more than half of an SM's registers, so that no product fits", _fills_processor
+        "runs beside products, but a program takes more than a quarter of an SM's registers", _fills_processor
     ),
     "narrow": Miss(
         "moves less than 16 bytes at a time where 16 divides every row",

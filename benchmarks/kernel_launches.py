@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.paged_stash import (
 )
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm
 from megatron.core.transformer.moe.paged_stash.page_layout import (
+    Held,
     PlacedTensor,
     PoolLayout,
     Priority,
@@ -56,7 +57,7 @@ ROWS, TOKENS = 4096, 2048
 # Kernels that move rows or pages without arithmetic, or with one addition.
 MOVING = ("copy_kernel", "gather_kernel", "sum_kernel")
 # Options of a launch that are no arguments of its kernel.
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     pages = [torch.empty(layout.page_bytes * 64, dtype=torch.uint8) for _ in range(2)]
     table = torch.empty(num_tensors * per_tensor, dtype=torch.int64)
     ring = torch.empty(layout.num_pages, dtype=torch.int32)
-    held = torch.empty(num_tensors, 3, dtype=torch.int64)
+    held = torch.empty(num_tensors, len(Held), dtype=torch.int64)
     ends = [torch.empty(2, dtype=torch.int64) for _ in range(2)]
     numbers = {"layout": layout.encode(), "tensors": tensors}
     state: dict[str, Any] = {"table": table, "held": held, **numbers}

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
+from megatron.core.transformer.moe.paged_stash.group_memory import copy_programs
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
     RESERVE_STEPS,
@@ -294,6 +295,7 @@ class ExpertMemory:
         return PagedStash(
             pool,
             prefetch_groups=self._prefetch_groups,
+            num_programs=copy_programs(self._device, self._config.moe_paged_stash_copy_sms),
             events=self.needs.events if self._is_planned else None,
             reserved_share=self._expected_share(),
             has_rungs=self._has_rungs,

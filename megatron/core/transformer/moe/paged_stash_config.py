@@ -62,6 +62,12 @@ class PagedStashConfig:
     moe_paged_stash_prefetch_layers: int = config_field(
         1, help="Layers whose rows are restored ahead of their backward, each into buffers of full size.", at_least=0
     )
+    moe_paged_stash_copy_sms: int | None = config_field(
+        None,
+        help="Streaming multiprocessors that a copy to or from pages may fill while other kernels run; 0: all of them. "
+        "Default: a sixth of them, as one small program on each, for which the experts' products leave room.",
+        at_least=0,
+    )
     moe_paged_stash_overflow_policy: str = config_field(
         "recompute",
         help="What happens if pages run out. recompute: activations are recomputed, and the step is retried with more "

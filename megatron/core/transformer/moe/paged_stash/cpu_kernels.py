@@ -11,7 +11,7 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
     ring          [D + Hn], int32              free page ids in order, the device ring followed by the host ring; plan
                                                may reorder those that are free
     table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
-    held          [slots, 3], int64            one row per tensor; columns as in Held
+    held          [slots, 4], int64            one row per tensor; columns as in Held
     counters      [len(Counter)], int64
     num_rows      [1], int64                   live tokens of the group
     reserve       [3], int64                   pages that must stay free after a tensor of that priority got its own
@@ -103,11 +103,11 @@ def plan(
         rows = -(-live // one.tokens_per_row)
         need = -(-rows * one.row_bytes // page_bytes)
         if need and need + kept[one.priority] > sum(last) - sum(end):
-            records.write(one.slot, [0, rows, 1])
+            records.write(one.slot, [0, rows, 1, 0])
             tally.values[COUNTER_OF_DROPPED[Priority(one.priority)]] += 1
             continue
-        records.write(one.slot, [need, rows, 0])
         on_device = min(need, last[0] - end[0])
+        records.write(one.slot, [need, rows, 0, need - on_device])
         ids = table_ids[one.table_start : one.table_start + need]
         for into, freed in _ring_parts(ids[:on_device], free_ids[:device_pages], position=end[0]):
             into[:] = freed
@@ -181,16 +181,15 @@ def release(ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout:
     records, ends = _read_records(held, encoded), _read(tails)
     table_ids, free_ids = table.numpy(), ring.numpy()
     for one in encoded:
-        num_pages, rows, dropped = records.read(one.slot)
-        ids = table_ids[one.table_start : one.table_start + num_pages]
-        on_device = int(np.searchsorted(ids, device_pages)) if host_pages else num_pages  # device pages first
+        num_pages, rows, dropped, on_host = records.read(one.slot)
+        ids, on_device = table_ids[one.table_start : one.table_start + num_pages], num_pages - on_host
         for given, into in _ring_parts(ids[:on_device], free_ids[:device_pages], position=ends.values[0]):
             into[:] = given
         for given, into in _ring_parts(ids[on_device:], free_ids[device_pages:], position=ends.values[1]):
             into[:] = given
         ends.values[0] += on_device
         ends.values[1] += num_pages - on_device
-        records.write(one.slot, [0, rows, dropped])
+        records.write(one.slot, [0, rows, dropped, 0])
     records.store()
     ends.store()
 
@@ -428,7 +427,7 @@ def _moves(
     """
     records, moves = _read_records(held, encoded), Moves([], [], [])
     for memory, one in zip(memories, encoded, strict=True):
-        num_pages, num_rows, _ = records.read(one.slot)
+        num_pages, num_rows, *_ = records.read(one.slot)
         if num_pages:
             ids = table[one.table_start : one.table_start + num_pages]
             num_bytes = num_rows * one.row_bytes

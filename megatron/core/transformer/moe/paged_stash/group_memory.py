@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.page_layout import Priority
+from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
@@ -214,8 +214,11 @@ class PageKeeper:
             for saved in block.saved:
                 saved.memory, saved.snapshot = memory, None
 
-    def start_restore(self, group: GroupMemory) -> None:
-        """Starts the copy back of a group in pages. If memory runs out, it raises and leaves the group in pages."""
+    def start_restore(self, group: GroupMemory, *, is_awaited: bool = False) -> None:
+        """Starts the copy back of a group in pages. If memory runs out, it raises and leaves the group in pages.
+
+        is_awaited: the main stream is about to wait for the copy, so that no other kernel needs room beside it.
+        """
         pages = self._current(group)
         ends = [place.lead + place.num_bytes for place in group.places]
         targets = [self.pool.restored.take(end) for end in ends]
@@ -224,7 +227,7 @@ class PageKeeper:
         # the copy would overwrite them.
         pages.targets = targets
         with self._restore_stream.behind_main(pages.stashed):
-            self.pool.restore(pages.group, rows, num_programs=self._num_programs)
+            self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
             # Before the release: after an interruption in between, nothing may be copied from the pages again.
             group.phase = Phase.RESTORING
             self._give_back(pages)
@@ -381,6 +384,20 @@ def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recom
         assert position is not None, "blocks_of gave every source a block"
         sources.append((position, StorageView.of(source.tensor)))
     return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), tuple(sources))
+
+
+def copy_programs(device: torch.device, num_sms: int | None) -> int:
+    """Returns the most programs of a copy that runs beside other kernels, 0 for no limit and for a CPU.
+
+    num_sms: streaming multiprocessors (SMs) that they may fill, 0 for all; None: one program on each SM, beside one of
+    the experts' products. See [Note: room beside products] in triton_kernels.py.
+    """
+    if device.type == "cpu":
+        return 0
+    if num_sms is None:
+        count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count
+        return count
+    return COPIES_PER_PROCESSOR * num_sms
 
 
 class SideStream:

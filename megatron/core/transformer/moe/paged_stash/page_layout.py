@@ -165,12 +165,17 @@ COUNTER_OF_DROPPED = {
 }
 
 
+# Programs of a copy kernel that fill a streaming multiprocessor. See [Note: room beside products], triton_kernels.py.
+COPIES_PER_PROCESSOR = 6
+
+
 class Held(enum.IntEnum):
     """Columns of `held`, int64, which has one row per tensor of a page table."""
 
     PAGES = 0  # pages that the tensor holds
     ROWS = 1  # live rows when it was planned
     DROPPED = 2  # 1 if it got no pages and must be recomputed
+    ON_HOST = 3  # pages on the host, which follow those on the device
 
 
 @dataclass(frozen=True)

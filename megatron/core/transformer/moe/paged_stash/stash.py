@@ -125,8 +125,8 @@ class PagedStash:
         """Makes a stash over a pool.
 
         prefetch_groups: number of groups whose rows are restored ahead of their backward, each into buffers of max_rows
-        rows. events: order of a step; learned if not given. num_programs: number of programs that a copy may occupy on
-        a GPU; 0 means as many as are useful. reserved_share: rows of later groups for which pages are reserved before
+        rows. events: order of a step; learned if not given. num_programs: most programs of a copy that runs beside
+        other kernels on a GPU, such as copy_programs(); 0 means as many as are useful. reserved_share: rows of later groups for which pages are reserved before
         gate_up and act get any, as a share of max_rows. Share 1 guarantees that x finds pages in a pool that could hold
         every x, in each step that keeps to its order or has none. Smaller shares guarantee nothing, and 0 reserves
         nothing; Reserve has the details. has_rungs: whether gate_up and act have recompute levels, i.e. are dropped and
@@ -487,7 +487,7 @@ class PagedStash:
             if self._part is None:
                 self.order.observe(backward)
         if group.phase is Phase.STASHED:
-            self._keeper.start_restore(group)
+            self._keeper.start_restore(group, is_awaited=True)
         if is_first and self._part is None:
             # Before the main stream waits and recomputes dropped tensors, because these copies depend on neither.
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))

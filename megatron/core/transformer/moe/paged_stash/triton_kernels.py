@@ -11,7 +11,7 @@ a tuple, and a group's tensors are passed as tuples. So each number v is passed 
 1 and always an int64. One compiled kernel then serves all sizes and addresses. Kernels recover v as
 (number - SHIFTED) >> 1. Compile-time constants are the number of tensors, rounded up to one of COUNTS, the size of a
 copied block, which all groups of a pool share, and the direction of a copy.
-In kernels, number 7 * i + f of `tensors` is field f of EncodedTensor for tensor i, and held + slot * 3 + c is column c
+In kernels, number 7 * i + f of `tensors` is field f of EncodedTensor for tensor i, and held + slot * 4 + c is column c
 of Held.
 
 [Note: two ends of a ring]
@@ -37,11 +37,17 @@ address and, for rows with gaps, width and pitch. Rows without gaps are one run 
 the bytes after the last whole word are copied one by one. Pages start at multiples of 16. The kernel chooses for each
 tensor, from numbers that all its threads share, which costs a branch but no second compilation.
 
-[Note: few programs]
-A copy that runs concurrently with a matrix product occupies streaming multiprocessors and slows the product down by
-more than the copy is worth, while a fraction of them already saturates the memory's bandwidth. Hence num_programs. A
-program of the largest block uses all registers of a multiprocessor and has up to 64 KiB of loads in flight. 0 means
-MAX_WARPS warps on each multiprocessor, in one such program or several smaller ones, for copies that run alone.
+[Note: room beside products]
+A copy should run while experts compute. A program of copy_kernel is therefore small: 4 warps of MAX_REGISTERS, which
+are 16% of the registers of a streaming multiprocessor (SM), with 8 KiB of loads in flight and no shared memory. On
+sm_90 a program of the grouped product (triton_grouped_gemm.py) leaves each quarter of an SM that many registers for a
+warp, which tests/unit_tests/core/test_compiled_kernels.py checks. num_programs is the most programs of a launch;
+copy_programs in group_memory.py chooses it. Without a limit COPIES_PER_PROCESSOR programs fill every SM, for copies
+that run alone.
+
+[Note: tiers]
+Programs that copy pages of the host wait for PCIe, which few of them saturate, and hold their SMs meanwhile. So each
+tier has its own launch, that of the host with at most HOST_PROGRAMS programs. Held says how many pages are on the host.
 """
 # mypy: allow-untyped-defs
 
@@ -54,6 +60,7 @@ import triton.language as tl
 
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     ALIGNMENT,
+    COPIES_PER_PROCESSOR,
     INTS_PER_TENSOR,
     MAX_TENSORS,
     Counter,
@@ -135,9 +142,10 @@ def plan_kernel(
             need = need * (1 - dropped)
             on_device = tl.minimum(need, free_device)
             _give(ring, table + table_start, head_device, head_host, device_pages, host_pages, need, on_device, LANES)
-            tl.store(held + slot * 3, need)
-            tl.store(held + slot * 3 + 1, rows)
-            tl.store(held + slot * 3 + 2, dropped)
+            tl.store(held + slot * 4, need)
+            tl.store(held + slot * 4 + 1, rows)
+            tl.store(held + slot * 4 + 2, dropped)
+            tl.store(held + slot * 4 + 3, need - on_device)
             head_device += on_device
             head_host += need - on_device
             pages += need
@@ -188,29 +196,36 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
         tl.store(table + lane, ids, mask=lane < need)
 
 
-MIN_BLOCK, MAX_BLOCK = 128, 4096  # words of 16 bytes
-WORDS_PER_WARP = 256  # 8 per thread, enough loads in flight to hide the memory's latency
-MIN_WARPS, MAX_WARPS = 4, 16
+MIN_BLOCK, MAX_BLOCK = 128, 512  # words of 16 bytes
+NUM_WARPS, MAX_REGISTERS = 4, 80  # of a thread, which has at most 4 loads of 16 bytes in flight
+HOST_PROGRAMS = 16
 ONE_RUN = tl.constexpr(2**60)  # width that stands for rows without gaps, longer than any tensor
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "held"])
 def copy_kernel(table, held, pool, tensors, addresses, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr):
-    """Copies live rows into pages or back.
+    """Copies live rows into the pages of one tier or back.
 
-    pool: page_bytes, then pages and addresses of both tiers; tensors: encode_tensors; addresses: one per tensor.
+    pool: page_bytes, pages and addresses of both tiers, and the tier; tensors: encode_tensors; addresses: one per
+    tensor.
     """
     page_bytes = (pool[0] - SHIFTED) >> 1
+    is_host = pool[5] > SHIFTED
     step = tl.num_programs(0).to(tl.int64)
     turn = tl.program_id(0).to(tl.int64)
     chunks = (page_bytes + BLOCK * 16 - 1) // (BLOCK * 16)
     for i in tl.static_range(len(addresses)):
         slot = (tensors[7 * i + 6] - SHIFTED) >> 1
-        items = chunks * tl.load(held + slot * 3, mask=slot >= 0, other=0)
+        # Pages on the device come first.
+        on_host = tl.load(held + slot * 4 + 3, mask=slot >= 0, other=0)
+        on_device = tl.load(held + slot * 4, mask=slot >= 0, other=0) - on_host
+        start = chunks * tl.where(is_host, on_device, 0)
+        items = chunks * tl.where(is_host, on_host, on_device)
         if turn < items:
             _copy_tensor(
                 table, pool[0], pool[1], pool[3], pool[4], addresses[i], tensors[7 * i], tensors[7 * i + 1],
-                tensors[7 * i + 2], tensors[7 * i + 5], tl.load(held + slot * 3 + 1), turn, items, BLOCK, TO_PAGES,
+                tensors[7 * i + 2], tensors[7 * i + 5], tl.load(held + slot * 4 + 1), start + turn, start + items,
+                BLOCK, TO_PAGES,
             )  # fmt: skip
         # The next tensor's first chunk goes to the program that is next in turn.
         turn -= items % step
@@ -220,7 +235,7 @@ def copy_kernel(table, held, pool, tensors, addresses, BLOCK: tl.constexpr, TO_P
 @triton.jit(noinline=True)
 def _copy_tensor(
     table, page_bytes, device_pages, device_at, host_at, address, row_bytes, pitch, max_rows, table_start, rows, first,
-    items, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
+    end, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Copies one program's chunks of one tensor. Not inlined, so that all tensors of a group share instructions.
 
@@ -240,20 +255,20 @@ def _copy_tensor(
     word = bits & -bits
     live = rows * row_bytes
     if word == 16:
-        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 16, BLOCK, TO_PAGES)
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, end, step, 16, BLOCK, TO_PAGES)
     elif word == 8:
-        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 8, BLOCK, TO_PAGES)
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, end, step, 8, BLOCK, TO_PAGES)
     elif word == 4:
-        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 4, BLOCK, TO_PAGES)
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, end, step, 4, BLOCK, TO_PAGES)
     elif word == 2:
-        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 2, BLOCK, TO_PAGES)
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, end, step, 2, BLOCK, TO_PAGES)
     else:
-        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, items, step, 1, BLOCK, TO_PAGES)
+        _copy_items(table, address, pages_at, row_bytes, pitch, live, span, first, end, step, 1, BLOCK, TO_PAGES)
 
 
 @triton.jit
 def _copy_items(
-    table, address, pages_at, row_bytes, pitch, live, span, first, items, step,
+    table, address, pages_at, row_bytes, pitch, live, span, first, end, step,
     BYTES: tl.constexpr, BLOCK: tl.constexpr, TO_PAGES: tl.constexpr,
 ):  # fmt: skip
     """Copies one program's chunks of one tensor, in words of BYTES bytes.
@@ -269,7 +284,7 @@ def _copy_items(
     parts = tl.arange(0, PER_WORD)[None, :]
     chunks = (page_bytes + CHUNK - 1) // CHUNK
     words_per_row = span // BYTES
-    for item in range(first, items, step):
+    for item in range(first, end, step):
         page = item // chunks
         id = tl.load(table + page).to(tl.int64)
         tier_at = tl.where(id < device_pages, device_at, host_at - device_pages * page_bytes)
@@ -318,10 +333,11 @@ def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexp
     for i in tl.static_range(COUNT):
         table_start = (tensors[7 * i + 5] - SHIFTED) >> 1
         slot = (tensors[7 * i + 6] - SHIFTED) >> 1
-        pages = tl.load(held + slot * 3, mask=slot >= 0, other=0)
+        pages = tl.load(held + slot * 4, mask=slot >= 0, other=0)
+        on_device = pages - tl.load(held + slot * 4 + 3, mask=slot >= 0, other=0)
         if pages > 0:
-            on_device = _take_back(
-                ring, table + table_start, tail_device, tail_host, device_pages, host_pages, pages, LANES
+            _take_back(
+                ring, table + table_start, tail_device, tail_host, device_pages, host_pages, pages, on_device, LANES
             )
             tail_device += on_device
             tail_host += pages - on_device
@@ -329,20 +345,18 @@ def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexp
     tl.debug_barrier()
     for i in tl.static_range(COUNT):
         slot = (tensors[7 * i + 6] - SHIFTED) >> 1
-        tl.store(held + slot * 3, 0, mask=slot >= 0)
+        tl.store(held + slot * 4, 0, mask=slot >= 0)
+        tl.store(held + slot * 4 + 3, 0, mask=slot >= 0)
     # See [Note: two ends of a ring].
     tl.atomic_xchg(tails, tail_device, sem="release", scope="gpu")
     tl.atomic_xchg(tails + 1, tail_host, sem="release", scope="gpu")
 
 
 @triton.jit(noinline=True)
-def _take_back(ring, table, tail_device, tail_host, device_pages, host_pages, pages, LANES: tl.constexpr):
-    """Writes a tensor's page ids after the tails. Returns the number of device pages, which precede host pages."""
-    found = tl.zeros((LANES,), tl.int32)
-    for start in range(0, pages, LANES):
-        lane = start + tl.arange(0, LANES)
-        found += (tl.load(table + lane, mask=lane < pages, other=2**31) < device_pages).to(tl.int32)
-    on_device = tl.sum(found, axis=0).to(tl.int64)
+def _take_back(
+    ring, table, tail_device, tail_host, device_pages, host_pages, pages, on_device, LANES: tl.constexpr
+):  # fmt: skip
+    """Writes a tensor's page ids after the tails: on_device to the device ring, the rest of `pages` to the host ring."""
     device_at = tail_device % tl.maximum(device_pages, 1)
     host_at = tail_host % tl.maximum(host_pages, 1)
     for start in range(0, pages, LANES):
@@ -353,7 +367,6 @@ def _take_back(ring, table, tail_device, tail_host, device_pages, host_pages, pa
         position = tl.where(position >= size, position - size, position) + tl.where(spilled, device_pages, 0)
         ids = tl.load(table + lane, mask=lane < pages)
         tl.store(ring + position, ids, mask=lane < pages)
-    return on_device
 
 
 def plan(
@@ -446,32 +459,26 @@ def _launch(
     addresses = [tensor.data_ptr() for tensor in moved]
     addresses += [0] * (count_for(len(moved)) - len(moved))
     block = block_words(layout[0])
-    useful = num_programs or _num_processors(table.device) * _copies_per_processor(_num_warps(block))
-    programs = min(useful, _max_items(tensors, layout[0], block=block))
-    copy_kernel[(max(programs, 1),)](
-        table,
-        held,
-        shifted([*layout, *tiers]),
-        shifted_tensors(tensors),
-        shifted(addresses),
-        BLOCK=block,
-        TO_PAGES=to_pages,
-        num_warps=_num_warps(block),
-    )
+    useful = _max_items(tensors, layout[0], block=block)
+    most = num_programs or _num_processors(table.device) * COPIES_PER_PROCESSOR
+    # See [Note: tiers].
+    for tier, programs in enumerate((most, min(most, HOST_PROGRAMS))[: 2 if layout[2] else 1]):
+        copy_kernel[(max(min(programs, useful), 1),)](
+            table,
+            held,
+            shifted([*layout, *tiers, tier]),
+            shifted_tensors(tensors),
+            shifted(addresses),
+            BLOCK=block,
+            TO_PAGES=to_pages,
+            num_warps=NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
+        )
 
 
 def block_words(page_bytes: int) -> int:
     """Returns the words of 16 bytes that a program moves at a time, for all groups of a pool: a page, within limits."""
     return min(max(triton.next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
-
-
-def _num_warps(block: int) -> int:
-    return min(max(block // WORDS_PER_WARP, MIN_WARPS), MAX_WARPS)
-
-
-def _copies_per_processor(num_warps: int) -> int:
-    """Returns the copy programs that run on each processor at the same time. See [Note: few programs]."""
-    return MAX_WARPS // num_warps
 
 
 def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
@@ -491,7 +498,7 @@ def _num_processors(device: torch.device) -> int:
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Returns the residency that the launchers assume, by kernel. plan and release are one program."""
-    copies = Residency(at_least=_copies_per_processor(num_warps), runs_beside=True)
+    copies = Residency(at_least=COPIES_PER_PROCESSOR, runs_beside=True)
     return {"plan_kernel": Residency(), "copy_kernel": copies, "release_kernel": Residency()}
 
 
@@ -510,11 +517,11 @@ def compile_cases() -> Iterator[CompileCase]:
         yield compile_case(plan_kernel, f"plan, {count} tensors", options=warps, **plan_state, **numbers)
         yield compile_case(release_kernel, f"release, {count} tensors", options=warps, **state, **numbers)
     count = 4
-    moved = {"pool": ("i64",) * 5, "tensors": ("i64",) * INTS_PER_TENSOR * count, "addresses": ("i64",) * count}
+    moved = {"pool": ("i64",) * 6, "tensors": ("i64",) * INTS_PER_TENSOR * count, "addresses": ("i64",) * count}
     for block in (MIN_BLOCK, MAX_BLOCK):
         for name, to_pages in (("stash", True), ("restore", False)):
             constants = {"BLOCK": block, "TO_PAGES": to_pages}
-            warps = {"num_warps": _num_warps(block)}
+            warps = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
             records = {"table": "*i64", "held": "*i64"}
             yield compile_case(
                 copy_kernel, f"{name}, blocks of {block}", options=warps, **records, **moved, **constants

@@ -12,10 +12,13 @@ POISON = 0xA5
 def copy_there_and_back(
     launchers: ModuleType, spec: TensorSpec, *, rows: int, layout: PoolLayout, offset: int = 0, device: str = "cpu"
 ) -> None:
-    """The tensor lies `offset` bytes into its memory and holds the last pages, from the last on."""
+    """The tensor lies `offset` bytes into its memory and holds the last pages of both tiers, from the last on."""
     pages = layout.pages_for(rows * spec.row_bytes)
-    ids = range(layout.num_pages - 1, layout.num_pages - 1 - pages, -1)
-    state = {"table": torch.tensor(ids, device=device), "held": torch.tensor([[pages, rows, 0]], device=device)}
+    on_host = min(pages, layout.host_pages)
+    ids = [layout.device_pages - 1 - index for index in range(pages - on_host)]
+    ids += [layout.num_pages - 1 - index for index in range(on_host)]
+    held = torch.tensor([[pages, rows, 0, on_host]], device=device)
+    state = {"table": torch.tensor(ids, device=device), "held": held}
     numbers = {"layout": layout.encode(), "tensors": encode_tensors([PlacedTensor(spec, 0, 0)])}
     # Made without being touched: most of it never becomes memory.
     device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
@@ -36,6 +39,8 @@ def copy_there_and_back(
     launchers.restore(device_pages, host_pages, targets=memories[1:], num_programs=3, **state, **numbers)
     assert torch.equal(target[:rows], live)
     assert (target[rows:] == POISON).all() and (between == POISON).all()
-    tiers = [*device_pages.view(-1, layout.page_bytes)[-pages:], *host_pages.view(-1, layout.page_bytes)]
-    for page, expected in zip(reversed(tiers), live.flatten().split(layout.page_bytes)):
-        assert torch.equal(page[: len(expected)].to(device), expected)
+    for place, expected in zip(ids, live.flatten().split(layout.page_bytes), strict=True):
+        is_host = place >= layout.device_pages
+        start = (place - layout.device_pages * is_host) * layout.page_bytes
+        found = (host_pages if is_host else device_pages)[start : start + len(expected)]
+        assert torch.equal(found.to(device), expected)

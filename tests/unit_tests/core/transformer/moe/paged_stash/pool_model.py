@@ -12,6 +12,7 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     Counter,
+    Held,
     PlacedTensor,
     PoolLayout,
     Priority,
@@ -31,7 +32,7 @@ class ModelTables:
 
     def __init__(self, slab: TableSlab) -> None:
         self.table = [0] * len(slab.table)
-        self.held = [[0, 0, 0] for _ in slab.held]
+        self.held = [[0] * len(Held) for _ in slab.held]
 
     def pages(self, one: PlacedTensor) -> list[int]:
         return self.table[one.table_start : one.table_start + self.held[one.slot][0]]
@@ -67,16 +68,18 @@ class ModelPool:
             need = len(range(0, rows * one.spec.row_bytes, self.page_bytes))
             if need > 0 and need + reserve[one.spec.priority] > sum(self.tails) - sum(self.heads):
                 self.counters[(Counter.VOID, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)[one.spec.priority]] += 1
-                tables.held[one.slot] = [0, rows, 1]
+                tables.held[one.slot] = [0, rows, 1, 0]
                 continue
+            on_host = 0
             for index in range(need):
                 tier = 0 if self.tails[0] > self.heads[0] else 1
                 tables.table[one.table_start + index] = self.rings[tier][self.heads[tier] % self.sizes[tier]]
                 self.heads[tier] += 1
-                self.counters[Counter.SPILLED_PAGES] += tier
+                on_host += tier
             self.counters[Counter.PLANNED_PAGES] += need
             self.counters[Counter.LIVE_BYTES] += rows * one.spec.row_bytes
-            tables.held[one.slot] = [need, rows, 0]
+            self.counters[Counter.SPILLED_PAGES] += on_host
+            tables.held[one.slot] = [need, rows, 0, on_host]
         for tier, counter in enumerate((Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)):
             used = self.sizes[tier] - self.tails[tier] + self.heads[tier]
             self.counters[counter] = max(self.counters[counter], used)
@@ -101,7 +104,7 @@ class ModelPool:
                 tier = int(page >= self.sizes[0])
                 self.rings[tier][self.tails[tier] % self.sizes[tier]] = page
                 self.tails[tier] += 1
-            tables.held[one.slot][0] = 0
+            tables.held[one.slot][Held.PAGES] = tables.held[one.slot][Held.ON_HOST] = 0
 
     def free_pages(self) -> list[int]:
         ends = zip(self.rings, self.heads, self.tails)
@@ -160,7 +163,7 @@ class RandomOperations:
         self.model.reset()
         self.groups.clear()
         for tables in self.tables.values():
-            tables.held = [[0, 0, 0] for _ in tables.held]
+            tables.held = [[0] * len(Held) for _ in tables.held]
         self.compare()
         for group in stale:
             self.pool.release(group)

@@ -55,7 +55,9 @@ def test_any_width_and_address_is_copied(
     copy_there_and_back(interpreted("triton_kernels"), spec, rows=max_rows - 1, layout=layout, offset=offset)
 
 
-def test_a_group_is_one_launch_of_each(interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_one_launch_of_each_kernel_and_tier(
+    interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launchers = interpreted("triton_kernels")
     launched: list[str] = []
     run = type(launchers.plan_kernel).run
@@ -74,7 +76,7 @@ def test_a_group_is_one_launch_of_each(interpreted: Interpreted, monkeypatch: py
     launchers.stash(memories, pool.device_pages, host_pages=pool.host_pages, num_programs=0, **state)
     launchers.restore(pool.device_pages, pool.host_pages, targets=memories, num_programs=0, **state)
     launchers.release(pool.ring, pool.tails, **state)
-    assert launched == ["plan_kernel", "copy_kernel", "copy_kernel", "release_kernel"]
+    assert launched == ["plan_kernel", *["copy_kernel"] * 4, "release_kernel"]
     assert pool.occupancy_sync().device_free == 40
 
 
