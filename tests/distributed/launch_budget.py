@@ -31,11 +31,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.transformer.moe import dispatch_static, experts
-from megatron.core.transformer.moe.paged_stash.expert_ops import grouped_gemm as stashed_grouped_gemm
+from megatron.core.transformer.moe import dispatch_static, experts, grouped_gemm
 from megatron.training.training import train_step
 from tests.distributed.tiny_runs import started_run
 from tests.distributed.walks import ROOT
@@ -191,11 +189,9 @@ def recorded_launches() -> Iterator[list[Launched]]:
 def gpu_paths() -> Iterator[None]:
     """Takes the path of GPUs for the products of experts and the rows of a pair of ranks."""
 
-    def product(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
-        return stashed_grouped_gemm(rows, experts._matrices(weight, rows, offsets=offsets), offsets=offsets)
-
     with (
-        mock.patch.object(experts, "_static_product", product),
+        mock.patch.object(experts, "product_kernel", lambda *_, **__: grouped_gemm.ProductKernel.STASH),
+        mock.patch.object(grouped_gemm, "_adds_in_kernel", lambda _: True),
         mock.patch.object(dispatch_static, "rank_row_layout", lambda _: dispatch_static.padded_rank_rows),
     ):
         yield

@@ -93,7 +93,7 @@ def run_groups(device: str, specs: list[TensorSpec], *, page: int, rows: list[in
 
 
 def assert_each_page_is_once(pool: PagePool, group: PageGroup) -> None:
-    """In a tensor of this group, the only one with pages, or free. The CPU's plan sorts free pages, a GPU's does not."""
+    """In a tensor of this group, the only one with pages, or free. Only the CPU's plan sorts free pages."""
     layout, table, held = pool.layout, group.slab.table.tolist(), group.slab.held.tolist()
     found = []
     for one in (one for call in group.calls for one in split_tensors(call.tensors)):

@@ -929,8 +929,10 @@ def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_
     elif new.dtype == place.dtype:
         torch.mul(new, scale, out=place)
     else:
-        # Not torch.mul, which would round the product to the narrower dtype first.
-        place.copy_(new).mul_(scale)
+        place.copy_(new)
+        if scale != 1.0:
+            # Not torch.mul of the gradient, which would round the product to the narrower dtype first.
+            place.mul_(scale)
 
 
 def _gaps(numel: int, spans: Iterable[Span]) -> list[slice]:

@@ -36,7 +36,7 @@ from megatron.core.transformer.lora import init_of_a, rank_and_scale
 from megatron.core.transformer.lora_config import require_whole_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule, part, run_and_keep
-from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, row_offsets
+from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, product_kernel, row_offsets
 from megatron.core.transformer.moe.paged_stash import (
     ActivationForm,
     Priority,
@@ -48,7 +48,6 @@ from megatron.core.transformer.moe.paged_stash import (
     recompute_act,
     recompute_gate_up,
 )
-from megatron.core.transformer.moe.paged_stash import grouped_gemm as stashed_grouped_gemm
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -100,6 +99,8 @@ class GroupedMLP(MegatronModule):
         self.activation = build_activation(config)
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.static_activation = static_activation(config) if is_static else None
+        # Whether a stash may compute gate_up again: the kernel of fc1 must then give it the same bits.
+        self._can_recompute = config.moe_paged_stash and config.moe_paged_stash_overflow_policy == "recompute"
         hidden = config.hidden_size
         # These are Megatron's shapes. The memory is that of [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -154,7 +155,7 @@ class GroupedMLP(MegatronModule):
         gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
         # The weight is applied to act, because its rows are the narrowest to save for backward.
         act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))  # [R, F]
-        output = grouped_gemm(act, self.weight2, offsets=offsets)  # [R, H]
+        output = _product(act, self.weight2, offsets=offsets)  # [R, H]
         if self.bias2 is not None:
             output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=self._bias2_share)
         if self.linear_fc2 is not None:
@@ -164,7 +165,7 @@ class GroupedMLP(MegatronModule):
 
     @part("expert_fc1")
     def _fc1(self, rows: Tensor, *, offsets: Tensor) -> Tensor:
-        product = grouped_gemm(rows, self.weight1, offsets=offsets)
+        product = _product(rows, self.weight1, offsets=offsets)
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return product if self.linear_fc1 is None else self.linear_fc1(product, rows, offsets=offsets)
@@ -216,7 +217,7 @@ class GroupedMLP(MegatronModule):
     @part("expert_fc1")
     def _static_fc1(self, rows: Tensor, *, offsets: Tensor) -> tuple[Tensor, ...]:
         """Returns gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r]."""
-        product = _static_product(rows, self.weight1, offsets=offsets)
+        product = _product(rows, self.weight1, offsets=offsets, is_recomputed=self._can_recompute)
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return _static_adapted(product, rows, adapter=self.linear_fc1, offsets=offsets)
@@ -231,7 +232,7 @@ class GroupedMLP(MegatronModule):
         )
 
     def _static_fc2(self, act: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-        output = _static_product(act, self.weight2, offsets=offsets)
+        output = _product(act, self.weight2, offsets=offsets)
         if self.bias2 is not None:
             output = add_expert_bias(output, self.bias2, offsets=offsets, scale=weights, share=self._bias2_share)
         return _static_adapted(output, act, adapter=self.linear_fc2, offsets=offsets)[0]
@@ -427,7 +428,7 @@ class ExpertAdapter(MegatronModule):
         product: [R, O], the weights' product with rows: [R, I], both parameter dtype; offsets: [e], int32, on the
         device: the end of each expert's rows.
         """
-        low = grouped_gemm(rows, self.lora_a, offsets=offsets)  # [R, r]
+        low = _product(rows, self.lora_a, offsets=offsets)  # [R, r]
         return add_low_rank(product, low, weight=self.lora_b, offsets=offsets, scale=self.scale)
 
     def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
@@ -494,15 +495,15 @@ def static_activation(config: TransformerConfig) -> ActivationForm:
     return ActivationForm(_ACTIVATIONS[chosen], config.activation_func_clamp_value, config.glu_linear_offset)
 
 
-def _static_product(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+def _product(rows: Tensor, weight: Tensor, *, offsets: Tensor, is_recomputed: bool = False) -> Tensor:
     """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: memory of [e, I, O] -> [C, O].
 
-    On the GPU it uses the kernels that would recompute the result. On the CPU it uses torch's product, which can
-    accumulate the gradient of the weight directly into its owner's buffer.
+    is_recomputed: a stash may compute the product again, and the kernel must be the one that does.
     """
-    if rows.device.type == "cpu":
-        return grouped_gemm(rows, weight, offsets=offsets)
-    return stashed_grouped_gemm(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
+    inner = rows.shape[1]
+    widths = (inner, weight.numel() // (len(offsets) * inner))
+    kernel = product_kernel(rows.dtype, rows.device, widths=widths, is_recomputed=is_recomputed)
+    return grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
 
 
 def _static_adapted(
@@ -511,7 +512,7 @@ def _static_adapted(
     """Adds the adapter's result to the product: [C, O]. Returns it and, with an adapter, the rows times A: [C, r]."""
     if adapter is None:
         return (product,)
-    low = _static_product(rows, adapter.lora_a, offsets=offsets)
+    low = _product(rows, adapter.lora_a, offsets=offsets)
     return add_low_rank(product, low, weight=adapter.lora_b, offsets=offsets, scale=adapter.scale), low
 
 

@@ -1,8 +1,15 @@
 """Grouped matrix products: rows that are sorted by expert, times the matrix of their expert. experts.py uses them.
 
 Shapes: R rows, e experts, I and O the widths of input and output rows.
+
+[Note: kernels of products] torch's grouped_mm is the faster one where it has a kernel: for bf16 on GPUs of generations
+9 and 10, for widths that 8 divides. Elsewhere it reads the offsets on the host, which makes each layer wait for the
+device and cannot be captured, so the Triton kernel of the stash (triton_grouped_gemm.py) multiplies fp32, fp16 and bf16
+there. It also multiplies what a stash may have to recompute, with the same bits. fp64 on a GPU waits for the device.
 """
 
+import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +19,30 @@ from torch import Tensor
 
 from megatron.core.device import cpu_alone
 from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
+from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, ops
+
+
+class ProductKernel(enum.Enum):
+    """The kernel of a grouped product. See [Note: kernels of products]."""
+
+    TORCH = "torch"
+    STASH = "stash"
+
+
+@functools.cache
+def product_kernel(
+    dtype: torch.dtype, device: torch.device, *, widths: tuple[int, ...], is_recomputed: bool = False
+) -> ProductKernel:
+    """Chooses the kernel of a product of rows and weights.
+
+    widths: of input and output rows. is_recomputed: a stash may recompute the product and needs the same bits.
+    """
+    if device.type != "cuda" or not HAS_TRITON or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return ProductKernel.TORCH
+    is_fast = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if is_fast and not is_recomputed and all(width % 8 == 0 for width in widths):
+        return ProductKernel.TORCH
+    return ProductKernel.STASH
 
 
 def row_offsets(tokens_per_expert: Tensor) -> Tensor:
@@ -19,64 +50,86 @@ def row_offsets(tokens_per_expert: Tensor) -> Tensor:
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
-def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+def grouped_gemm(
+    rows: Tensor, weight: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH
+) -> Tensor:
     """Multiplies each row by the matrix of its expert.
 
     rows: [R, I], sorted by expert; weight: any shape with the memory of [e, I, O], same float dtype; offsets: [e],
-    int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. Rows after the last expert's are
-    not read; the result and the gradient hold any bytes there. NOTE: on a GPU, fp64 waits for the device.
+    int32, on the device: the end of each expert's rows. kernel: see product_kernel. Returns [R, O], same dtype. Rows
+    after the last expert's are not read; the result and the gradient hold any bytes there. NOTE: on a GPU, fp64 waits
+    for the device, and so do kernels of torch other than that for bf16.
     """
-    if rows.device.type == "cpu" and has_grad_owner(weight):
-        output: Tensor = _GroupedGemm.apply(rows, weight, offsets)
+    if kernel is ProductKernel.STASH or has_grad_owner(weight):
+        output: Tensor = _GroupedGemm.apply(rows, weight, offsets, kernel)
         return output
     return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """Grouped product for weights with a gradient owner; backward passes the weight's gradient to that owner.
+    """Grouped product whose backward passes the weight's gradient to its owner, if it has one.
 
-    Supports double backward, as its operators do.
+    With torch's kernel it supports double backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, offsets)
-        ctx.weight = weight
-        return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, kernel: ProductKernel) -> Tensor:
+        needs_rows, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None, offsets)
+        ctx.weight, ctx.kernel = weight, kernel
+        return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets, kernel=kernel)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if ctx.kernel is ProductKernel.STASH and torch.is_grad_enabled():
+            raise RuntimeError("the stash's kernel of grouped products has no second derivative: call backward once")
         rows, weight, offsets = ctx.saved_tensors
-        grad_rows = None
-        if ctx.needs_input_grad[0]:
-            matrices = _matrices(weight, rows, offsets=offsets)
-            grad_rows = _multiply(grad, matrices.transpose(1, 2), offsets=offsets)
-        product = _ExpertGrads(rows, grad, offsets, weight.shape)
-        return grad_rows, hand_over(ctx.weight, product, node=ctx.next_functions[1][0]), None
+        grad_rows = grad_weight = None
+        if weight is not None:
+            matrices = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
+            grad_rows = _multiply(grad, matrices, offsets=offsets, kernel=ctx.kernel)
+        if rows is not None:
+            product = _ExpertGrads(rows, grad, offsets, ctx.weight.shape, ctx.kernel)
+            grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[1][0])
+        return grad_rows, grad_weight, None, None
 
 
 @dataclass(frozen=True)
 class _ExpertGrads:
-    """WeightGrad on the CPU, computed from rows: [R, I], and the output's gradient: [R, O]. shape: the weight's."""
+    """WeightGrad, computed from rows: [R, I], and the output's gradient: [R, O]. shape: the weight's."""
 
     rows: Tensor
     grad: Tensor
     offsets: Tensor
     shape: torch.Size
+    kernel: ProductKernel
 
     def compute(self) -> Tensor:
         if self.rows.shape[0] == 0:
             return self.rows.new_zeros(self.shape)
+        if self.kernel is ProductKernel.STASH:
+            out = self.rows.new_empty(self.shape)
+            matrices = _matrices(out, self.rows, offsets=self.offsets)
+            ops.grouped_gemm_weight_grad(self.rows, self.grad, offsets=self.offsets, out=matrices)
+            return out
         if self.rows.dtype == torch.float64:
             return torch.stack([rows.t() @ grad for rows, grad in self._pairs_sync()]).view(self.shape)
         return F.grouped_mm(self.rows.t(), self.grad, offs=self.offsets).view(self.shape)
 
     def fits(self, out: Tensor) -> bool:
-        return out.dtype == self.rows.dtype
+        if _adds_in_kernel(self.rows):
+            return torch.float64 not in (out.dtype, self.rows.dtype)
+        return self.rows.device.type == "cpu" and out.dtype == self.rows.dtype
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        matrices = _matrices(out, self.rows, offsets=self.offsets)
+        if _adds_in_kernel(self.rows):
+            ops.grouped_gemm_weight_grad(
+                self.rows, self.grad, offsets=self.offsets, out=matrices, scale=scale, is_added=not is_zero
+            )
+            return
         beta = 0 if is_zero else 1
-        for matrix, (rows, grad) in zip(_matrices(out, self.rows, offsets=self.offsets), self._pairs_sync()):
+        for matrix, (rows, grad) in zip(matrices, self._pairs_sync()):
             if rows.shape[0] > 0:
                 torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
 
@@ -86,14 +139,24 @@ class _ExpertGrads:
         return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
 
 
+def _adds_in_kernel(rows: Tensor) -> bool:
+    return rows.device.type == "cuda" and HAS_TRITON
+
+
 def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
     return weight.view(offsets.shape[0], rows.shape[1], -1)
 
 
-def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
+def _multiply(
+    rows: Tensor, matrices: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH
+) -> Tensor:
     if rows.shape[0] == 0:
         # No expert of this rank has a row. All gradients must be zeros; torch's grouped product fails here (2.13).
         return rows @ matrices[0]
+    if kernel is ProductKernel.STASH:
+        out = rows.new_empty(rows.shape[0], matrices.shape[2])
+        ops.grouped_gemm(rows, matrices, offsets=offsets, out=out)
+        return out
     if rows.dtype == torch.float64:
         # torch's grouped product does not support fp64 (2.13), which is used as a reference only.
         products = [part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)]

@@ -177,7 +177,7 @@ def restore(
 @_operator("Tensor(a!) ring, Tensor(b!) tails, *, Tensor table, Tensor(c!) held, int[] layout, int[] tensors")
 def release(ring: Tensor, tails: Tensor, *, table: Tensor, held: Tensor, layout: list[int], tensors: list[int]) -> None:
     """Returns a group's pages to the rings. ring: [pages], int32; tails: [2], int64. See [Note: operands]."""
-    encoded, (_, device_pages, host_pages) = split_tensors(tensors), layout
+    encoded, device_pages = split_tensors(tensors), layout[1]
     records, ends = _read_records(held, encoded), _read(tails)
     table_ids, free_ids = table.numpy(), ring.numpy()
     for one in encoded:

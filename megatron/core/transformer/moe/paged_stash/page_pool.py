@@ -394,9 +394,9 @@ class _Room:
 class TableSlab:
     """A page table and its records, on the device, and the groups that have room in them.
 
-    table: [entries], int64; held: [slots, len(Held)], int64. Returned room is reused undivided by the next group of the same
-    size, which waits for the events that were returned with it. waits: events that unused room has to wait for, left by
-    groups that were closed before the slab was last empty.
+    table: [entries], int64; held: [slots, len(Held)], int64. Returned room is reused undivided by the next group of
+    the same size, which waits for the events that were returned with it. waits: events that unused room has to wait
+    for, left by groups that were closed before the slab was last empty.
     """
 
     table: Tensor

@@ -126,12 +126,13 @@ class PagedStash:
 
         prefetch_groups: number of groups whose rows are restored ahead of their backward, each into buffers of max_rows
         rows. events: order of a step; learned if not given. num_programs: most programs of a copy that runs beside
-        other kernels on a GPU, such as copy_programs(); 0 means as many as are useful. reserved_share: rows of later groups for which pages are reserved before
-        gate_up and act get any, as a share of max_rows. Share 1 guarantees that x finds pages in a pool that could hold
-        every x, in each step that keeps to its order or has none. Smaller shares guarantee nothing, and 0 reserves
-        nothing; Reserve has the details. has_rungs: whether gate_up and act have recompute levels, i.e. are dropped and
-        recomputed if pages run out; otherwise they are as important as x. specs: sizes that each group of `events`
-        stashes, if they are known before the first step. Raises ValueError for other values.
+        other kernels on a GPU, such as copy_programs(); 0 means as many as are useful. reserved_share: rows of later
+        groups for which pages are reserved before gate_up and act get any, as a share of max_rows. Share 1 guarantees
+        that x finds pages in a pool that could hold every x, in each step that keeps to its order or has none. Smaller
+        shares guarantee nothing, and 0 reserves nothing; Reserve has the details. has_rungs: whether gate_up and act
+        have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important as x.
+        specs: sizes that each group of `events` stashes, if they are known before the first step. Raises ValueError for
+        other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:

@@ -356,7 +356,7 @@ def release_kernel(ring, tails, table, held, layout, tensors, COUNT: tl.constexp
 def _take_back(
     ring, table, tail_device, tail_host, device_pages, host_pages, pages, on_device, LANES: tl.constexpr
 ):  # fmt: skip
-    """Writes a tensor's page ids after the tails: on_device to the device ring, the rest of `pages` to the host ring."""
+    """Writes a tensor's page ids after the tails, the first on_device of them to the device ring."""
     device_at = tail_device % tl.maximum(device_pages, 1)
     host_at = tail_host % tl.maximum(host_pages, 1)
     for start in range(0, pages, LANES):
