@@ -477,7 +477,21 @@ def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: t
     return torch.ops.aten._log_softmax_backward_data(grad, output, dim, output.dtype).to(input_dtype)
 
 
+def _addmm_to_dtype(
+    added: Tensor,
+    left: Tensor,
+    right: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor,
+) -> Tensor:
+    return torch.addmm(added, left.to(out_dtype), right.to(out_dtype), beta=beta, alpha=alpha, out=out)
+
+
 _ONLY_ON_GPUS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.addmm.dtype_out: _addmm_to_dtype,
     torch.ops.aten._softmax.default: _softmax,
     torch.ops.aten._log_softmax.default: _log_softmax,
     torch.ops.aten._softmax_backward_data.default: _softmax_backward,
