@@ -11,6 +11,8 @@ from tests.harness import run_on_ranks
 RUN: Flags = {"micro-batch-size": 1, "lr-warmup-iters": 0, "clip-grad": 0.3, "eval-iters": 0, "log-interval": 1}
 EXPERTS: Flags = {"num-layers": 4, "seq-length": 16, "init-method-std": 0.1, "moe-expert-rank-capacity-factor": 2}
 HALF: Flags = {"bf16": True}
+# For graphs of parts: they return gradients in half precision, where eager steps add them to fp32 unrounded.
+HALF_OF_PARTS: Flags = {**HALF, "no-gradient-accumulation-fusion": True}
 # So large that steps overflow, and grown so often that they do again and again.
 SCALED: Flags = {"fp16": True, "initial-loss-scale": 2.0**18, "loss-scale-window": 2, "hysteresis": 1}
 UPDATE: Flags = {"optimizer-cuda-graph": True}

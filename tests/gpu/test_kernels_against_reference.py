@@ -146,6 +146,11 @@ def test_products_agree_and_recomputations_have_their_bits(
     exact = torch.zeros(EXPERTS, inner, outer, dtype=torch.float64)
     ops.grouped_gemm_weight_grad(x.double(), grad.double(), offsets=offsets, out=exact)
     assert near(found, exact, ERROR[dtype])
+    for scale, is_added in ((1.0, True), (0.3, True), (0.3, False)):
+        out = torch.full(exact.shape, 0.5 if is_added else math.nan, device=DEVICE)
+        arguments = {"offsets": on_device, "out": out, "scale": scale, "is_added": is_added}
+        ops.grouped_gemm_weight_grad(sources[0], grad.to(DEVICE), **arguments)
+        assert near(out, exact * scale + 0.5 * is_added, ERROR[torch.float32])
 
 
 @pytest.mark.parametrize("rows", [0, 5, 33])

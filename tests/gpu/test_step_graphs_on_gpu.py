@@ -19,7 +19,19 @@ from megatron.training.run import TrainingRun
 from tests.distributed.graph_runs import FULL, LOCAL, Trained, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.functional_tests.case import Flags
-from tests.gpu.graph_cases import CASES, DROPOUT, EXPERTS, HALF, SCALED, TURNS, UPDATE, Case, argv_of, both, on_gpu
+from tests.gpu.graph_cases import (
+    CASES,
+    DROPOUT,
+    EXPERTS,
+    HALF_OF_PARTS,
+    SCALED,
+    TURNS,
+    UPDATE,
+    Case,
+    argv_of,
+    both,
+    on_gpu,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +49,10 @@ def test_a_hundred_replays_have_the_bits_of_eager_steps(name: str) -> None:
 
 
 PARTS = {
-    "dense": ("attn mlp", Case("dense", {**HALF, **DROPOUT})),
+    "dense": ("attn mlp", Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("moe", Case("moe", {**EXPERTS, **ROUTER})),
     "experts alone": ("experts", Case("moe", EXPERTS)),
-    "pages": ("moe", Case("moe", {**EXPERTS, **ROUTER, **HALF, **stash(1.5)})),
+    "pages": ("moe", Case("moe", {**EXPERTS, **ROUTER, **HALF_OF_PARTS, **stash(1.5)})),
     "pages of experts alone": ("experts", Case("moe", {**EXPERTS, **stash(0.3, 0.4)})),
     "routers": ("moe_router experts", Case("moe", EXPERTS)),
 }

@@ -14,13 +14,13 @@ from megatron.core.pipeline_parallel.schedule import Action
 from tests.distributed.graph_runs import LOCAL, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.functional_tests.case import Flags
-from tests.gpu.graph_cases import DROPOUT, EXPERTS, HALF, Case, argv_of
+from tests.gpu.graph_cases import DROPOUT, EXPERTS, HALF_OF_PARTS, Case, argv_of
 
 MICROBATCHES, STEPS = 3, 8
 ORDER = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
 # By name: captured parts, the run, and its graphs: a pair for each part and each of two microbatches in flight.
 PARTS = {
-    "dense": ("attn mlp", 16, Case("dense", {**HALF, **DROPOUT})),
+    "dense": ("attn mlp", 16, Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("attn moe", 32, Case("moe", {**EXPERTS, **ROUTER})),
     "stash": ("moe", 16, Case("moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-paged-stash-prefetch-layers": 0})),
     "stash, host pages, both recompute levels": (

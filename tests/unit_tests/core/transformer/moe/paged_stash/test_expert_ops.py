@@ -90,6 +90,8 @@ def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
         (200, 136, torch.float16, True),
         (7, 5, torch.float16, False),
         (70, 66, torch.float32, True),
+        (48, 80, torch.float32, True),  # 16 divides both widths: loads without masks
+        (64, 272, torch.float16, False),
     ],
 )
 def test_gate_up_again_is_the_forwards(
@@ -121,6 +123,29 @@ def test_gate_up_again_is_the_forwards(
     kernels.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=found)
     for one, a, b in zip(found, x[:rows].split(counts), grad[:rows].split(counts)):
         assert near(one, a.double().T @ b.double(), inner=capacity)
+
+
+@pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)
+@pytest.mark.parametrize("widths", [(48, 80), (7, 5)], ids=str)
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(torch.float16, torch.float32), (torch.float32, torch.float32)])
+def test_a_gradient_is_scaled_and_added_with_one_rounding(
+    kernels: Any,
+    counts: list[int],
+    capacity: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> None:
+    rows, offsets, experts = sum(counts), ends_of(counts), len(counts)
+    x, grad = (poisoned(rows, capacity, width, dtype=dtype) for width in widths)
+    before = weights(experts, *widths, dtype=out_dtype)
+    pairs = zip(x[:rows].double().split(counts), grad[:rows].double().split(counts))
+    product = torch.stack([a.T @ b for a, b in pairs])
+    for one in (kernels, ops):
+        for scale, is_added in ((1.0, True), (0.3, True), (0.3, False)):
+            found = before.clone() if is_added else torch.full_like(before, math.nan)
+            one.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=found, scale=scale, is_added=is_added)
+            assert near(found, scale * product + before.double() * is_added, inner=capacity)
 
 
 @pytest.mark.parametrize(("counts", "capacity"), ROUTINGS)

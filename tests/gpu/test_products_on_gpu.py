@@ -1,0 +1,92 @@
+"""Products of experts and linear layers on a GPU: both kernels, captured too, and gradients that are added to fp32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.device import default_device, prepare_device
+from megatron.core.tensor_parallel.weight_grads import GradOwner, LinearGrad, WeightGrad, set_grad_owner
+from megatron.core.transformer.moe.grouped_gemm import ProductKernel, grouped_gemm, product_kernel, row_offsets
+
+pytestmark = pytest.mark.gpu
+
+ROWS, INNER, OUTER = 1024, 256, 384
+# Rows of each expert: all, none at all, none for some.
+COUNTS = [[256, 256, 256, 256], [0, 0, 0, 0], [0, 700, 0, 300]]
+ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 1e-5}
+
+
+def operands(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch.nn.Parameter, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, INNER), (INNER, 4 * OUTER), (ROWS, OUTER))
+    rows, weight, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return rows.requires_grad_(), torch.nn.Parameter(weight), grad
+
+
+def exact_results(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients of rows and weights, fp64; of the live rows."""
+    live = sum(counts)
+    x, matrices, up = rows.detach().double(), weight.detach().double().view(4, INNER, OUTER), grad.double()
+    parts = list(zip(x[:live].split(counts), matrices, up[:live].split(counts)))
+    return (
+        torch.cat([a @ m for a, m, _ in parts]),
+        torch.cat([g @ m.T for _, m, g in parts]),
+        torch.stack([a.T @ g for a, _, g in parts]).view(weight.shape),
+    )
+
+
+def near(found: Tensor, exact: Tensor, error: float) -> bool:
+    return bool((found.double() - exact).norm() <= error * exact.norm())
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_the_chosen_kernel_and_the_stashs_are_right_in_a_graph_too(dtype: torch.dtype, counts: list[int]) -> None:
+    prepare_device(device := default_device())
+    chosen = product_kernel(dtype, device, widths=(INNER, OUTER))
+    for kernel in {chosen, ProductKernel.STASH}:
+        rows, weight, grad = operands(dtype, device)
+        tokens = torch.tensor(counts, device=device)
+        exact = exact_results(rows, weight, grad, counts)
+
+        def work() -> tuple[Tensor, ...]:
+            output = grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel)
+            return (output, *torch.autograd.grad(output, (rows, weight), grad))
+
+        eager = work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = work()
+        graph.replay()
+        live = sum(counts)
+        for results in (eager, captured):
+            output, grad_rows, grad_weight = results
+            assert near(output[:live], exact[0], ERROR[dtype]) and near(grad_rows[:live], exact[1], ERROR[dtype])
+            assert near(grad_weight, exact[2], ERROR[dtype])
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_gradients_are_added_to_fp32_in_the_product(dtype: torch.dtype, counts: list[int]) -> None:
+    prepare_device(device := default_device())
+    rows, weight, grad = operands(dtype, device)
+    exact = exact_results(rows, weight, grad, counts)[2]
+    main_grad, scale = torch.full(weight.shape, 0.5, device=device), 0.3
+
+    def take(_: torch.nn.Parameter, new: WeightGrad) -> None:
+        new.add_to(main_grad, scale=scale, is_zero=False)
+
+    set_grad_owner(weight, GradOwner(main_grad, take))
+    kernel = product_kernel(dtype, device, widths=(INNER, OUTER))
+    tokens = torch.tensor(counts, device=device)
+    grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel).backward(grad)
+    assert weight.grad is None and near(main_grad, 0.5 + scale * exact, ERROR[torch.float32])
+    live = sum(counts)
+    product = LinearGrad(grad[:live], rows.detach()[:live])
+    out = torch.full((OUTER, INNER), 0.5, device=device)
+    assert product.fits(out)
+    product.add_to(out, scale=scale, is_zero=False)
+    expected = grad[:live].double().T @ rows.detach()[:live].double()
+    assert near(out, 0.5 + scale * expected, ERROR[torch.float32])
+    product.add_to(out, scale=scale, is_zero=True)
+    assert near(out, scale * expected, ERROR[torch.float32])

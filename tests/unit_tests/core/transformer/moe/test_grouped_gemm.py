@@ -1,0 +1,75 @@
+"""Which kernel multiplies the rows of experts, and where gradients of their weights go on a GPU."""
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
+from megatron.core.transformer.moe import grouped_gemm
+from megatron.core.transformer.moe.grouped_gemm import ProductKernel, product_kernel, row_offsets
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+WIDTHS = (2048, 768)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "widths", "is_recomputed", "expected"),
+    [
+        (torch.bfloat16, HOPPER, WIDTHS, False, ProductKernel.TORCH),
+        (torch.bfloat16, (10, 0), WIDTHS, False, ProductKernel.TORCH),
+        (torch.bfloat16, HOPPER, WIDTHS, True, ProductKernel.STASH),
+        (torch.bfloat16, HOPPER, (2048, 770), False, ProductKernel.STASH),  # strides that torch's kernel refuses
+        (torch.bfloat16, AMPERE, WIDTHS, False, ProductKernel.STASH),
+        (torch.float16, HOPPER, WIDTHS, False, ProductKernel.STASH),
+        (torch.float32, HOPPER, WIDTHS, False, ProductKernel.STASH),
+        (torch.float64, HOPPER, WIDTHS, True, ProductKernel.TORCH),
+    ],
+)
+def test_torch_multiplies_where_it_needs_no_read_of_the_host(
+    dtype, capability, widths, is_recomputed, expected, monkeypatch
+):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    choose = product_kernel.__wrapped__
+    assert choose(dtype, torch.device("cuda"), widths=widths, is_recomputed=is_recomputed) is expected
+    assert choose(dtype, torch.device("cpu"), widths=widths, is_recomputed=is_recomputed) is ProductKernel.TORCH
+
+
+def operands(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(*size, generator=generator).to(dtype) for size in ((6, 8), (8, 3 * 4)))
+    return rows.requires_grad_(), torch.nn.Parameter(weight), row_offsets(torch.tensor([2, 0, 4]))
+
+
+@pytest.mark.parametrize("kernel", ProductKernel)
+def test_a_gradient_of_half_precision_is_added_to_fp32_unrounded(kernel, monkeypatch):
+    monkeypatch.setattr(grouped_gemm, "_adds_in_kernel", lambda _: True)  # as on a GPU
+    rows, weight, offsets = operands()
+    main_grad, scale, taken = torch.full(weight.shape, 0.5), 0.3, []
+
+    def take(_: torch.nn.Parameter, new: WeightGrad) -> None:
+        new.add_to(main_grad, scale=scale, is_zero=bool(taken))
+        taken.append(new)
+
+    set_grad_owner(weight, GradOwner(main_grad, take))
+    output = grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    output.backward(grad)
+    assert weight.grad is None and len(taken) == 1
+    parts = zip(rows.detach().double().split([2, 0, 4]), grad.double().split([2, 0, 4]))
+    product = torch.stack([a.T @ b for a, b in parts]).view(weight.shape)
+    torch.testing.assert_close(main_grad.double(), 0.5 + scale * product, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        take(weight, taken[0])
+    torch.testing.assert_close(main_grad.double(), scale * product, rtol=0, atol=1e-6)
+
+
+def test_both_kernels_give_one_result_and_the_stashs_has_no_second_derivative():
+    rows, weight, offsets = operands(torch.float32)
+    results = []
+    for kernel in ProductKernel:
+        output = grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
+        results.append((output, *torch.autograd.grad(output.square().sum(), (rows, weight))))
+    assert all(map(torch.equal, *results))
+    output = grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=ProductKernel.STASH)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(output.square().sum(), rows, create_graph=True)
