@@ -44,19 +44,19 @@ def near(found: Tensor, exact: Tensor, error: float) -> bool:
 def test_the_chosen_kernel_and_the_stashs_are_right_in_a_graph_too(dtype: torch.dtype, counts: list[int]) -> None:
     prepare_device(device := default_device())
     chosen = product_kernel(dtype, device, widths=(INNER, OUTER))
+    rows, weight, grad = operands(dtype, device)
+    tokens = torch.tensor(counts, device=device)
+    exact = exact_results(rows, weight, grad, counts)
+
+    def passes(kernel: ProductKernel) -> tuple[Tensor, ...]:
+        output = grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel)
+        return (output, *torch.autograd.grad(output, (rows, weight), grad))
+
     for kernel in {chosen, ProductKernel.STASH}:
-        rows, weight, grad = operands(dtype, device)
-        tokens = torch.tensor(counts, device=device)
-        exact = exact_results(rows, weight, grad, counts)
-
-        def work() -> tuple[Tensor, ...]:
-            output = grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel)
-            return (output, *torch.autograd.grad(output, (rows, weight), grad))
-
-        eager = work()
+        eager = passes(kernel)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = work()
+            captured = passes(kernel)
         graph.replay()
         live = sum(counts)
         for results in (eager, captured):

@@ -36,7 +36,7 @@ def test_torch_multiplies_where_it_needs_no_read_of_the_host(
 
 def operands(dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
-    rows, weight = (torch.randn(*size, generator=generator).to(dtype) for size in ((6, 8), (8, 3 * 4)))
+    rows, weight = (torch.randn(*size, generator=generator).to(dtype) for size in ((6, 8), (8, 3 * 8)))
     return rows.requires_grad_(), torch.nn.Parameter(weight), row_offsets(torch.tensor([2, 0, 4]))
 
 
