@@ -19,7 +19,7 @@ from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
-from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
+from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority, StashStreams
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
     RESERVE_STEPS,
@@ -96,6 +96,7 @@ class ExpertMemory:
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
+        self._streams = StashStreams.on(self._device)  # of all stashes, one after the other
         self._dispatchers: list[MoEStaticTokenDispatcher] = []
         for layer in (layer for layers in schedule.layers for layer in layers):
             layer.expert_step = self.step
@@ -298,6 +299,7 @@ class ExpertMemory:
             reserved_share=self._expected_share(),
             has_rungs=self._has_rungs,
             specs=self.needs.specs if self._is_planned else (),
+            streams=self._streams,
         )
 
     @property

@@ -278,16 +278,11 @@ def _plans_of_all_states() -> None:
         run._steps_to_warm_up, run._warm = 0, {"a": None} if is_warm else {}
         run._given = fingerprints([participant])
         participant.age += is_stale
-        sent = list[tuple[torch.dtype, int, str]]()
-
-        def noted(numbers: torch.Tensor, *args: object, sent: list[object] = sent, **keywords: object) -> object:
-            sent.append((numbers.dtype, numbers.numel(), numbers.device.type))
-            return all_reduce(numbers, *args, **keywords)
-
-        all_reduce = dist.all_reduce
-        with patch.object(dist, "all_reduce", noted), patch.object(dist, "all_gather_object", None):
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent, patch.object(dist, "all_gather_object"):
             plan = run._agree_on_plan_sync("a")
-        assert sent == [(torch.int64, 3, "cpu")]
+            assert dist.all_gather_object.call_count == 0  # type: ignore[attr-defined]
+        ((numbers,), _), *others = sent.call_args_list
+        assert (numbers.dtype, numbers.shape, numbers.device.type, others) == (torch.int64, (3,), "cpu", [])
         any_stale, all_warm, all_captured = any(f[0] for f in everyone), *(all(f[i] for f in everyone) for i in (1, 2))
         replays = "REPLAY" if all_captured else "CAPTURE" if all_warm else "WARM_UP"
         assert plan.name == ("WARM_UP" if any_stale else replays), everyone
