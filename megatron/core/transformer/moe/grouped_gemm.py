@@ -1,6 +1,13 @@
 """Grouped matrix products: rows that are sorted by expert, times the matrix of their expert. experts.py uses them.
 
 Shapes: R rows, e experts, I and O the widths of input and output rows.
+
+[Note: host reads] On a GPU torch.nn.functional.grouped_mm (2.13) reads the offsets on the device for bf16 alone. For
+fp32 and fp16 it copies them to the host, waits for them, and launches one product per expert, in forward and in both
+gradients; on GPUs below compute capability 9.0 it may do so for bf16 too. fp64 does the same here. So no CUDA graph can
+hold these, and a step with them waits for the GPU in each layer. graph_checks.py in training/command_line refuses the
+dtypes; a capture on such a GPU fails with torch's error. Experts with static buffers use the kernels of paged_stash/ in
+fp32 and fp16, which never read on the host.
 """
 
 from dataclasses import dataclass
@@ -24,7 +31,8 @@ def grouped_gemm(rows: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 
     rows: [R, I], sorted by expert; weight: any shape with the memory of [e, I, O], same float dtype; offsets: [e],
     int32, on the device: the end of each expert's rows. Returns [R, O], same dtype. Rows after the last expert's are
-    not read; the result and the gradient hold any bytes there. NOTE: on a GPU, fp64 waits for the device.
+    not read; the result and the gradient hold any bytes there. NOTE: on a GPU, all dtypes except bf16 wait for the
+    device; see [Note: host reads].
     """
     if rows.device.type == "cpu" and has_grad_owner(weight):
         output: Tensor = _GroupedGemm.apply(rows, weight, offsets)
