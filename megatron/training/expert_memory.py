@@ -210,13 +210,15 @@ class ExpertMemory:
         return f"from now on {growth}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
-        """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller."""
+        """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller. Collective."""
         self._learned = self._learned.merged(sizes)
         before, self._capacity_factor = self._capacity_factor, capacity_factor(self._capacity_factor, self._learned)
         if self._capacity_factor != before:
             self._forget_plans()
         for dispatcher in self._dispatchers:
             dispatcher.set_capacity_factor(self._capacity_factor)
+            # Where the factor has grown, the graphs that use the old memory are gone.
+            dispatcher.reserve(self._tokens, row_bytes=self._config.hidden_size * self._config.params_dtype.itemsize)
         self._num_microbatches = None
 
     def learned_sync(self) -> LearnedSizes:

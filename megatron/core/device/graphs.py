@@ -20,6 +20,11 @@ from typing import Any
 import torch
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether work that is now launched on this device becomes part of a CUDA graph; False on a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class _GraphPool:
     """A memory pool and the graphs captured in it; see [Note: pools] in graphs/capture.py."""
 

@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import Counter, group_memory
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
@@ -185,6 +186,20 @@ def test_stashes_that_replace_each_other_share_two_streams() -> None:
                 break
             toy.memory.adopt(LearnedSizes(capacity_factor=1.6 + count / 10))
     assert len(streams) == 1 and created.call_count == 2
+
+
+def test_dispatchers_reserve_memory_at_the_start_and_when_the_factor_grows() -> None:
+    reserved = list[tuple[float, int, int]]()
+
+    def noted(dispatcher: MoEStaticTokenDispatcher, num_tokens: int, *, row_bytes: int) -> None:
+        reserved.append((dispatcher.budget.factor, num_tokens, row_bytes))
+
+    with patch.object(MoEStaticTokenDispatcher, "reserve", noted):
+        toy = Toy.of()
+        toy.memory.release_graphs = lambda: reserved.append((0.0, 0, 0))
+        toy.memory.adopt(LearnedSizes(capacity_factor=2.0))
+    # Graphs that use the old memory are dropped first.
+    assert reserved == 4 * [(1.5, TOKENS, 128)] + [(0.0, 0, 0)] + 4 * [(2.0, TOKENS, 128)]
 
 
 def test_fuller_passes_change_the_reserve_in_place() -> None:
