@@ -226,8 +226,8 @@ _EXPERTS = {
     "stash, as DeepSeek-V3": _experts(STASH | DEEPSEEK),
 }
 _EXPERTS_RANKS = {
-    "dropless over ranks, all-gather": _experts(ALLGATHER, ranks=2, is_whole=False, modules="attn moe_router"),
-    "dropless over ranks, all-to-all": _experts(ALLTOALL, ranks=2, is_whole=False, modules="attn moe_router"),
+    "dropless over ranks, all-gather": _experts(ALLGATHER | BF16, ranks=2, is_whole=False, modules="attn moe_router"),
+    "dropless over ranks, all-to-all": _experts(ALLTOALL | BF16, ranks=2, is_whole=False, modules="attn moe_router"),
     "fixed size over ranks, all-gather": _experts(STATIC | ALLGATHER, ranks=2),
     "fixed size over ranks, all-to-all": _experts(STATIC | ALLTOALL, ranks=2),
     "experts cut over ranks": _experts(STATIC | TENSORS | {"expert-tensor-parallel-size": 2}, ranks=2),
