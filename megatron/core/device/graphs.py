@@ -41,7 +41,7 @@ class _GraphPool:
 
 
 class _Tidying(enum.Enum):
-    """What the next capture does first: it waits for the GPU and gives back memory that the allocator caches."""
+    """Whether the next capture first waits for the GPU and gives back the memory that the allocator caches."""
 
     EACH = "captures outside of on_capture_stream tidy up, each of them"
     DUE = "within on_capture_stream, the first capture tidies up"

@@ -325,8 +325,7 @@ class SymmetricTransport:
 
     def _check_size(self, num_bytes: int, *, is_captured: bool) -> None:
         """Grows `_num_bytes`; raises RuntimeError where a graph uses the buffer that is there, or is about to."""
-        self._is_in_graphs = self._is_in_graphs or is_captured
-        if num_bytes > self._num_bytes and self._is_in_graphs:
+        if num_bytes > self._num_bytes and (is_captured or self._is_in_graphs):
             raise RuntimeError(
                 f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes needs a larger buffer than "
                 f"the {self._num_bytes} bytes that CUDA graphs use, which cannot grow while they exist: keep to "
@@ -334,6 +333,7 @@ class SymmetricTransport:
                 "--moe-token-dispatcher-type alltoall or --cuda-graph-impl none"
             )
         self._num_bytes = max(self._num_bytes, num_bytes)
+        self._is_in_graphs = self._is_in_graphs or is_captured
 
 
 def build_symmetric_dispatcher(
