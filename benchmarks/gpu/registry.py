@@ -425,6 +425,16 @@ CHECKS = (
         known=State.NOT_YET,
     ),
     Check(
+        "host_waits",
+        None,
+        BENCHMARKS,
+        "captures of a step, the agreement on its plan, and checks of gradients beside what they were before; of the "
+        "grouped products of torch a graph holds those in bf16 alone",
+        _program("host_waits"),
+        60,
+        known=State.NOT_YET,
+    ),
+    Check(
         "ddp",
         None,
         BENCHMARKS,

@@ -41,13 +41,5 @@ def _text(failure: Exception) -> str:
     return str(failure) if is_told else f"{type(failure).__name__}: {failure}"
 
 
-def any_rank(holds: bool) -> bool:
-    """Whether it holds on any rank of torch.distributed, or this process where that is not initialised. Collective."""
-    everywhere: list[bool] = [holds] * _group_size(None)
-    if len(everywhere) > 1:
-        dist.all_gather_object(everywhere, holds)
-    return any(everywhere)
-
-
 def _group_size(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.core.agreement import all_ranks_agree
@@ -28,7 +27,7 @@ from megatron.core.graphs.capture import (
     naming_first_error,
     signature,
 )
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import any_rank_sync
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.trace_ranges import trace_range
 
@@ -127,7 +126,7 @@ class FullCudaGraphWrapper:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
         batches = _read(data_iterator, num_microbatches)
         key = (num_microbatches, signature(batches))
-        plan = self._agree_on_plan(key)
+        plan = self._agree_on_plan_sync(key)
         if plan is _Plan.WARM_UP:
             self._count_warm_up(key)
             with self._device.on_capture_stream():
@@ -146,25 +145,22 @@ class FullCudaGraphWrapper:
         self._graphs.clear()
         self._warm.clear()
 
-    def _agree_on_plan(self, key: Hashable) -> "_Plan":
-        """Returns what all ranks do in this step. Collective, a few bytes from host to host.
+    def _agree_on_plan_sync(self, key: Hashable) -> "_Plan":
+        """Returns what all ranks do in this step. Collective: one all-reduce of three int64, from host to host.
 
         Ranks may differ: in the shapes of their batches, and in fingerprints that eager passes changed on some ranks.
+        They depend on the batches of this step, so no message of the last step could carry them.
         """
         given = fingerprints(self._participants)
         is_stale, self._given = self._given is not None and self._given != given, given
         is_warm = self._steps_to_warm_up == 0 and key in self._warm
-        own = (is_stale, is_warm, key in self._graphs)
-        everyone = gather_objects(own, dist.group.WORLD if dist.is_initialized() else None)
-        any_stale, all_warm, all_captured = (
-            fold(facts) for fold, facts in zip((any, all, all), zip(*everyone, strict=True), strict=True)
-        )
+        any_stale, any_cold, any_new = any_rank_sync(is_stale, not is_warm, key not in self._graphs)
         if any_stale:
             self.drop_graphs()
             return _Plan.WARM_UP
-        if all_captured:
+        if not any_new:
             return _Plan.REPLAY
-        return _Plan.CAPTURE if all_warm else _Plan.WARM_UP
+        return _Plan.WARM_UP if any_cold else _Plan.CAPTURE
 
     def _count_warm_up(self, key: Hashable) -> None:
         # A new kind of step needs one warm-up step, which builds kernels and grows tables.

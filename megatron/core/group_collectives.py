@@ -27,6 +27,7 @@ __all__ = [
     "all_gather_rows",
     "all_gather_single",
     "all_reduce_sum",
+    "any_rank_sync",
     "arriving",
     "gather_objects",
     "is_fake",
@@ -116,6 +117,18 @@ def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
     sending = [group for group in groups if group_size(group) > 1]
     on_host = all("cpu:" in dist.get_backend_config(group) for group in sending)
     return torch.device("cpu") if on_host else default_device()
+
+
+def any_rank_sync(*holds: bool) -> list[bool]:
+    """Returns whether each of these holds on any rank of torch.distributed, or here where that is not initialised.
+
+    Collective: one all-reduce of one int64 for each. NOTE: reads the device where WORLD cannot send from the host.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(holds)
+    flags = torch.tensor(holds, dtype=torch.int64, device=message_device([dist.group.WORLD]))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def union_over_model(items: Iterable[_Item], groups: ProcessGroupCollection) -> set[_Item]:

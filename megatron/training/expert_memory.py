@@ -19,7 +19,7 @@ from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
-from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority
+from megatron.core.transformer.moe.paged_stash import PagedStash, PagePool, PoolLayout, Priority, StashStreams
 from megatron.core.transformer.moe.paged_stash.group_memory import copy_programs
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
@@ -97,6 +97,7 @@ class ExpertMemory:
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
+        self._streams = StashStreams.on(self._device)  # of all stashes, one after the other
         self._dispatchers: list[MoEStaticTokenDispatcher] = []
         for layer in (layer for layers in schedule.layers for layer in layers):
             layer.expert_step = self.step
@@ -210,13 +211,15 @@ class ExpertMemory:
         return f"from now on {growth}; {lacking}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
-        """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller."""
+        """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller. Collective."""
         self._learned = self._learned.merged(sizes)
         before, self._capacity_factor = self._capacity_factor, capacity_factor(self._capacity_factor, self._learned)
         if self._capacity_factor != before:
             self._forget_plans()
         for dispatcher in self._dispatchers:
             dispatcher.set_capacity_factor(self._capacity_factor)
+            # Where the factor has grown, the graphs that use the old memory are gone.
+            dispatcher.reserve(self._tokens, row_bytes=self._config.hidden_size * self._config.params_dtype.itemsize)
         self._num_microbatches = None
 
     def learned_sync(self) -> LearnedSizes:
@@ -300,6 +303,7 @@ class ExpertMemory:
             reserved_share=self._expected_share(),
             has_rungs=self._has_rungs,
             specs=self.needs.specs if self._is_planned else (),
+            streams=self._streams,
         )
 
     @property

@@ -11,9 +11,9 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.agreement import any_rank
 from megatron.core.distributed import DistributedDataParallel, NonFiniteGradientError
 from megatron.core.distributed.consistency import check_weight_hashes_sync
+from megatron.core.group_collectives import any_rank_sync
 from megatron.training.callbacks import StepReport
 from megatron.training.checkpoint_folder import complete_iterations
 from megatron.training.console import print_rank_0
@@ -97,7 +97,7 @@ def _go_back(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position
         raise type(error)(f"{error}. The run has gone back {recovery.num_rewinds} times already (--max-rewinds)")
     # One that is still being written is the one to load.
     run.saves.finish()
-    if not any_rank(bool(complete_iterations(Path(save)))):
+    if not any(any_rank_sync(bool(complete_iterations(Path(save))))):
         raise type(error)(f"{error}. The run cannot go back: it has saved no checkpoint in --save {save} yet")
     recovery.num_rewinds += 1
     came_from = run.state.iteration

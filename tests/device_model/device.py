@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.transformer.moe.paged_stash import PagePool
 from tests.device_model import operators
@@ -375,14 +376,16 @@ class Device(OperatorRunner):
         """Restores memory to what it was before these captures, and fills memory that they allocated with NaN.
 
         A capture has to compute, since the program needs shapes and numbers. On a GPU nothing runs before the first
-        replay, so that nobody may count on what it computed.
+        replay, so that nobody may count on what it computed. The model must not see these writes, which no GPU does:
+        they need an order after earlier work that the program has no reason to give them.
         """
-        for capture in reversed(captures):
-            for current, before in capture.kept.values():
-                current.copy_(before)
-        for capture in captures:
-            for data in capture.made.values():
-                data.fill_(_NAN_BYTE)
+        with _disable_current_modes():
+            for capture in reversed(captures):
+                for current, before in capture.kept.values():
+                    current.copy_(before)
+            for capture in captures:
+                for data in capture.made.values():
+                    data.fill_(_NAN_BYTE)
 
     def before_launch(self, args: Sequence[Any], kwargs: dict[str, Any], writes: Sequence[Any]) -> None:
         """In a capture, keeps what an operator overwrites."""

@@ -228,6 +228,66 @@ def test_gpus_that_share_no_memory_are_refused_before_the_first_step() -> None:
             build_symmetric_dispatcher(EXPERTS, range(EXPERTS), config=config)
 
 
+def grow_on_rank() -> list[int]:
+    """Exchanges of several sizes, before, in and after a capture; returns the sizes of the buffers that were there."""
+    sizes = list[int]()
+
+    class Buffer:
+        rank = dist.get_rank()
+
+        def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        def barrier(self) -> None:
+            pass
+
+    def workspace(self: SymmetricTransport, num_bytes: int) -> Buffer:
+        sizes.append(max(num_bytes, *sizes, 0))
+        return Buffer()
+
+    def exchange(num_rows: int, *, is_captured: bool = False) -> None:
+        with patch.object(dispatch_flex, "is_capturing", lambda device: is_captured):
+            transport.launch(torch.zeros(2 * num_rows, 4, dtype=torch.bfloat16), send=None, receive=None)
+
+    with patch.object(SymmetricTransport, "workspace", workspace):
+        transport = SymmetricTransport(dist.group.WORLD)
+        transport.reserve(160)
+        exchange(10)
+        exchange(20)
+        with pytest.raises(
+            RuntimeError, match=r"symm_mem: an exchange of 336 .* than the 320 bytes that CUDA graphs use"
+        ):
+            exchange(21, is_captured=True)
+        # No graph came of it, so that the step can run eagerly.
+        exchange(21)
+        exchange(20, is_captured=True)
+        with pytest.raises(RuntimeError, match="cannot grow while they exist: .*--cuda-graph-impl none"):
+            exchange(30)
+        # What is no growth leaves the graphs alone.
+        transport.reserve(320)
+        exchange(5)
+        with pytest.raises(RuntimeError, match="an exchange of 480 bytes"):
+            exchange(30)
+        transport.reserve(480)
+        exchange(30)
+    return sizes
+
+
+def test_the_buffer_of_symmetric_memory_does_not_grow_under_a_graph() -> None:
+    assert run_on_ranks(grow_on_rank, 2, timeout=60) == 2 * [[160, 160, 320, 336, 336, 336, 480, 480]]
+
+
+def test_the_buffer_of_symmetric_memory_is_reserved_for_the_largest_exchange() -> None:
+    config = small_config(**FIELDS)
+    with patch.object(SymmetricTransport, "workspace"), patch.object(SymmetricTransport, "reserve") as reserved:
+        dispatcher = build_symmetric_dispatcher(EXPERTS, range(EXPERTS), config=config)
+        for factor in (0.5, 1.0):
+            dispatcher.set_capacity_factor(factor)
+            dispatcher.reserve(TOKENS, row_bytes=2 * WIDTH)
+    balanced = 2 * WIDTH * TOKENS * TOPK
+    assert [call.args[0] for call in reserved.call_args_list] == [balanced // 2, balanced]
+
+
 @pytest.mark.parametrize("backend", ["deepep", "symm_mem"])
 def test_a_back_end_is_refused_for_what_it_lacks_and_for_nothing_else(backend: str) -> None:
     flex = {**FIELDS, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}

@@ -2,21 +2,24 @@
 anew, and what cannot be captured runs eagerly. On tapes, which do on the CPU what CUDA graphs do.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_gpt
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, GraphedReductions
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.graphs.capture import CaptureFailedError
+from megatron.core.graphs.capture import CaptureFailedError, GraphParticipant, fingerprints
 from megatron.core.graphs.tape import TapeGraphs
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -262,6 +265,65 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_trie
         assert captured.failure is not None and "_local_scalar_dense" in captured.failure
         assert (captured.num_captures, captured.num_graphs) == (1, 0)
         captured.assert_same(eager, "a forward that reads its loss")
+
+
+def _plans_of_all_states() -> None:
+    """Compares the plan of each state of two ranks with the one that follows from what both ranks know."""
+    facts = [*itertools.product((False, True), repeat=3)]
+    for everyone in itertools.product(facts, repeat=dist.get_world_size()):
+        is_stale, is_warm, is_captured = everyone[dist.get_rank()]
+        run = FullCudaGraphWrapper(lambda **_: [], 1, device=TapeGraphs(), participants=[participant := _Aged()])
+        for key in ("a", "b") if is_captured else ("b",):
+            run._graphs[key] = None  # type: ignore[assignment]
+        run._steps_to_warm_up, run._warm = 0, {"a": None} if is_warm else {}
+        run._given = fingerprints([participant])
+        participant.age += is_stale
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent, patch.object(dist, "all_gather_object"):
+            plan = run._agree_on_plan_sync("a")
+            assert dist.all_gather_object.call_count == 0  # type: ignore[attr-defined]
+        ((numbers,), _), *others = sent.call_args_list
+        assert (numbers.dtype, numbers.shape, numbers.device.type, others) == (torch.int64, (3,), "cpu", [])
+        any_stale, all_warm, all_captured = any(f[0] for f in everyone), *(all(f[i] for f in everyone) for i in (1, 2))
+        replays = "REPLAY" if all_captured else "CAPTURE" if all_warm else "WARM_UP"
+        assert plan.name == ("WARM_UP" if any_stale else replays), everyone
+        assert run.num_graphs == (0 if any_stale else 1 + is_captured)
+
+
+class _Aged(GraphParticipant):
+    age = 0
+
+    def fingerprint(self) -> int:
+        return self.age
+
+
+def test_ranks_agree_on_the_plan_of_a_step_in_one_reduction_of_three_numbers() -> None:
+    run_on_ranks(_plans_of_all_states, 2, timeout=60)
+
+
+def _messages_of_steps() -> list[Counter[str]]:
+    """Counts the collectives of an eager step, a captured one, and two replays, besides those of the passes."""
+    run, counts = FullCudaGraphWrapper(lambda **_: [], 1, device=TapeGraphs()), list[Counter[str]]()
+    for _ in range(4):
+        with _Collectives() as collectives:
+            run(data_iterator=None, num_microbatches=1)
+        counts.append(collectives.counts)
+    return counts
+
+
+class _Collectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_a_whole_graph_sends_one_message_besides_its_passes() -> None:
+    for eager, _, *replays in run_on_ranks(_messages_of_steps, 2, timeout=60):
+        assert [eager, *replays] == 3 * [Counter(allreduce_=1)]
 
 
 def _late_in_the_capture() -> str:

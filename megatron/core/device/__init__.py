@@ -14,7 +14,7 @@ from megatron.core.device.current import (
     use_deterministic_kernels,
     without_memory,
 )
-from megatron.core.device.graphs import CudaGraphs
+from megatron.core.device.graphs import CudaGraphs, is_capturing
 from megatron.core.device.memory import (
     cuda_memory_snapshot,
     host_bytes,
@@ -55,6 +55,7 @@ __all__ = [
     "device_name",
     "distributed_backend",
     "host_bytes",
+    "is_capturing",
     "keep_cpu_heap",
     "keep_for_current_stream",
     "mark_time",

@@ -10,6 +10,7 @@ registered generators, which raise at the next number drawn (up to torch 2.11 at
 releases them. It must not be empty, since torch warns of an empty capture.
 """
 
+import enum
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether work that is now launched on this device becomes part of a CUDA graph; False on a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _GraphPool:
@@ -32,6 +38,14 @@ class _GraphPool:
             # Once its last graph has been freed, torch accepts no capture into a pool of which a tensor is still alive.
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
+
+
+class _Tidying(enum.Enum):
+    """Whether the next capture first waits for the GPU and gives back the memory that the allocator caches."""
+
+    EACH = "captures outside of on_capture_stream tidy up, each of them"
+    DUE = "within on_capture_stream, the first capture tidies up"
+    DONE = "further captures within on_capture_stream do not"
 
 
 class CudaGraphs:
@@ -51,17 +65,23 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._own_pool = _GraphPool()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # of all pools
+        self._tidying = _Tidying.EACH
         self._scratch = torch.zeros(1, dtype=torch.float32, device=device)
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
-        """Runs its body on the capture stream, so that cuBLAS and other libraries create their workspaces for it."""
+        """Runs its body on the capture stream, so that cuBLAS and other libraries create their workspaces for it.
+
+        Captures in the body are those of one step: together they wait for the GPU and empty the allocator's cache once.
+        """
         main = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(main)
+        self._tidying = _Tidying.DUE
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
+            self._tidying = _Tidying.EACH
             # After an error too, since the next work uses the same memory.
             main.wait_stream(self._stream)
 
@@ -75,13 +95,9 @@ class CudaGraphs:
 
         The caller must wait for all other streams before the body ends.
         """
-        if not self._graphs:
-            # Frees memory that only reference cycles hold, before graphs allocate theirs.
-            gc.collect()
+        self._tidy_up()
         pool = self._own_pool if pool is None else pool
         handle = pool.handle_for_capture()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
         graph = self._new_graph()
         # torch.cuda.graph would leave its own stream current: see [Note: broken captures].
         with torch.cuda.stream(self._stream), _no_collections():
@@ -97,6 +113,18 @@ class CudaGraphs:
         """Does nothing, since a GPU keeps the memory that a capture allocated."""
         return nullcontext()
 
+    def _tidy_up(self) -> None:
+        """Frees the device memory that nothing uses, for which a graph's pool has no other way to ask."""
+        if self._tidying is _Tidying.DONE:
+            return
+        if not self._graphs:
+            # Frees memory that only reference cycles hold, before graphs allocate theirs.
+            gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        if self._tidying is _Tidying.DUE:
+            self._tidying = _Tidying.DONE
+
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         for generator in self._generators():
@@ -108,6 +136,9 @@ class CudaGraphs:
         try:
             graph.capture_end()
         except RuntimeError:
+            if self._tidying is _Tidying.DONE:
+                # The capture may have lacked memory, which eager work since the first capture has left in the cache.
+                self._tidying = _Tidying.DUE
             self._forget_broken_capture(handle)
             raise
         self._graphs.add(graph)

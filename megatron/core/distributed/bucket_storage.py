@@ -255,7 +255,11 @@ class GradStorage(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Begins an iteration; no reduction is in flight."""
+        """Begins an iteration; no reduction is in flight.
+
+        The current stream waits for gradients that an aborted iteration may still be writing, and their streams are
+        forgotten: a reduction of a later iteration, perhaps one that is being captured, must not wait for them.
+        """
 
     @abstractmethod
     def zero(self) -> None:
@@ -445,6 +449,7 @@ class PersistentGrads(GradStorage):
         self.state = GradState.REDUCED
 
     def reset(self) -> None:
+        self._writers.join()
         self._drop()
         self.state = GradState.COLLECTING
 
@@ -671,6 +676,7 @@ class BucketLifetimeGrads(GradStorage):
         self.state = GradState.REDUCED
 
     def reset(self) -> None:
+        self._writers.join()
         self._drop()
         self.state = GradState.COLLECTING
 

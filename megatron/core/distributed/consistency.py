@@ -12,7 +12,7 @@ import logging
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -518,14 +518,17 @@ class GradChecks:
         named_grads = [(name, grad) for name, grad in named_grads if grad.numel()]
         if not named_grads:
             return
-        # Extremes are NaN if any element is. A plain sum may overflow although every element is finite.
+        names, grads = zip(*named_grads)
+        # One operator for all gradients, on a GPU a few kernels for a bucket, which read its memory once and still tell
+        # the parameters apart. It cannot wait for an error, since the reduction overwrites this rank's gradients.
+        # The largest magnitude is NaN if any element is. A plain sum may overflow although every element is finite.
         # Products in bf16 or tf32 would round the largest fp32 numbers to infinity.
         in_sums = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # type: ignore[attr-defined]
-        lows, highs = zip(*(torch.aminmax(_same_finiteness(grad, in_sums=in_sums)) for _, grad in named_grads))
-        numbers = [torch.maximum(-torch.stack(lows), torch.stack(highs))]
+        largest = torch._foreach_norm([_same_finiteness(grad, in_sums=in_sums) for grad in grads], float("inf"))
+        numbers = [torch.stack(largest)]
         if self._large:
-            numbers.append(torch.stack([torch.linalg.vector_norm(grad, dtype=_wide(grad)) for _, grad in named_grads]))
-        self._measured.by_bucket.append(([name for name, _ in named_grads], torch.stack([n.double() for n in numbers])))
+            numbers.append(torch.stack(torch._foreach_norm(grads, 2, dtype=_wide(grads))))
+        self._measured.by_bucket.append((list(names), torch.stack([n.double() for n in numbers])))
 
     def measure_sum(self, name: str, total: torch.Tensor) -> None:
         """Measures whether the sum of a parameter's gradients is finite so far: any shape, floating point."""
@@ -593,9 +596,9 @@ def _same_finiteness(grad: torch.Tensor, *, in_sums: bool) -> torch.Tensor:
     return sums if whole == len(flat) else torch.cat([sums, flat[whole:]])
 
 
-def _wide(grad: torch.Tensor) -> torch.dtype:
+def _wide(grads: Sequence[torch.Tensor]) -> torch.dtype:
     # A sum of squares overflows in fp16.
-    return torch.float32 if grad.dtype.itemsize < 4 else grad.dtype
+    return reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
 
 
 def raise_non_finite(

@@ -40,8 +40,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron.core.agreement import any_rank
 from megatron.core.graphs.capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
+from megatron.core.group_collectives import any_rank_sync
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
 from megatron.core.trace_ranges import trace_range
 from megatron.core.transformer.module import Run, run
@@ -222,7 +222,7 @@ class CudaGraphManager:
         if self._steps_to_warm_up == 0:
             if not self._has_begun:
                 # Eager passes may have changed the fingerprint on some ranks alone.
-                is_stale = any_rank(is_stale)
+                (is_stale,) = any_rank_sync(is_stale)
             if is_stale:
                 self.drop_graphs()
                 # One warm-up step grows tables and builds kernels for the new sizes.

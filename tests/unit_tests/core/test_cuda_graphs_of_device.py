@@ -42,7 +42,9 @@ def graphs() -> Iterator[CudaGraphs]:
     handles = map("pool {}".format, count())
     fake = {"CUDAGraph": Noted, "graph_pool_handle": lambda: next(handles), "stream": lambda stream: nullcontext()}
     with (
-        patch.multiple(torch.cuda, **fake, Stream=Mock(), synchronize=Mock(), empty_cache=Mock()),
+        patch.multiple(
+            torch.cuda, **fake, Stream=Mock(), current_stream=Mock(), synchronize=Mock(), empty_cache=Mock()
+        ),
         patch.object(torch, "zeros", Mock()),
     ):
         yield CudaGraphs(torch.device("cuda", 0), generators=lambda: ["generator"])  # type: ignore[list-item]
@@ -95,3 +97,35 @@ def test_a_broken_capture_lets_go_of_pool_and_generators(graphs: CudaGraphs, let
     with graphs.capturing():
         pass
     assert Noted.log == [*begun("pool 2"), "end"]
+
+
+def test_captures_of_one_step_wait_for_the_gpu_and_empty_its_cache_once(graphs: CudaGraphs) -> None:
+    waits, emptied = torch.cuda.synchronize, torch.cuda.empty_cache
+    assert isinstance(waits, Mock) and isinstance(emptied, Mock)
+    kept, pools = [], [graphs.new_pool(), graphs.new_pool()]
+    for num_steps in (1, 2):
+        with graphs.on_capture_stream():
+            for pool in pools * 3:
+                with graphs.capturing(pool) as graph:
+                    kept.append(graph)
+        assert (waits.call_count, emptied.call_count) == (num_steps, num_steps)
+    with graphs.on_capture_stream():
+        pass
+    # A step without captures does neither. A capture that is no part of such a step, as that of a whole step, does.
+    for num_captures in (3, 4):
+        with graphs.capturing():
+            pass
+        assert (waits.call_count, emptied.call_count) == (num_captures, num_captures)
+
+
+def test_the_capture_after_a_broken_one_empties_the_cache_again(graphs: CudaGraphs) -> None:
+    with (
+        patch.multiple(torch._C, create=True, _cuda_endAllocateToPool=DEFAULT, _cuda_releasePool=DEFAULT),
+        graphs.on_capture_stream(),
+    ):
+        for broken, num_emptied in ((0, 1), (0, 1), (1, 1), (0, 2), (0, 2)):
+            Noted.broken = broken
+            with pytest.raises(RuntimeError) if broken else nullcontext():
+                with graphs.capturing():
+                    pass
+            assert torch.cuda.empty_cache.call_count == num_emptied  # type: ignore[attr-defined]

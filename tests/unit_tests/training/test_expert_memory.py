@@ -4,6 +4,7 @@ from argparse import Namespace
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
-from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.core.transformer.moe.paged_stash import Counter, group_memory
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
+from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.expert_lack import Lack, lacking_words
@@ -169,6 +172,34 @@ def test_lengths_that_come_again_find_their_stashes_and_only_growth_ends_an_epoc
     assert memory.epoch == 2, "a step of 1 would have another stash"
     small = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1)
     assert [(small.step(), small.memory.epoch) for _ in range(2)] == [(2, 1), (1, 1)]
+
+
+def test_stashes_that_replace_each_other_share_two_streams() -> None:
+    with patch.object(group_memory, "SideStream", wraps=group_memory.SideStream) as created:
+        toy, streams = Toy.of(), set[tuple[SideStream, ...]]()
+        for count in (2, 4, 2, 3):
+            toy.step(count)
+            assert toy.memory.stash is not None
+            keeper = toy.memory.stash._keeper
+            streams.add((keeper._stash_stream, keeper._restore_stream))
+            if count == 3:
+                break
+            toy.memory.adopt(LearnedSizes(capacity_factor=1.6 + count / 10))
+    assert len(streams) == 1 and created.call_count == 2
+
+
+def test_dispatchers_reserve_memory_at_the_start_and_when_the_factor_grows() -> None:
+    reserved = list[tuple[float, int, int]]()
+
+    def noted(dispatcher: MoEStaticTokenDispatcher, num_tokens: int, *, row_bytes: int) -> None:
+        reserved.append((dispatcher.budget.factor, num_tokens, row_bytes))
+
+    with patch.object(MoEStaticTokenDispatcher, "reserve", noted):
+        toy = Toy.of()
+        toy.memory.release_graphs = lambda: reserved.append((0.0, 0, 0))
+        toy.memory.adopt(LearnedSizes(capacity_factor=2.0))
+    # Graphs that use the old memory are dropped first.
+    assert reserved == 4 * [(1.5, TOKENS, 128)] + [(0.0, 0, 0)] + 4 * [(2.0, TOKENS, 128)]
 
 
 def test_fuller_passes_change_the_reserve_in_place() -> None:

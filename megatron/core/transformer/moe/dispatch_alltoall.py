@@ -199,6 +199,9 @@ class RowTransport(Protocol):
         send, receive: rows to and from each rank; None means the same number for all.
         """
 
+    def reserve(self, num_bytes: int) -> None:
+        """Allocates memory for exchanges of num_bytes on each rank. Collective. No graph may use the old memory."""
+
 
 @dataclass(frozen=True)
 class CollectiveTransport:
@@ -213,6 +216,9 @@ class CollectiveTransport:
         work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)
         assert work is not None, "an asynchronous collective returns its work"
         return RowsUnderWay(rows, received, (work,))
+
+    def reserve(self, num_bytes: int) -> None:
+        """Does nothing: each exchange allocates its own memory."""
 
 
 @dataclass

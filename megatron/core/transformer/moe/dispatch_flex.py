@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatron.core.device import default_device
+from megatron.core.device import default_device, is_capturing
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
 from megatron.core.transformer.moe.dispatch import Dispatched
@@ -269,27 +269,34 @@ def _send_sync(buffer: Any, tokens: Tensor, *, weights: Tensor, experts: Tensor,
 # --- torch's symmetric memory ---
 
 
-@dataclass(frozen=True)
 class SymmetricTransport:
     """A RowTransport over memory that the GPUs of one machine can read directly, in place of torch's all-to-all.
 
     Each rank copies its rows into its buffer, and the other ranks copy their part from there. All layers share the
     buffer that torch allocates for `group`, since rows are in it only during `launch`. Its two barriers are kernels of
     the current stream, so that the host does not wait. Received rows are copies, which autograd may save for backward.
+
+    A larger buffer replaces the old one, whose memory is freed, but a CUDA graph goes on using the old one. So once a
+    graph has been captured, only `reserve` makes the buffer grow.
     """
 
-    group: ProcessGroup
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._num_bytes = 0  # of the buffer, as far as this layer has asked for it
+        self._is_in_graphs = False
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
         """Sends rows: [ranks x P, *], any dtype, P to each rank, through the shared buffer. Collective.
 
-        The buffer grows for a larger size than any before, which synchronizes the hosts of the ranks.
+        Before a capture, the buffer grows for a larger size than any before, which synchronizes the hosts of the ranks.
+        Raises RuntimeError for a larger size during a capture or after one.
         """
         assert send is None and receive is None, "symmetric memory carries the same number of rows for each rank"
         received = rows.new_empty(rows.shape)
         part = rows.unflatten(0, (group_size(self.group), -1))[0]
         if part.numel():
-            buffer = self.workspace(rows.nbytes)
+            self._check_size(rows.nbytes, is_captured=is_capturing(rows.device))
+            buffer = self.workspace(self._num_bytes)
             buffer.get_buffer(buffer.rank, rows.shape, rows.dtype).copy_(rows)
             # All ranks have written their rows.
             buffer.barrier()
@@ -300,12 +307,33 @@ class SymmetricTransport:
             buffer.barrier()
         return RowsUnderWay(rows, received)
 
+    def reserve(self, num_bytes: int) -> None:
+        """Makes the buffer large enough for exchanges of num_bytes on each rank. Collective.
+
+        If that is more than before, the caller has dropped all graphs.
+        """
+        if num_bytes > self._num_bytes:
+            self._is_in_graphs, self._num_bytes = False, num_bytes
+            self.workspace(num_bytes)
+
     def workspace(self, num_bytes: int) -> Any:
         """Returns the group's buffer with at least num_bytes bytes on each rank. Collective when it grows.
 
         Raises RuntimeError where the GPUs of the group cannot read each other's memory.
         """
         return symmetric_memory.get_symm_mem_workspace(self.group.group_name, num_bytes)
+
+    def _check_size(self, num_bytes: int, *, is_captured: bool) -> None:
+        """Grows `_num_bytes`; raises RuntimeError where a graph uses the buffer that is there, or is about to."""
+        if num_bytes > self._num_bytes and (is_captured or self._is_in_graphs):
+            raise RuntimeError(
+                f"moe_flex_dispatcher_backend is symm_mem: an exchange of {num_bytes} bytes needs a larger buffer than "
+                f"the {self._num_bytes} bytes that CUDA graphs use, which cannot grow while they exist: keep to "
+                "microbatches of at most the tokens of seq_length x micro_batch_size, or set "
+                "--moe-token-dispatcher-type alltoall or --cuda-graph-impl none"
+            )
+        self._num_bytes = max(self._num_bytes, num_bytes)
+        self._is_in_graphs = self._is_in_graphs or is_captured
 
 
 def build_symmetric_dispatcher(

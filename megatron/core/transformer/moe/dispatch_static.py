@@ -184,6 +184,13 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         """Replaces moe_expert_rank_capacity_factor for the following dispatches."""
         self.budget = replace(self.budget, factor=factor)
 
+    def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
+        """Allocates memory that dispatches keep, before a CUDA graph holds one of them. Collective; here it needs none.
+
+        num_tokens: T, of each rank. row_bytes: of one token's H elements. No graph may use the memory of a smaller
+        factor or T any more.
+        """
+
     def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
         """Orders rows in the buffer of C rows; expert_indices: [N, K], int64, where 0 is this rank's first expert.
 
@@ -379,6 +386,9 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         )
         self.transport = transport or CollectiveTransport(self.group)
         self.layout = layout or rank_row_layout(default_device())
+
+    def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
+        self.transport.reserve(self.budget.num_ranks * self.budget.rows_of_pair(num_tokens) * row_bytes)
 
     def preprocess(
         self, tokens: Tensor, *, probs: Tensor, expert_indices: Tensor

@@ -1,12 +1,28 @@
 """GradChecks finds every gradient that is not finite, and no other."""
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.consistency import GradChecks
 
 # Below and above what is summed in rows, with and without a rest.
 SIZES = (1, 4095, 4096, 4096 + 256, 5000, 20001)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def found(grad: torch.Tensor) -> bool:
@@ -50,3 +66,30 @@ def test_products_of_less_precision_report_no_finite_gradient(precision: str) ->
         assert not found(torch.full((1 << 20,), torch.finfo(torch.float32).max))
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_more_parameters_in_a_bucket_need_no_more_operators(large: bool) -> None:
+    counts = []
+    for num_params in (1, 50):
+        checks = GradChecks(nan=True, large=large)
+        with Operators() as operators:
+            checks.measure([(f"p{number}", torch.ones(40)[:30]) for number in range(num_params)])
+        operators.counts -= Counter({"aten::ones": num_params, "aten::slice.Tensor": num_params})
+        counts.append(operators.counts)
+    assert counts[0] == counts[1] and counts[0]["aten::_foreach_norm.Scalar"] == 1 + large
+
+
+def test_gradients_of_several_dtypes_are_measured_together(caplog: pytest.LogCaptureFixture) -> None:
+    checks = GradChecks(nan=True, large=True)
+    dtypes = {"half": torch.float16, "brain": torch.bfloat16, "single": torch.float32, "double": torch.float64}
+    for step in range(7):
+        # Squares of these overflow in fp16.
+        size = 600.0 if step < 6 else 60000.0
+        grads = {name: torch.full((5,), size, dtype=dtype) for name, dtype in dtypes.items()}
+        checks.measure([*grads.items()])
+        assert checks.non_finite_sync() == []
+    assert [name for name in dtypes if f"gradient norm of {name} is 1.34e+05" in caplog.text] == [*dtypes]
+    grads["brain"][3], grads["double"][4] = float("inf"), float("nan")
+    checks.measure([*grads.items()])
+    assert checks.non_finite_sync() == ["brain", "double"]

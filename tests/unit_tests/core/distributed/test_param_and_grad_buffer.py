@@ -1,10 +1,14 @@
 """Parameters and gradients in flat tensors: views, hooks, accumulation."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.device import Writers
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.bucket_storage import BufferSettings
 from megatron.core.distributed.param_and_grad_buffer import (  # the path of users' plug-ins
     BufferKind,
@@ -14,6 +18,7 @@ from megatron.core.distributed.param_and_grad_buffer import (  # the path of use
     partition_buckets,
     shard_buffer,
 )
+from megatron.core.model_parallel_config import ModelParallelConfig
 
 
 def buffer_of(model, grad_dtype=torch.float32, **settings):
@@ -243,3 +248,35 @@ def test_shard_buffer_returns_the_shard_of_each_rank():
     assert shards[1].data_ptr() == flat[4:].data_ptr()
     with pytest.raises(ValueError, match="has 8 elements: must be a multiple of 3 ranks"):
         shard_buffer(flat, 3)
+
+
+class _Stream:
+    """A stream of torch.cuda that notes which streams it was made to wait for."""
+
+    def __init__(self) -> None:
+        self.waited: list[_Stream] = []
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self.waited.append(other)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_distributed_optimizer": True, "shard_gradients": True}], ids=str)
+def test_a_reset_waits_for_writers_of_an_aborted_iteration_and_forgets_them(settings):
+    model = nn.Linear(3, 2)
+    wrapped = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), model)
+    storages = {bucket.grads: bucket for buffer in wrapped.buffers for bucket in buffer.buckets}
+    for storage in storages:
+        storage._writers = Writers(torch.device("cuda"))
+    aborted, main = _Stream(), _Stream()
+    with patch.object(torch.cuda, "current_stream", lambda _: aborted):
+        for storage, bucket in storages.items():
+            for slot in bucket.slots:
+                slot.param.grad = torch.ones_like(slot.param)
+                storage.accumulate(slot.param)
+    with patch.object(torch.cuda, "current_stream", lambda _: main):
+        for storage in storages:
+            storage.reset()
+        assert main.waited == [aborted] * len(storages) and storages
+        for storage in storages:
+            storage.launch(is_last=True)
+        assert len(main.waited) == len(storages), "a later reduction waits for streams of an aborted iteration"

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.paged_stash.expert_ops import (
     recompute_act,
     recompute_gate_up,
 )
+from megatron.core.transformer.moe.paged_stash.group_memory import StashStreams
 from megatron.core.transformer.moe.paged_stash.megatron_names import (
     PagedStashManager,
     check_paged_stash_overflow,
@@ -40,6 +41,7 @@ __all__ = [
     "StashEvent",
     "StashGroup",
     "StashOrder",
+    "StashStreams",
     "TensorSpec",
     "add_expert_bias",
     "add_low_rank",

@@ -10,6 +10,8 @@ All work on either stream first waits for the main stream:
   released, because the reserve counts on them. The main stream waited for these releases before it ran backward.
 - restore: kernels launched earlier on the main stream may still read the memory of its targets, because the allocator
   hands out memory in the order of the main stream.
+Stashes that replace each other use the same two streams (StashStreams). torch has 32 streams for a device and hands
+them out in turn, so new ones for each plan would soon be those of reductions and copies, and wait for their work.
 A reset clears the pool on the main stream. So the main stream waits for both streams before it, and both wait for the
 main stream after it.
 """
@@ -146,10 +148,10 @@ class PageKeeper:
     5. `reset` frees all pages. Rows that are still in pages are lost.
     """
 
-    def __init__(self, pool: PagePool, *, num_programs: int) -> None:
+    def __init__(self, pool: PagePool, *, num_programs: int, streams: "StashStreams") -> None:
         self.pool, self.generation = pool, 0
         self._num_programs = num_programs
-        self._stash_stream, self._restore_stream = SideStream(pool.device), SideStream(pool.device)
+        self._stash_stream, self._restore_stream = streams.stash, streams.restore
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
         self._gone: deque[GroupPages] = deque()  # of collected groups, not yet released
@@ -423,6 +425,19 @@ class SideStream:
     def record(self) -> torch.Event | None:
         """Returns an event at the end of all work launched on this stream; None on the CPU."""
         return None if self._stream is None else self._stream.record_event()
+
+
+@dataclass(frozen=True)
+class StashStreams:
+    """The streams of a stash and of those that replace it; see [Note: side streams]. Immutable, for any thread."""
+
+    stash: SideStream
+    restore: SideStream
+
+    @classmethod
+    def on(cls, device: torch.device) -> "StashStreams":
+        """Creates both streams."""
+        return cls(SideStream(device), SideStream(device))
 
 
 def record_main(device: torch.device) -> torch.Event | None:

@@ -38,6 +38,7 @@ from megatron.core.transformer.moe.paged_stash.group_memory import (
     GroupMemory,
     PageKeeper,
     Phase,
+    StashStreams,
     main_waits_for,
     tensor_of,
 )
@@ -121,6 +122,7 @@ class PagedStash:
         reserved_share: float = 1.0,
         has_rungs: bool = True,
         specs: Sequence[TensorSpec] = (),
+        streams: StashStreams | None = None,
     ) -> None:
         """Makes a stash over a pool.
 
@@ -131,8 +133,8 @@ class PagedStash:
         that x finds pages in a pool that could hold every x, in each step that keeps to its order or has none. Smaller
         shares guarantee nothing, and 0 reserves nothing; Reserve has the details. has_rungs: whether gate_up and act
         have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important as x.
-        specs: sizes that each group of `events` stashes, if they are known before the first step. Raises ValueError for
-        other values.
+        specs: sizes that each group of `events` stashes, if they are known before the first step. streams: those of the
+        stashes that this one replaces, on the pool's device; None creates new ones. Raises ValueError for other values.
         """
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
@@ -153,7 +155,7 @@ class PagedStash:
         }
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self._has_rungs = prefetch_groups, has_rungs
-        self._keeper = PageKeeper(pool, num_programs=num_programs)
+        self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards in this step so far, by name
         self._num_forwards = 0  # in this step so far
         self._groups: weakref.WeakValueDictionary[GroupKey, GroupMemory] = weakref.WeakValueDictionary()
