@@ -54,7 +54,6 @@ MOE: Flags = LLAMA | {
     "moe-aux-loss-coeff": 0.01,
 }
 
-BF16: Flags = {"bf16": True}
 DROPOUT: Flags = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
 EVERY_LAYER: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 PARTS: Flags = {
@@ -199,10 +198,9 @@ _DENSE_RANKS = {
     ),
 }
 _EXPERTS = {
-    "dropless experts": _experts(BF16),
+    "dropless experts": _experts({}),
     "experts of a fixed size": _experts(STATIC),
-    "dropless experts in fp32": _experts({}, is_whole=False, modules="attn moe_router moe_preprocess"),
-    "experts that drop over capacity": _experts(CAPACITY | BF16),
+    "experts that drop over capacity": _experts(CAPACITY),
     "shared experts": _experts(STATIC | SHARED),
     "router with losses and a bias": _experts(STATIC | ROUTER),
     "experts with deterministic kernels": _experts(STATIC | {"deterministic-mode": True}),
@@ -226,13 +224,13 @@ _EXPERTS = {
     "stash, as DeepSeek-V3": _experts(STASH | DEEPSEEK),
 }
 _EXPERTS_RANKS = {
-    "dropless over ranks, all-gather": _experts(ALLGATHER | BF16, ranks=2, is_whole=False, modules="attn moe_router"),
-    "dropless over ranks, all-to-all": _experts(ALLTOALL | BF16, ranks=2, is_whole=False, modules="attn moe_router"),
+    "dropless over ranks, all-gather": _experts(ALLGATHER, ranks=2, is_whole=False, modules="attn moe_router"),
+    "dropless over ranks, all-to-all": _experts(ALLTOALL, ranks=2, is_whole=False, modules="attn moe_router"),
     "fixed size over ranks, all-gather": _experts(STATIC | ALLGATHER, ranks=2),
     "fixed size over ranks, all-to-all": _experts(STATIC | ALLTOALL, ranks=2),
     "experts cut over ranks": _experts(STATIC | TENSORS | {"expert-tensor-parallel-size": 2}, ranks=2),
-    "capacity over ranks, all-gather": _experts(CAPACITY | ALLGATHER | BF16, ranks=2),
-    "capacity over ranks, all-to-all": _experts(CAPACITY | ALLTOALL | BF16, ranks=2),
+    "capacity over ranks, all-gather": _experts(CAPACITY | ALLGATHER, ranks=2),
+    "capacity over ranks, all-to-all": _experts(CAPACITY | ALLTOALL, ranks=2),
     "experts in a pipeline": _experts(STATIC | STAGES, ranks=2),
     "experts, packed documents, context parallel": _experts(
         STATIC | PACKED | SEQUENCES, ranks=2, is_whole=False, modules="moe"

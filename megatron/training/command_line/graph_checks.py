@@ -81,7 +81,6 @@ def _contradictions(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     return [
         *common,
         *_of_dispatch(args),
-        *_of_grouped_product(args),
         (
             "reset_attention_mask",
             args.reset_attention_mask,
@@ -121,22 +120,6 @@ def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     ]
 
 
-def _of_grouped_product(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns contradictions with graphs that contain the experts' products; see [Note: host reads] in grouped_gemm.py.
-
-    Experts whose buffers have a fixed number of rows use other kernels, for any dtype.
-    """
-    is_of_torch = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
-    why = (
-        "torch's grouped product reads the rows of each expert on the host in fp32 and fp16; use --bf16, or give the "
-        "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say), whose products never read there"
-    )
-    return [
-        ("fp16", args.fp16 and args.moe_grouped_gemm and is_of_torch, why),
-        ("moe_grouped_gemm", args.moe_grouped_gemm and not (args.bf16 or args.fp16) and is_of_torch, why),
-    ]
-
-
 def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     """Returns contradictions with the modules that --cuda-graph-impl local captures."""
     modules = set(graph_modules(args))
@@ -156,7 +139,6 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "moe_preprocess goes on with what the router chose, in one graph with it; add moe_router",
         ),
         *(_of_dispatch(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
-        *(_of_grouped_product(args) if modules & {"moe", "experts"} else []),
         (
             "reset_attention_mask",
             args.reset_attention_mask and "attn" in modules,

@@ -204,19 +204,6 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "",
             ["--recompute-granularity is full", "choose selective"],
         ),
-        (
-            LOCAL + "moe --num-experts 2 --moe-grouped-gemm",
-            "",
-            [
-                "--moe-grouped-gemm is given and --cuda-graph-impl is local: torch's grouped product",
-                "use --bf16, or give",
-            ],
-        ),
-        (
-            "--cuda-graph-impl full_iteration --num-experts 2 --moe-grouped-gemm --fp16",
-            "",
-            ["--fp16 is given and --cuda-graph-impl is full_iteration: torch's grouped product", "use --bf16, or give"],
-        ),
         ("--start-weight-decay 0.1", "", ["--start-weight-decay is 0.1", "--weight-decay-incr-style is constant"]),
         ("--tensor-model-parallel-size 2", "", ["world size is 1", "--tensor-model-parallel-size x", "(2)"]),
         ("--expert-model-parallel-size 3", "", ["world size is 1", "x --expert-model-parallel-size x", "(3)"]),
