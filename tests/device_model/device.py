@@ -222,7 +222,7 @@ class Device(OperatorRunner):
         self.registered[address] = Registered(num_bytes, site())
 
     def unregister(self, address: int) -> bool:
-        """Ends the pinning of memory. Reports launches and graphs that may still use it, and keeps it for the latter."""
+        """Ends the pinning of memory. Reports launches and graphs that may still use it; keeps it for graphs."""
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, "host memory is unregistered", site())
         memory = self.registered[address]

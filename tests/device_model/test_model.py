@@ -123,16 +123,16 @@ def returns_memory_of_a_graph(drops: bool = False) -> None:
 
     from megatron.core.pinned_memory import pinned_bytes
 
-    memory = pinned_bytes(32, torch.device("cuda", 0)).view(torch.float32)
+    memory = [pinned_bytes(32, torch.device("cuda", 0)).view(torch.float32)]
 
     def inside(x: Any) -> None:
-        memory.copy_(x, non_blocking=True)
+        memory[0].copy_(x, non_blocking=True)
 
     graph, _x, _ = captures(inside)  # x lives on
     graph.replay()
     if drops:
         graph.reset()
-    del memory
+    memory.clear()
 
 
 def captures(inside: Callable[[Any], Any]) -> Any:

@@ -169,7 +169,7 @@ class PagePool:
         self.generation += 1
 
     def close_sync(self) -> None:
-        """Returns the memory of both tiers, whoever still holds the pool. NOTE: waits for the device if pages are pinned.
+        """Returns the memory of both tiers, whoever still holds the pool. NOTE: waits for the device for pinned pages.
 
         Groups become invalid as at a reset. All work of the pool must be joined. Raises RuntimeError if a CUDA graph
         that uses the pages is alive.
