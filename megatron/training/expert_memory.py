@@ -258,8 +258,10 @@ class ExpertMemory:
         if layout != old:
             if self._plans:
                 self._forget_plans()
-            # Dropped before the new pool is allocated, because memory may not suffice for both.
-            self.step.stash = pool = plan = None
+            self.step.stash = plan = None
+            if pool is not None:
+                # Before the new pool is allocated, because memory may not suffice for both.
+                pool.close_sync()
             pool = open_pool(self._device, layout, config=self._config)
         else:
             # Takes part in the collective, because other ranks may allocate pools.
@@ -385,6 +387,9 @@ class ExpertMemory:
         ):
             # The next step allocates a pool for the peak of this one.
             self._forget_plans()
+            if self.stash is not None:
+                self.stash.join()
+                self.stash.pool.close_sync()
             self.step.stash = self._num_microbatches = None
         self._is_measured = True
 

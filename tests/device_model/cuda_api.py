@@ -229,6 +229,24 @@ def _properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+class _Cudart:
+    """Replacement of the CUDA runtime that torch.cuda.cudart returns, as far as the project calls it."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        _device().register(address, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if _device().unregister(address) else 1
+
+    def cudaGetErrorString(self, status: int) -> str:
+        return "a graph uses the memory"
+
+
+def _alive_graphs() -> list[Recorded]:
+    return [graph._recorded for graph in GRAPHS if graph._recorded is not None]
+
+
 def _replace_storage_methods(device: Device) -> None:
     """Storages change without operators: by FSDP2, which frees parameters so, and by recomputed outputs."""
     resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
@@ -256,7 +274,8 @@ def install() -> Device:
         return _DEVICES[0]
     device = Device()
     _DEVICES.append(device)
-    cuda = torch.cuda
+    device.alive_graphs = _alive_graphs
+    cuda, runtime = torch.cuda, _Cudart()
     replaced = {
         "_lazy_init": _nothing,
         "is_available": lambda: True,
@@ -291,6 +310,7 @@ def install() -> Device:
         "manual_seed": _nothing,
         "manual_seed_all": _nothing,
         "device": lambda _: _StreamContext(None),
+        "cudart": lambda: runtime,
     }
     for name, value in replaced.items():
         setattr(cuda, name, value)

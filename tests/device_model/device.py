@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.transformer.moe.paged_stash import PagePool
 from tests.device_model import operators
@@ -71,6 +70,15 @@ class Capture:
     made: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class Registered:
+    """Memory of the host that the program has registered, in bytes. blocks: of the storages that were seen in it."""
+
+    num_bytes: int
+    place: str
+    blocks: list[Block] = field(default_factory=list)
+
+
 class Device(OperatorRunner):
     """One modelled GPU. There is one for each process."""
 
@@ -82,6 +90,7 @@ class Device(OperatorRunner):
         self.ledger = Ledger(self.alarms)
         self.capture: Capture | None = None
         self.num_pinned = 0
+        self.registered: dict[int, Registered] = {}  # by address
         self.num_launches = 0
         self.host_wait_sites: Counter[str] = Counter()
         self.generator_states = {0}  # of the default generator, and of those that it draws from now
@@ -91,6 +100,7 @@ class Device(OperatorRunner):
         # Page pools by the block of their ring. What a replay uses of their pages differs from replay to replay.
         self.page_pools: dict[Block, weakref.ref[PagePool]] = {}
         self.num_captures = 0
+        self.alive_graphs: Callable[[], Iterable[Recorded]] = list
         self.callback_error: BaseException | None = None
         self._callbacks = _callbacks_of(self)
         operators._DEVICE[:] = [self]
@@ -200,7 +210,50 @@ class Device(OperatorRunner):
         """Notes that a storage of the host is pinned."""
         self.num_pinned += 1
         clock = self.timeline.clocks[HOST]
-        return self.memory.allocate(storage, storage, stream=HOST, clock=clock, pool=None)
+        # The block may not keep the program's storage, whose end is that of the memory.
+        size = torch.UntypedStorage(storage.nbytes(), device="meta")
+        return self.memory.allocate(storage, size, stream=HOST, clock=clock, pool=None)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins memory of the host at an address."""
+        if self.capture is not None:
+            self.alarms.add(Kind.FORBIDDEN, "registration of host memory", site())
+        self.num_pinned += 1
+        self.registered[address] = Registered(num_bytes, site())
+
+    def unregister(self, address: int) -> bool:
+        """Ends the pinning of memory. Reports launches and graphs that may still use it; keeps it for graphs."""
+        if self.capture is not None:
+            self.alarms.add(Kind.FORBIDDEN, "host memory is unregistered", site())
+        memory = self.registered[address]
+        known, is_used = self.timeline.clocks[HOST], False
+        for block in memory.blocks:
+            self.memory.free(block)
+            for stream, access in block.others.items():
+                if known.get(stream, 0) < access[1]:
+                    self.alarms.add(Kind.RETURNED, f"memory of {memory.place}", site(), access[2])
+            for recorded in self.alive_graphs():
+                used = [where for usage, where in (*recorded.inputs, *recorded.outputs) if usage.block is block]
+                if used:
+                    self.alarms.add(Kind.RETURNED, f"memory of {memory.place} in {recorded.name}", site(), used[0])
+                    is_used = True
+        if not is_used:
+            del self.registered[address]
+        return not is_used
+
+    def registered_block(self, storage: torch.UntypedStorage) -> Block | None:
+        """Returns the block of a storage of the host if it lies in registered memory."""
+        address = storage.data_ptr()
+        for start, memory in self.registered.items():
+            if start <= address < start + memory.num_bytes:
+                block = self.allocate_pinned(storage)
+                block.is_registered = True
+                # Graphs hold the bytes by this, as they hold an address on a GPU.
+                view = (ctypes.c_ubyte * storage.nbytes()).from_address(address)
+                block.storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+                memory.blocks.append(block)
+                return block
+        return None
 
     def resize(self, program: torch.UntypedStorage, num_bytes: int) -> None:
         """Resizes a storage of the program: its old memory is free, and what was not in it is NaN."""
@@ -379,7 +432,7 @@ class Device(OperatorRunner):
         replay, so that nobody may count on what it computed. The model must not see these writes, which no GPU does:
         they need an order after earlier work that the program has no reason to give them.
         """
-        with _disable_current_modes():
+        with operators.plainly():
             for capture in reversed(captures):
                 for current, before in capture.kept.values():
                     current.copy_(before)

@@ -6,7 +6,8 @@ allocation of a stream may get any memory that was freed for it before. So a blo
 its own stream, that stream is ordered after each access by other streams, or if those were declared with record_stream.
 A wait between an allocation and its first launch comes too late, which is stricter than CUDA. Memory of captures comes
 from pools: later captures of a pool may reuse what is free at that time. Pinned memory is handed out in the order of
-the host; torch waits for copies from and to it by itself, but not for kernels.
+the host; torch waits for copies from and to it by itself, but not for kernels. Memory that the program registers with
+CUDA is pinned without torch: nothing keeps it for a copy, and once it is unregistered the operating system has it.
 """
 
 import weakref
@@ -91,6 +92,7 @@ class Block:
     overwritten: tuple[int, str] = (0, "")
     pending: list[tuple[Any, bool]] = field(default_factory=list)  # collectives of gloo that use it, and if they write
     reference: Any = None
+    is_registered: bool = False  # pinned by the program itself
 
     @property
     def is_pinned(self) -> bool:
@@ -282,7 +284,8 @@ class Memory:
         if block.pool is not None:
             block.pool.now += 1
             block.died = block.pool.now
-        if any(stream not in block.recorded for stream in block.others):
+        # The end of a registration checks registered memory, and no allocation of torch gets it.
+        if not block.is_registered and any(stream not in block.recorded for stream in block.others):
             self._freed.setdefault((block.stream, block.pool.number if block.pool else 0), []).append(block)
 
     def _died(self, key: int, block: Block) -> None:

@@ -150,6 +150,9 @@ class _Given:
             return plain
         if isinstance(value, Tensor):
             self.hosts.append(value)
+            if self.device.capture is not None and self.device.registered and self.device.is_pinned(value):
+                # Not the program's own tensor, which the graph would keep alive.
+                return self.device.bytes_of(value) if self.device.block_of(value).is_registered else value
         elif type(value) is list or type(value) is tuple:
             return type(value)(map(self.lower, value))
         elif isinstance(value, torch.device) and value.type == "cuda":
@@ -197,7 +200,7 @@ class OperatorRunner:
         return block
 
     def bytes_of(self: "Device", tensor: Tensor) -> Tensor:
-        """Returns a plain tensor over the bytes of a DeviceTensor."""
+        """Returns a plain tensor over the bytes of a DeviceTensor, or of a tensor in registered memory."""
         block = self.block_of(tensor)
         plain = torch.empty(0, dtype=tensor.dtype)
         plain.set_(block.storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
@@ -213,7 +216,10 @@ class OperatorRunner:
         """Whether a plain tensor is in pinned memory."""
         if not self.num_pinned:
             return False
-        block = self.memory.blocks.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        block = self.memory.blocks.get(storage._cdata)
+        if block is None and self.registered:
+            block = self.registered_block(storage)
         return block is not None and block.is_pinned
 
     def adopt(self: "Device", plain: Tensor) -> DeviceTensor:

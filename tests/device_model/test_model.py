@@ -1,8 +1,10 @@
 """The device model itself: it finds what it should in a few lines, and says nothing of what is in order."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -102,6 +104,35 @@ def reads_a_pinned_target(waits: bool = False) -> None:
     if waits:
         torch.cuda.synchronize()
     assert target.sum() == 28
+
+
+def returns_memory_of_a_running_copy(waits: bool = False) -> None:
+    import torch
+
+    from megatron.core.pinned_memory import pinned_bytes
+
+    source = pinned_bytes(32, torch.device("cuda", 0)).view(torch.float32)
+    target = torch.empty(8, device="cuda")
+    target.copy_(source, non_blocking=True)
+    with nullcontext() if waits else mock.patch.object(torch.cuda, "synchronize"):
+        del source
+
+
+def returns_memory_of_a_graph(drops: bool = False) -> None:
+    import torch
+
+    from megatron.core.pinned_memory import pinned_bytes
+
+    memory = [pinned_bytes(32, torch.device("cuda", 0)).view(torch.float32)]
+
+    def inside(x: Any) -> None:
+        memory[0].copy_(x, non_blocking=True)
+
+    graph, _x, _ = captures(inside)  # x lives on
+    graph.replay()
+    if drops:
+        graph.reset()
+    memory.clear()
 
 
 def captures(inside: Callable[[Any], Any]) -> Any:
@@ -210,6 +241,10 @@ CASES = {
     "UNJOINED": [(leaves_a_stream, {"joins": True})],
     "FORBIDDEN": [(reads_a_value, {"in_capture": False})],
     "OUTSIDE": [(works_on_the_default_stream, {"in_capture": False})],
+    "RETURNED": [
+        (returns_memory_of_a_running_copy, {"waits": True}),
+        (returns_memory_of_a_graph, {"drops": True}),
+    ],
     "FREED": [(frees_the_input_of_a_graph, {"keeps": True})],
     "OVERWRITTEN": [(shares_a_pool_out_of_order, {"in_order": True})],
 }

@@ -122,6 +122,37 @@ def test_a_replay_follows_rates_scales_and_overflows_as_steps_by_themselves_do(d
     replays(dtype, settings)
 
 
+def test_a_replay_of_the_update_alone_leaves_no_divisor_to_the_next_iteration():
+    """The scaler's step in a graph and backward outside of it, with overflows, against an optimizer that runs both."""
+    params, others = products(FP32), products(FP32)
+    graphed, eager = capturable(params), DistributedFusedAdam(others, lr=0.05, weight_decay=0.1)
+    scaler, other_scaler = new_scaler(), new_scaler()
+
+    def take_gradients(optimizer, own, own_scaler, factor):
+        optimizer.zero_grad()
+        own_scaler.scale(torch.stack([(param * factor).sum() for param in own]).sum()).backward()
+        optimizer.grad_sync()
+
+    def update(optimizer, own_scaler):
+        own_scaler.step(optimizer)
+        own_scaler.update()
+
+    tape = None
+    for step, factor in enumerate([1.0, 0.5, math.inf, 2.0, math.inf, math.inf, 3.0, 0.1]):
+        take_gradients(graphed, params, scaler, factor)
+        take_gradients(eager, others, other_scaler, factor)
+        update(eager, other_scaler)
+        if step == 0:
+            update(graphed, scaler)
+        else:
+            if tape is None:
+                with TapeGraphs().capturing() as tape:
+                    update(graphed, scaler)
+            tape.replay()
+        assert all(torch.equal(a, b) for a, b in zip(params, others)), step
+        assert scaler.state_dict() == other_scaler.state_dict()
+
+
 def on_ranks():
     # Every form is captured on one rank.
     for dtype, settings in usually([CAPTURED[0], CAPTURED[3]], soak=CAPTURED):

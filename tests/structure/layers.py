@@ -24,7 +24,7 @@ class Layer:
 # The first pattern that matches a module's whole name decides.
 LAYERS = (
     # torch and triton alone
-    Layer(0, "kernels", r"megatron\.core\.triton_compile"),
+    Layer(0, "kernels", r"megatron\.core\.(triton_compile|pinned_memory)"),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.pinned_memory import pinned_bytes
+
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
     """Returns the memory in use now and its peaks since the start, by kind.
@@ -48,10 +50,15 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocates host memory for copies from and to `device`: [num_bytes], uint8, on the CPU, pinned for a GPU."""
-    place = device if device.type == "meta" else None
+    """Allocates host memory for copies from and to `device`: [num_bytes], uint8, on the CPU, pinned for a GPU.
+
+    It is meant to be kept: for a GPU its end waits for the device, see [Note: end of pinned memory] in
+    pinned_memory.py. Raises PinnedMemoryError, a RuntimeError, if a GPU's memory cannot be pinned.
+    """
     # The host would wait for each copy from or to memory that is not pinned.
-    return torch.empty(num_bytes, dtype=torch.uint8, device=place, pin_memory=device.type == "cuda")
+    if device.type == "cuda":
+        return pinned_bytes(num_bytes, device)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device if device.type == "meta" else None)
 
 
 def start_cuda_profiler() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.device import default_device
+from megatron.core.device import default_device, host_bytes
 from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.grad_hooks import GradHookRunner, not_wrapped
 from megatron.core.distributed.layout import (
@@ -318,7 +318,10 @@ class ShardedFlatBuffer:
     # Inside.
 
     def _zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(numel, dtype=like.dtype, device=like.device, pin_memory=self._pin_memory)
+        """Returns zeros that are kept from step to step: [numel], dtype and device of `like`."""
+        if self._pin_memory:
+            return host_bytes(numel * like.itemsize, default_device()).view(like.dtype).zero_()
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     def _new_grads(self, like: torch.Tensor) -> torch.Tensor:
         return self._zeros(self.layout.numel, like)
@@ -364,7 +367,10 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         """Allocates a bucket's gradients as zeros, once in an iteration, and lets torch reduce into them."""
         assert bucket not in self._closed, f"the gradients of {self.unit_names[bucket]} were released already"
         if bucket not in self._grads:
-            self._grads[bucket] = self._zeros(self.layout.buckets[bucket].span.numel, self.param_data)
+            # From torch's allocator even if pinned: it reuses buffers that come and go in a step without a wait.
+            numel, like = self.layout.buckets[bucket].span.numel, self.param_data
+            pinned = self._pin_memory
+            self._grads[bucket] = torch.zeros(numel, dtype=like.dtype, device=like.device, pin_memory=pinned)
         super().open_grads(bucket)
 
     def close_grads(self, bucket: int) -> None:

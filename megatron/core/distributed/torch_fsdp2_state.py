@@ -153,6 +153,7 @@ class ParamShard:
 
     def leave_meta(self) -> None:
         """Allocates memory for rows that are on the meta device, as zeros."""
+        # Frozen shards alone come here. Their memory is from torch's allocator, as FSDP2 itself pins it.
         is_pinned = self._state.pin_memory
         self.move_to(torch.zeros(self.padded_numel, dtype=self.param.dtype, device=self.device, pin_memory=is_pinned))
 

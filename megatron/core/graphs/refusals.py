@@ -292,7 +292,10 @@ PYTHON_CALLS: dict[str, Reason] = {
         WAIT,
     ),
     **dict.fromkeys(("torch.cuda.memory.empty_cache", "torch.accelerator.memory.empty_cache"), ALLOCATOR),
-    **dict.fromkeys(("megatron.core.device.memory.host_bytes",), HOST_MEMORY),
+    **dict.fromkeys(
+        ("megatron.core.device.memory.host_bytes", "megatron.core.pinned_memory.pinned_bytes"),
+        HOST_MEMORY,
+    ),
     "torch.serialization.save": READ,
     **dict.fromkeys(
         (

@@ -382,6 +382,18 @@ def _divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
     return None if scale.divisor == 1.0 else torch.full((), scale.divisor, dtype=torch.float32, device=device)
 
 
+def _sgd_divisor_on(scale: GradScale, device: torch.device) -> torch.Tensor | None:
+    """Returns the divisor for torch's SGD kernel: [], fp32; on the CPU None for 1.
+
+    With a divisor of 1 torch's kernel on a GPU rounded last digits differently than without one (H200, torch 2.11).
+    Steps on the host leave out a divisor of 1, and graphs, which keep their arguments, cannot: both give it there.
+    """
+    divisor = _divisor_on(scale, device)
+    if divisor is None and device.type != "cpu":
+        return torch.ones((), dtype=torch.float32, device=device)
+    return divisor
+
+
 def _piece_elements(state: FlatAdam) -> int:
     size = piece_elements(state.main)
     is_plain = all(isinstance(stored, Plain) for stored in state.stored)
@@ -674,7 +686,7 @@ class _SgdStates:
             [grad.to(main) for (_, grad), main in zip(chunks, mains)],
             [None if kept is None else kept.read(chunk.start, chunk.end) for kept, (chunk, _) in zip(momenta, chunks)],
             fused=True,
-            grad_scale=_divisor_on(scale, device),
+            grad_scale=_sgd_divisor_on(scale, device),
             found_inf=scale.skip,
             weight_decay=settings.group["weight_decay"],
             momentum=settings.group["momentum"],

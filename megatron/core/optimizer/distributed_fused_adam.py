@@ -161,7 +161,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._adam_w_mode, self._capturable, self._ranks = adam_w_mode, capturable, grid.ranks
         groups = as_groups(params)
         self._device = common_device(groups, None if device is None else torch.device(device))
-        self._scaling = ShardScaling(grid.shards, self._device)
+        self._scaling = ShardScaling(grid.shards, self._device, is_captured=capturable)
         self._grads = GradAccumulator(self._shards, order, scaling=self._scaling, overlap=overlap_grad_sync)
         self._pipeline_size, self._debug = pipeline_size, debug
         self._rates: list[torch.Tensor] = []

@@ -418,10 +418,11 @@ class ShardScaling:
     """Divisor, norm and finiteness of reduced gradients, all on the device.
 
     shards: the ranks over which gradients are sharded; None means this rank alone. device: of the gradients.
+    is_captured: a CUDA graph may repeat divisions and updates.
     """
 
-    def __init__(self, shards: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._shards = shards
+    def __init__(self, shards: dist.ProcessGroup | None, device: torch.device, *, is_captured: bool = False) -> None:
+        self._shards, self._is_captured = shards, is_captured
         # The product of all recorded divisors, [], in fp64, because each one recorded rounds it. The gradients are the
         # values in the shards divided by it.
         self._divisor = torch.ones((), dtype=torch.float64, device=device)
@@ -430,7 +431,9 @@ class ShardScaling:
 
     def reset(self) -> None:
         """Sets the divisor to 1."""
-        if self._is_scaled:
+        # The host does not see what a replay divides: a skipped update leaves its divisor, for a step that reuses the
+        # gradients, and the next iteration must not inherit it.
+        if self._is_scaled or self._is_captured:
             self._divisor.fill_(1.0)
             self._is_scaled = False
 

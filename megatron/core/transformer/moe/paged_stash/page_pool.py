@@ -7,6 +7,7 @@
     pool.restore(group, [rows_again])
     pool.release(group)
     pool.close_group(group)
+    pool.close_sync()                    # returns its memory
 
 cpu_kernels.py implements the operators for the CPU, triton_kernels.py for GPUs. group_memory.py decides when they run.
 
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.pinned_memory import pinned_bytes
 from megatron.core.transformer.moe.paged_stash.cpu_kernels import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     MAX_TENSORS,
@@ -166,11 +168,24 @@ class PagePool:
         self._tables.reset()
         self.generation += 1
 
+    def close_sync(self) -> None:
+        """Returns the memory of both tiers, whoever still holds the pool. NOTE: waits for the device for pinned pages.
+
+        Groups become invalid as at a reset. All work of the pool must be joined. Raises RuntimeError if a CUDA graph
+        that uses the pages is alive.
+        """
+        if self._tables.has_fixed_groups:
+            raise RuntimeError("the pool cannot be closed: a CUDA graph that uses its pages is alive; drop it first")
+        self.reset()
+        self.device_pages, self.host_pages = self.device_pages.new_empty(0), self.host_pages.new_empty(0)
+
     def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
         """Reserves table entries for tensors that are planned together. Raises ValueError for an empty list.
 
         is_fixed: a CUDA graph that is being captured will repeat the group's calls, so its room is never reused.
         """
+        if not self.device_pages.nbytes + self.host_pages.nbytes:
+            raise RuntimeError("the pool is closed: it has no pages")
         if not specs:
             raise ValueError("specs is empty: a group needs a tensor at least")
         if is_fixed:
@@ -359,7 +374,9 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Allocates [num_bytes], uint8, in page-locked memory unless the device is the CPU."""
     locked = device.type != "cpu" and num_bytes > 0
     try:
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=locked)
+        memory = (
+            pinned_bytes(num_bytes, device) if locked else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        )
     except RuntimeError as error:
         raise TierMemoryError(
             f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be allocated"
@@ -449,6 +466,11 @@ class PageTables:
         """Bytes of all slabs, on the device."""
         slabs = [*self.slabs, *(group.slab for group in self._fixed)]
         return sum(slab.table.nbytes + slab.held.nbytes for slab in slabs)
+
+    @property
+    def has_fixed_groups(self) -> bool:
+        """Whether a CUDA graph that uses the pool is alive."""
+        return len(self._fixed) > 0
 
     @property
     def open_groups(self) -> list[PageGroup]:

@@ -1,0 +1,136 @@
+"""Pinned host memory of an exact size: pages mapped from the operating system and registered with CUDA.
+
+    memory = pinned_bytes(20 << 30, torch.device("cuda", 0))    # [num_bytes], uint8, on the CPU
+
+It is for buffers that live longer than a step: host pages of the stash, masters and staging buffers of an optimizer in
+the host's memory, host buffers of offloaded activations and of saves, and shards of FSDP2 in the host's memory. Torch's
+own allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory for the rest of the process.
+Buffers that come and go in every step, such as batches and released gradient buckets, stay with it: it reuses them
+without a wait.
+
+[Note: end of pinned memory] The memory is unregistered and unmapped when the storage dies, i.e. with the last tensor
+that uses it. Torch's allocators know nothing of it: neither record_stream nor a copy keeps it alive, so returning it
+waits for the device first. A CUDA graph keeps addresses and no tensors: whoever owns the graph must keep a tensor for
+as long as the graph may be replayed, as graphs of a stash keep the stash and its pool. CUDA forbids both the wait and
+the unregistration during a capture. Memory that dies in one stays registered until the process ends, with a warning.
+"""
+
+import ctypes
+import mmap
+import resource
+import warnings
+import weakref
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+# Pinned for all contexts of the process. With unified addressing a kernel reaches the memory at the host's address.
+_PORTABLE = 1
+_HUGE_PAGE_BYTES = 2**21
+
+
+class PinnedMemoryError(RuntimeError):
+    """Memory could not be mapped or registered. None of it is held then."""
+
+
+@torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
+def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """Maps zeroed memory that a GPU can address and copies can use asynchronously: [num_bytes], uint8, on the CPU.
+
+    Takes num_bytes rounded up to pages of the operating system. Returns them when the last tensor over the memory dies,
+    after a wait for the device; see [Note: end of pinned memory]. Raises PinnedMemoryError, a RuntimeError.
+    """
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    if not torch.cuda.is_available():
+        raise PinnedMemoryError(f"{num_bytes} bytes cannot be pinned for {device}: this process sees no GPU")
+    mapping = _mapped(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    view = (ctypes.c_ubyte * num_bytes).from_buffer(mapping)
+    try:
+        _register(ctypes.addressof(view), len(mapping), device)
+    except PinnedMemoryError:
+        # Now and not with the traceback, whose frames may live for long.
+        del view
+        mapping.close()
+        raise
+    # The storage keeps the view, whose end is therefore that of the storage. The finalizer keeps the mapping.
+    end = weakref.finalize(view, _return_sync, ctypes.addressof(view), mapping, device)
+    end.atexit = False  # the driver cleans up; graphs and copies may still be there
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """Maps anonymous memory of whole pages. Registration touches and zeroes them, so nothing populates them here."""
+    try:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise PinnedMemoryError(f"{_size(num_bytes)} of host memory cannot be mapped ({error})") from error
+    # A forked process must not share the pages: the first write afterwards would move this process to copies of them,
+    # and the device would keep the originals.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    if num_bytes >= _HUGE_PAGE_BYTES:
+        # Registration goes page by page, 512 times as often with small ones. Kernels may be built without huge pages.
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _register(address: int, num_bytes: int, device: torch.device) -> None:
+    """Registers the bytes from an address on with the device's CUDA context."""
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        status = runtime.cudaHostRegister(address, num_bytes, _PORTABLE)
+        if not int(status):
+            return
+        reason = f"{runtime.cudaGetErrorString(status)} ({int(status)})"
+        noticed = _take_pending_error(device)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    raise PinnedMemoryError(
+        f"{_size(num_bytes)} of host memory cannot be registered with {device}: {reason}{noticed};"
+        f" the limit of locked memory (ulimit -l) is {'none' if limit == resource.RLIM_INFINITY else _size(limit)}"
+    )
+
+
+def _take_pending_error(device: torch.device) -> str:
+    """Clears the runtime's last error and returns a note on it, if torch found one.
+
+    A failed call of the runtime stays its last error, and the next launch that torch checks would be blamed for it.
+    Torch has no function that only clears it, so a small kernel is launched to be blamed.
+    """
+    try:
+        torch.ones(1, device=device)
+    except RuntimeError as error:
+        return f" [{str(error).partition(chr(10))[0]}]"
+    return ""
+
+
+def _return_sync(address: int, mapping: mmap.mmap, device: torch.device) -> None:
+    """Unregisters and unmaps memory that no tensor uses any more. NOTE: waits for the device."""
+    if torch.cuda.is_current_stream_capturing():
+        warnings.warn(
+            f"{_size(len(mapping))} of pinned memory lost their last tensor during a capture and stay until the end"
+            " of the process",
+            ResourceWarning,
+            stacklevel=2,
+        )
+        # Kept by the finalizer of something that never dies.
+        weakref.finalize(_return_sync, len, mapping).atexit = False
+        return
+    with torch.cuda.device(device):
+        # Copies and kernels that were launched before the last tensor died may still use the memory.
+        torch.cuda.synchronize()
+        runtime = torch.cuda.cudart()
+        status = runtime.cudaHostUnregister(address)
+    if int(status):
+        # Pages that may still be registered must keep their addresses.
+        weakref.finalize(_return_sync, len, mapping).atexit = False
+        raise PinnedMemoryError(
+            f"{_size(len(mapping))} of pinned memory cannot be unregistered from {device}:"
+            f" {runtime.cudaGetErrorString(status)} ({int(status)})"
+        )
+    # The caller drops the mapping, which ends with the view that is dying. It cannot be closed before.
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({num_bytes / 2**30:.2f} GiB)"
