@@ -251,9 +251,17 @@ def backward_of(grad: Tensor, *, experts: int = 32) -> None:
 def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8) -> None:
     """Launches the gather of tokens' rows into a buffer and their sum per token."""
     tokens, rows = (_empty(size, width, dtype=DTYPES[dtype], is_aligned=is_aligned) for size in (TOKENS, ROWS))
-    source, slots = torch.empty(ROWS, dtype=torch.int64), torch.empty(TOKENS, topk, dtype=torch.int64)
+    source, slots = torch.empty(ROWS, dtype=torch.int32), torch.empty(TOKENS, topk, dtype=torch.int32)
     triton_rows.gather_rows(tokens, source, num_rows=torch.empty(1, dtype=torch.int64), out=rows)
     triton_rows.sum_rows(rows, slots)
+
+
+def order(experts: int, *, topk: int = 8, dtype: torch.dtype = torch.int64, is_aligned: bool = True) -> None:
+    """Launches the order of slots by expert, and the search for the experts of received rows."""
+    indices = _empty(TOKENS, topk, dtype=dtype, is_aligned=is_aligned)
+    sizes = {"first_expert": 0, "num_experts": experts, "num_parts": 1, "rows_per_part": ROWS, "alignment": 1}
+    triton_rows.order_slots(indices, **sizes)
+    triton_rows.experts_of_rows(torch.empty(8, experts, dtype=torch.int64), rows_per_rank=ROWS // 8)
 
 
 def stash(page_bytes: int, num_tensors: int) -> None:
@@ -344,7 +352,7 @@ def matrix() -> list[Launch]:
     weights, and the constants COUNT, BLOCK and GROUPS. Alignment of addresses and of the number of rows is varied on
     the cases of one GROUPS, and strides of gradients on one case of each kernel that takes any.
     """
-    found = (_products(), _activations(), _biases(), _strided_grads(), _rows(), _stashes(), _adams())
+    found = (_products(), _activations(), _biases(), _strided_grads(), _orders(), _rows(), _stashes(), _adams())
     return distinct(itertools.chain.from_iterable(found))
 
 
@@ -409,6 +417,13 @@ def _rows() -> Iterator[Launch]:
         yield from launches(words, run, can_be_wide=can_be_wide)
 
 
+def _orders() -> Iterator[Launch]:
+    for experts, dtype, is_aligned in itertools.product((*EXPERTS, 512), (torch.int64, torch.int32), (True, False)):
+        kind = "" if dtype == torch.int64 else ", int32"
+        words = f"{experts} experts{kind}{'' if is_aligned else ', addresses + 1'}"
+        yield from launches(words, functools.partial(order, experts, dtype=dtype, is_aligned=is_aligned))
+
+
 def _stashes() -> Iterator[Launch]:
     for page_bytes, count in itertools.product(PAGES, triton_kernels.COUNTS):
         run = functools.partial(stash, page_bytes, count)
@@ -451,6 +466,7 @@ class HotModel:
             yield from launches(f"{self.name}: {name} weight gradient", product.weight_grad)
         run = functools.partial(activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32")
         yield from launches(f"{self.name}: swiglu", run)
+        yield from launches(f"{self.name}: order", functools.partial(order, self.experts, topk=self.topk))
         run = functools.partial(rows_moved, "bf16", self.hidden, topk=self.topk)
         yield from launches(f"{self.name}: tokens", run, can_be_wide=True)
         yield from launches(f"{self.name}: weights", functools.partial(rows_moved, "fp32", 1, topk=self.topk))

@@ -258,7 +258,8 @@ def count(setting: Setting) -> StepLaunches:
 
 
 def _count(argv: list[str]) -> Counter[Launched]:
-    with started_run(argv) as run, gpu_paths():
+    # First the paths, since dispatchers choose theirs when they are built.
+    with gpu_paths(), started_run(argv) as run:
         for _ in range(WARM_UP_STEPS):
             train_step(run)
         with recorded_launches() as found:
