@@ -75,7 +75,7 @@ PAGES = ("plan_kernel", "copy_kernel", "release_kernel")
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
 BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
-ROWS = ("count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
+ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
 FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
 PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and growth", "Copies and products", "Long checks", "Benchmarks"
 
@@ -172,7 +172,7 @@ CHECKS = (
         1,
         EACH,
         "slots are ordered as on the CPU, rows gathered with its bytes and summed to one rounding",
-        _tests(KERNELS, "-k", "(gathered and bfloat16-1000-90) or (slots and 5000) or experts_of_rows"),
+        _tests(KERNELS, "-k", "(gathered and bfloat16-1000-90) or (slots and 5000) or experts_of_rows or choices"),
         25,
         kernels=ROWS,
         known=State.MODELLED,

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     split_tensors,
 )
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
+from megatron.core.transformer.moe.router import ops as router_ops
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
 pytestmark = pytest.mark.gpu
@@ -262,3 +263,18 @@ def test_experts_of_rows_are_those_of_the_cpu(ranks: int, experts: int, rows: in
     counts = torch.randint(0, 2 * rows // experts + 1, (ranks, experts))
     found = row_ops.experts_of_rows(counts.to(DEVICE), rows_per_rank=rows)
     assert torch.equal(found.cpu(), row_ops.experts_of_rows(counts, rows_per_rank=rows))
+
+
+@pytest.mark.parametrize("is_row", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(0, 4, 2), (70, 1, 1), (70, 6, 2), (3000, 512, 8)])
+def test_gradients_of_choices_agree(tokens: int, experts: int, topk: int, is_row: bool) -> None:
+    logits = made(tokens, experts)
+    chosen, indices = logits.topk(topk)
+    weights, scores = chosen.softmax(-1), logits.softmax(-1)
+    grad_scores = made(experts).expand(tokens, -1) if is_row else made(tokens, experts, seed=1)
+    results = []
+    for device, dtype in ((DEVICE, torch.float32), ("cpu", torch.float64)):
+        given = [values.to(device, dtype) for values in (made(tokens, topk, seed=2), weights)]
+        of_scores = {"grad_scores": grad_scores.to(device, dtype), "scores": scores.to(device, dtype)}
+        results.append(router_ops.choice_grad(*given, indices.to(device), **of_scores))
+    assert near(*results, ERROR[torch.float32])

@@ -66,7 +66,7 @@ def order_by_expert(
     expert_indices: [T, K], int64 or int32; slots outside the num_experts experts from first_expert on get no row.
     capacity: C, a multiple of alignment. Slots of one expert keep their order.
     """
-    *maps, _, kept, rows_needed, num_rows = ops.order_slots(
+    slots, tokens, rows, _, kept, rows_needed, num_rows = ops.order_slots(
         expert_indices,
         first_expert=first_expert,
         num_experts=num_experts,
@@ -74,7 +74,7 @@ def order_by_expert(
         rows_per_part=capacity,
         alignment=alignment,
     )
-    return StaticOrder(*maps, kept, rows_needed, num_rows)
+    return StaticOrder(slots, tokens, rows, kept, rows_needed, num_rows)
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
@@ -83,7 +83,7 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
     expert_indices: [T, K], int64 or int32; slots outside 0 to num_experts - 1 get no row. Each rank has the same number
     of experts, numbered consecutively.
     """
-    *maps, wanted, _, rows_needed, num_rows = ops.order_slots(
+    slots, tokens, rows, wanted, _, rows_needed, num_rows = ops.order_slots(
         expert_indices,
         first_expert=0,
         num_experts=num_experts,
@@ -91,7 +91,7 @@ def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, r
         rows_per_part=rows_per_rank,
         alignment=1,
     )
-    return StaticOrder(*maps, wanted, rows_needed, num_rows)
+    return StaticOrder(slots, tokens, rows, wanted, rows_needed, num_rows)
 
 
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
