@@ -171,8 +171,13 @@ CHECKS = (
         "kernels_rows",
         1,
         EACH,
-        "slots are ordered as on the CPU, rows gathered with its bytes and summed to one rounding",
-        _tests(KERNELS, "-k", "(gathered and bfloat16-1000-90) or (slots and 5000) or experts_of_rows or choices"),
+        "slots are ordered as on the CPU, rows gathered with its bytes, rows and gradients summed to one rounding",
+        _tests(
+            KERNELS,
+            "-k",
+            "(gathered and bfloat16-1000-90) or (slots and 5000 and dtype0) or (experts_of_rows and 33) "
+            "or (choices and 70-6-2)",
+        ),
         25,
         kernels=ROWS,
         known=State.MODELLED,
