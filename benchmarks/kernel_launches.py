@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from megatron.core.optimizer import triton_adam
 from megatron.core.optimizer.stored_floats import Plain, Rounded, ScaledHalf, StoredFloats, WithRemainder
-from megatron.core.transformer.moe import triton_rows
+from megatron.core.transformer.moe import triton_router, triton_rows
 from megatron.core.transformer.moe.paged_stash import (
     triton_activations,
     triton_biases,
@@ -46,6 +46,7 @@ MODULES: tuple[ModuleType, ...] = (
     triton_grouped_gemm,
     triton_activations,
     triton_biases,
+    triton_router,
     triton_rows,
     triton_kernels,
     triton_adam,
@@ -252,9 +253,26 @@ def backward_of(grad: Tensor, *, experts: int = 32) -> None:
 def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8) -> None:
     """Launches the gather of tokens' rows into a buffer and their sum per token."""
     tokens, rows = (_empty(size, width, dtype=DTYPES[dtype], is_aligned=is_aligned) for size in (TOKENS, ROWS))
-    source, slots = torch.empty(ROWS, dtype=torch.int64), torch.empty(TOKENS, topk, dtype=torch.int64)
+    source, slots = torch.empty(ROWS, dtype=torch.int32), torch.empty(TOKENS, topk, dtype=torch.int32)
     triton_rows.gather_rows(tokens, source, num_rows=torch.empty(1, dtype=torch.int64), out=rows)
     triton_rows.sum_rows(rows, slots)
+
+
+def choice(experts: int, *, topk: int = 8, dtype: str = "fp32", is_row: bool = True) -> None:
+    """Launches the gradient of logits; is_row: the gradient of scores is one row, as of a balancing loss."""
+    topk, element = min(topk, experts), {**DTYPES, "fp64": torch.float64}[dtype]
+    weights, scores = (torch.empty(TOKENS, width, dtype=element) for width in (topk, experts))
+    grad_scores = torch.empty(experts, dtype=element).expand(TOKENS, -1) if is_row else torch.empty_like(scores)
+    indices = torch.empty(TOKENS, topk, dtype=torch.int64)
+    triton_router.choice_grad(torch.empty_like(weights), weights, indices, grad_scores=grad_scores, scores=scores)
+
+
+def order(experts: int, *, topk: int = 8, dtype: torch.dtype = torch.int64, is_aligned: bool = True) -> None:
+    """Launches the order of slots by expert, and the search for the experts of received rows."""
+    indices = _empty(TOKENS, topk, dtype=dtype, is_aligned=is_aligned)
+    sizes = {"first_expert": 0, "num_experts": experts, "num_parts": 1, "rows_per_part": ROWS, "alignment": 1}
+    triton_rows.order_slots(indices, **sizes)
+    triton_rows.experts_of_rows(torch.empty(8, experts, dtype=torch.int64), rows_per_rank=ROWS // 8)
 
 
 def stash(page_bytes: int, num_tensors: int) -> None:
@@ -345,7 +363,17 @@ def matrix() -> list[Launch]:
     weights, and the constants COUNT, BLOCK and GROUPS. Alignment of addresses and of the number of rows is varied on
     the cases of one GROUPS, and strides of gradients on one case of each kernel that takes any.
     """
-    found = (_products(), _activations(), _biases(), _strided_grads(), _rows(), _stashes(), _adams())
+    found = (
+        _products(),
+        _activations(),
+        _biases(),
+        _strided_grads(),
+        _choices(),
+        _orders(),
+        _rows(),
+        _stashes(),
+        _adams(),
+    )
     return distinct(itertools.chain.from_iterable(found))
 
 
@@ -410,6 +438,19 @@ def _rows() -> Iterator[Launch]:
         yield from launches(words, run, can_be_wide=can_be_wide)
 
 
+def _choices() -> Iterator[Launch]:
+    for experts, dtype, is_row in itertools.product((*EXPERTS, 512), ("fp32", "fp64"), (True, False)):
+        words = f"{dtype}, {experts} experts{'' if is_row else ', a gradient for each token'}"
+        yield from launches(words, functools.partial(choice, experts, dtype=dtype, is_row=is_row))
+
+
+def _orders() -> Iterator[Launch]:
+    for experts, dtype, is_aligned in itertools.product((*EXPERTS, 512), (torch.int64, torch.int32), (True, False)):
+        kind = "" if dtype == torch.int64 else ", int32"
+        words = f"{experts} experts{kind}{'' if is_aligned else ', addresses + 1'}"
+        yield from launches(words, functools.partial(order, experts, dtype=dtype, is_aligned=is_aligned))
+
+
 def _stashes() -> Iterator[Launch]:
     for page_bytes, count in itertools.product(PAGES, triton_kernels.COUNTS):
         run = functools.partial(stash, page_bytes, count)
@@ -452,6 +493,8 @@ class HotModel:
             yield from launches(f"{self.name}: {name} weight gradient", product.weight_grad)
         run = functools.partial(activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32")
         yield from launches(f"{self.name}: swiglu", run)
+        yield from launches(f"{self.name}: choice", functools.partial(choice, self.experts, topk=self.topk))
+        yield from launches(f"{self.name}: order", functools.partial(order, self.experts, topk=self.topk))
         run = functools.partial(rows_moved, "bf16", self.hidden, topk=self.topk)
         yield from launches(f"{self.name}: tokens", run, can_be_wide=True)
         yield from launches(f"{self.name}: weights", functools.partial(rows_moved, "fp32", 1, topk=self.topk))

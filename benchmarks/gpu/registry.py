@@ -75,7 +75,7 @@ PAGES = ("plan_kernel", "copy_kernel", "release_kernel")
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
 BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
-ROWS = ("gather_kernel", "sum_kernel")
+ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
 FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
 PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and growth", "Copies and products", "Long checks", "Benchmarks"
 
@@ -171,8 +171,13 @@ CHECKS = (
         "kernels_rows",
         1,
         EACH,
-        "rows are gathered with the CPU's bytes and summed to one rounding",
-        _tests(KERNELS, "-k", "gathered and bfloat16-1000-90"),
+        "slots are ordered as on the CPU, rows gathered with its bytes, rows and gradients summed to one rounding",
+        _tests(
+            KERNELS,
+            "-k",
+            "(gathered and bfloat16-1000-90) or (slots and 5000 and dtype0) or (experts_of_rows and 33) "
+            "or (choices and 70-6-2)",
+        ),
         25,
         kernels=ROWS,
         known=State.MODELLED,

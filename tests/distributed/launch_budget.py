@@ -45,6 +45,7 @@ MOE = "core/transformer/moe"
 PHASES = {
     rf"{MOE}/static_rows\.py order_by_(expert|rank)": "order_by_expert",
     rf"{MOE}/paged_stash/(group_memory|page_pool|reserve|saved_tensors|stash|stash_order)\.py .*": "stash",
+    rf"{MOE}/paged_stash/expert_ops\.py recompute": "stash",  # of what it dropped
     rf"{MOE}/aux_losses\.py .*": "router losses",
     rf"{MOE}/router\.py .*": "router",
     rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
@@ -76,7 +77,7 @@ ELSEWHERE, ACCUMULATION, ON_HOST = "elsewhere", "accumulation", "on the host"
 MOE_PHASES = ("router", "router losses", "order_by_expert", "demand", "dispatch", "experts", "combine")
 
 KINDS = {
-    "own kernels": r"(static_rows|paged_stash)::.*",
+    "own kernels": r"(static_rows|paged_stash|router)::.*",
     "collectives": r"c10d::.*",
     "products": r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm|_scaled_dot_product\w*)\b.*",
     "sorts, scans": r"aten::(sort|topk|cumsum|searchsorted|bincount)\b.*",
@@ -254,7 +255,8 @@ def count(setting: Setting) -> StepLaunches:
 
 
 def _count(argv: list[str]) -> Counter[Launched]:
-    with started_run(argv) as run, gpu_paths():
+    # First the paths, since dispatchers choose theirs when they are built.
+    with gpu_paths(), started_run(argv) as run:
         for _ in range(WARM_UP_STEPS):
             train_step(run)
         with recorded_launches() as found:

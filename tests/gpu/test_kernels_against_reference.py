@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     split_tensors,
 )
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
+from megatron.core.transformer.moe.router import ops as router_ops
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
 pytestmark = pytest.mark.gpu
@@ -212,14 +213,73 @@ def test_biases_and_their_gradients_agree(dtype: torch.dtype, width: int, has_sc
 @pytest.mark.parametrize(("dtype", "width"), CASES, ids=str)
 def test_rows_are_gathered_and_summed_as_on_the_cpu(dtype: torch.dtype, width: int, live: int) -> None:
     generator, tokens, choices = torch.Generator().manual_seed(live), 50, 8
-    x, source = made(tokens, width).to(dtype), torch.randint(-1, tokens, (MAX_ROWS,), generator=generator)
+    x = made(tokens, width).to(dtype)
+    source = torch.randint(-1, tokens, (MAX_ROWS,), generator=generator, dtype=torch.int32)
     found, expected = (torch.full((MAX_ROWS, width), 7, dtype=dtype, device=device) for device in (DEVICE, "cpu"))
     for out in (found, expected):
         on_device = x.to(out.device), source.to(out.device)
         row_ops.gather_rows(*on_device, num_rows=torch.tensor([live], device=out.device), out=out)
     assert torch.equal(found.cpu(), expected)
     rows = made(MAX_ROWS, width, rows=live).to(dtype)
-    row_of_slot = torch.randint(-1, max(live, 1), (tokens, choices), generator=generator)
+    row_of_slot = torch.randint(-1, max(live, 1), (tokens, choices), generator=generator, dtype=torch.int32)
     row_of_slot = row_of_slot.where(row_of_slot < live, -1)
     found = row_ops.sum_rows(rows.to(DEVICE), row_of_slot.to(DEVICE))
     assert near(found, row_ops.sum_rows(rows.double(), row_of_slot), ERROR[dtype])
+
+
+# Tokens, choices, experts, parts, rows of a part, alignment.
+ORDERS = [
+    (0, 2, 4, 1, 8, 1),
+    (40, 1, 1, 1, 30, 1),
+    (5000, 3, 8, 1, 20000, 128),
+    (5000, 8, 128, 4, 9000, 1),
+    (131072, 8, 512, 1, 1 << 20, 1),
+    (131072, 8, 300, 4, 200000, 1),
+    (131072, 8, 16, 1, 600000, 16),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("sizes", ORDERS, ids=str)
+def test_slots_are_ordered_as_on_the_cpu_in_each_replay(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    tokens, choices, experts, parts, rows, alignment = sizes
+    first, generator = 2, torch.Generator().manual_seed(tokens)
+    options = {"first_expert": first, "num_experts": experts, "num_parts": parts, "rows_per_part": rows}
+    options["alignment"] = alignment
+    bounds = first - 1, first + experts + 1
+    routings = [torch.randint(*bounds, (tokens, choices), generator=generator, dtype=dtype) for _ in range(3)]
+    # All tokens to one expert.
+    routings.append(torch.full_like(routings[0], first + experts - 1))
+    indices = routings[0].to(DEVICE)
+    row_ops.order_slots(indices, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = row_ops.order_slots(indices, **options)
+    for routing in routings:
+        indices.copy_(routing)
+        graph.replay()
+        for one, other in zip(found, row_ops.order_slots(routing, **options), strict=True):
+            assert torch.equal(one.cpu(), other) and one.dtype == other.dtype
+
+
+@pytest.mark.parametrize(("ranks", "experts", "rows"), [(1, 1, 5), (3, 4, 30), (2, 33, 300), (64, 512, 4000)])
+def test_experts_of_rows_are_those_of_the_cpu(ranks: int, experts: int, rows: int) -> None:
+    counts = torch.randint(0, 2 * rows // experts + 1, (ranks, experts))
+    found = row_ops.experts_of_rows(counts.to(DEVICE), rows_per_rank=rows)
+    assert torch.equal(found.cpu(), row_ops.experts_of_rows(counts, rows_per_rank=rows))
+
+
+@pytest.mark.parametrize("is_row", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(0, 4, 2), (70, 1, 1), (70, 6, 2), (3000, 512, 8)])
+def test_gradients_of_choices_agree(tokens: int, experts: int, topk: int, is_row: bool) -> None:
+    logits = made(tokens, experts)
+    chosen, indices = logits.topk(topk)
+    weights, scores = chosen.softmax(-1), logits.softmax(-1)
+    grad_scores = made(experts).expand(tokens, -1) if is_row else made(tokens, experts, seed=1)
+    results = []
+    for device, dtype in ((DEVICE, torch.float32), ("cpu", torch.float64)):
+        given = [values.to(device, dtype) for values in (made(tokens, topk, seed=2), weights)]
+        of_scores = {"grad_scores": grad_scores.to(device, dtype), "scores": scores.to(device, dtype)}
+        results.append(router_ops.choice_grad(*given, indices.to(device), **of_scores))
+    assert near(*results, ERROR[torch.float32])

@@ -24,7 +24,7 @@ _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backw
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 # torch's, and those of experts with buffers of a fixed size.
 GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
-_COUNTED = {"aten", "paged_stash", "static_rows"}
+_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
 # They move nothing: memory that is handed out, other views of it, reads by the host.
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),

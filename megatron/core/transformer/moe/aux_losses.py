@@ -63,12 +63,14 @@ class BalancingLoss(NamedTuple):
 class Routed:
     """The routing of one micro-batch of T = S x B tokens, position before sequence.
 
-    logits: [T, E], fp32 or fp64. indices: [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of
+    logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalised scores if the route computed them. indices:
+    [T, K], int64. group: `tp_cp`, the ranks that hold the other positions of
     the micro-batch. average_counts: turns this rank's counts [E] into their mean over the micro-batches of all ranks in
     the step so far.
     """
 
     logits: Tensor
+    scores: Tensor | None
     indices: Tensor
     num_sequences: int
     group: dist.ProcessGroup | None
@@ -104,7 +106,7 @@ class LoadBalancing:
         if not self.wanted:
             return []
         # Over all experts, unlike the routing weights, because experts that were not chosen need a gradient too.
-        scores = self.normalised_scores(routed.logits)
+        scores = self.normalised_scores(routed.logits) if routed.scores is None else routed.scores
         if not self.counts_actual_choice:
             routed = replace(routed, indices=scores.topk(self.topk, dim=-1).indices)
         return [
@@ -174,14 +176,15 @@ def count_tokens(expert_indices: Tensor, num_experts: int) -> Tensor:
 
 
 def summed_counts(tokens: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the sum over the group's ranks as a new tensor; tokens: any shape, int64. Collective.
+    """Returns the sum over the group's ranks; tokens: any shape, int64, which a single rank gets back. Collective.
 
     See [Note: groups of counts] for the groups of its callers.
     """
+    if group_size(group) == 1:
+        return tokens
     total = tokens.clone()
-    if group_size(group) > 1:
-        # Integer sums do not depend on the order.
-        dist.all_reduce(total, group=group)
+    # Integer sums do not depend on the order.
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -287,14 +290,15 @@ class AuxLossRecorder(Recorder, nn.Module):
         if not self._recording:
             return
         row = self.names.index(name)  # sums and counts are [names, layers]
-        self.sums[row, layer_number - 1] += value.detach()
-        self.counts[row, layer_number - 1] += count
+        # Additions to entries by += would copy the sums to where they are already.
+        self.sums[row, layer_number - 1].add_(value.detach())
+        self.counts[row, layer_number - 1].add_(count)
 
     def record_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's tokens; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
         if not self._recording:
             return
-        self.tokens_per_expert[layer_number - 1] += tokens_per_expert
+        self.tokens_per_expert[layer_number - 1].add_(tokens_per_expert)
         if self._passes is not None:
             self._passes.setdefault(layer_number, []).append(tokens_per_expert)
 
@@ -306,8 +310,8 @@ class AuxLossRecorder(Recorder, nn.Module):
         """
         layer, averages = layer_number - 1, self._averages[layer_number]
         if self._recording:
-            self.global_tokens_per_expert[layer] += summed_counts(tokens_per_expert, self.groups.tp_dp_cp)
-            self.num_microbatches[layer] += group_size(self.groups.tp_dp_cp) // group_size(self.groups.tp_cp)
+            self.global_tokens_per_expert[layer].add_(summed_counts(tokens_per_expert, self.groups.tp_dp_cp))
+            self.num_microbatches[layer].add_(group_size(self.groups.tp_dp_cp) // group_size(self.groups.tp_cp))
             average = self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer]
             if runs_again:
                 averages.append(average)

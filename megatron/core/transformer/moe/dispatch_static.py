@@ -191,14 +191,19 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         factor or T any more.
         """
 
-    def by_expert(self, expert_indices: Tensor, *, num_tokens: int) -> StaticRows:
-        """Orders rows in the buffer of C rows; expert_indices: [N, K], int64, where 0 is this rank's first expert.
+    def by_expert(self, expert_indices: Tensor, *, num_tokens: int, first_expert: int = 0) -> StaticRows:
+        """Orders rows in the buffer of C rows; expert_indices: [N, K], int64 or int32.
 
-        num_tokens: T, of each rank.
+        num_tokens: T, of each rank. first_expert: the index of this rank's first expert.
         """
-        capacity = self.budget.rows_of_rank(num_tokens)
-        order = order_by_expert(expert_indices, len(self.experts), capacity=capacity, alignment=self.budget.alignment)
-        return StaticRows(order, order.rows_per_group.sum(0, keepdim=True))
+        order = order_by_expert(
+            expert_indices,
+            len(self.experts),
+            capacity=self.budget.rows_of_rank(num_tokens),
+            alignment=self.budget.alignment,
+            first_expert=first_expert,
+        )
+        return StaticRows(order, order.num_rows)
 
 
 # --- Gathering tokens ---
@@ -223,8 +228,8 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         tokens: [T, H], any float dtype; probs: [T, K], float; expert_indices: [T, K], int64. Returns probs and the
         rows.
         """
-        indices = all_gather_rows(expert_indices, self.group).wait() - self.experts.start
-        return probs, self.by_expert(indices, num_tokens=len(tokens))
+        indices = all_gather_rows(expert_indices, self.group).wait()
+        return probs, self.by_expert(indices, num_tokens=len(tokens), first_expert=self.experts.start)
 
     def send(self, tokens: Tensor, preprocessed: tuple[Tensor, StaticRows]) -> StaticGathered:
         """Gathers tokens: [T, H], any float dtype, and their weights."""
@@ -255,7 +260,7 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
 class RankRows:
     """Rows by the rank that they are sent to, and by the rank that they arrive from.
 
-    sent: this rank's slots in the rows that it sends. experts: [received rows, 1], int64, on the device: the local
+    sent: this rank's slots in the rows that it sends. experts: [received rows, 1], int32, on the device: the local
     expert of each received row, e for padding. counts: [ranks, e], int64, on the device: slots of each rank for each
     local expert, including slots beyond P rows. send, receive: rows to and from each rank; None means P.
     """
@@ -318,7 +323,7 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
     padded = padded_rank_rows(expert_indices, sizes)
     is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
     # One more entry, -1, to which the slots without a row point.
-    rows = torch.cat([is_sent.cumsum(0) - 1, padded.experts.new_full((1,), -1)])
+    rows = torch.cat([is_sent.cumsum(0, dtype=torch.int32) - 1, padded.experts.new_full((1,), -1)])
     order = replace(
         padded.sent,
         slot_of_row=padded.sent.slot_of_row[is_sent],

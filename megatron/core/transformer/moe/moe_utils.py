@@ -61,7 +61,7 @@ def topk_routing_with_score_function(
         scaling_factor=scaling_factor,
         score_function=score_function,
     )
-    weights, indices = route(logits.to(torch.promote_types(logits.dtype, torch.float32)), expert_bias)
+    weights, indices, _ = route(logits.to(torch.promote_types(logits.dtype, torch.float32)), expert_bias)
     table = torch.zeros_like(logits).scatter(1, indices, weights.to(logits.dtype))
     return table, torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
 

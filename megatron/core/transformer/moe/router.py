@@ -6,10 +6,11 @@ choice. Losses and everything else that keeps loads even are in aux_losses.py.
 T tokens, H hidden, E experts, K top-k, G groups of experts.
 """
 
+import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +37,30 @@ from megatron.core.transformer.moe.aux_losses import (
     with_even_loads,
     z_loss_func,
 )
+from megatron.core.transformer.moe.paged_stash.operator_library import operator
 from megatron.core.transformer.recompute import Drawing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# (logits [T, E], expert bias [E] or None) -> weights [T, K] and expert indices [T, K].
-Route = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+class Choice(NamedTuple):
+    """A route's result: weights [T, K], the logits' dtype, and expert indices [T, K], int64.
+
+    scores: [T, E], the weights' dtype: the scores of all experts, normalised, if the route computes them too.
+    """
+
+    weights: Tensor
+    indices: Tensor
+    scores: Tensor | None = None
+
+
+# (logits [T, E], expert bias [E] or None) -> the choice.
+Route = Callable[[Tensor, Tensor | None], Choice]
+# The launcher, which has the operator's name.
+_LAUNCHERS: tuple[Callable[..., Any], ...] = ()
+if importlib.util.find_spec("triton") is not None:
+    from megatron.core.transformer.moe import triton_router
+
+    _LAUNCHERS = (triton_router.choice_grad,)
 # (scores [T, E]) -> the K highest scores and their indices, as torch.topk returns them.
 _Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 # Avoids a division by zero for a token whose scores are all zero.
@@ -129,10 +149,10 @@ class TopKRouter(Router):
         # context-parallel ranks, num_averaged. Over data-parallel ranks the average is correct.
         self.sequence_group, self.num_shares = groups.tp_cp, group_size(groups.tp_cp)
         self.num_averaged = group_size(groups.cp)
-        self.training_route, self.evaluation_route = _build_routes(config)
         self.balancing = LoadBalancing(
             config, partial(normalised_scores, score_function=config.moe_router_score_function)
         )
+        self.training_route, self.evaluation_route = _build_routes(config, has_losses=bool(self.balancing.wanted))
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
         self.forces_balance = config.moe_router_force_load_balancing
         bias = None
@@ -187,15 +207,16 @@ class TopKRouter(Router):
         if learning and self.z_loss_coeff > 0:
             logits = self._add_z_loss(logits)  # the values are unchanged; backward also reaches the loss
         route = self.training_route if self.training else self.evaluation_route
-        weights, indices = route(logits, self.expert_bias)
+        weights, indices, scores = route(logits, self.expert_bias)
         if learning:
-            routed = Routed(logits, indices, num_sequences, self.sequence_group, self._average_counts)
+            routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts)
             weights = self._add_balancing_losses(weights, routed)
             self.aux_losses.record_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
         return weights, indices
 
     def _add_z_loss(self, logits: Tensor) -> Tensor:
-        loss = z_loss_func(logits, self.z_loss_coeff) / self.num_shares
+        loss = z_loss_func(logits, self.z_loss_coeff)
+        loss = loss if self.num_shares == 1 else loss / self.num_shares
         return self._add_loss(logits, loss, name=Z_LOSS, coeff=self.z_loss_coeff)
 
     def _add_balancing_losses(self, weights: Tensor, routed: Routed) -> Tensor:
@@ -214,13 +235,18 @@ class TopKRouter(Router):
         Returns the activation, through which backward also reaches the loss.
         """
         # The log averages over ranks, so a share is scaled to a whole loss.
-        self.aux_losses.record(name, loss / coeff * self.num_shares, layer_number=self.layer_number)
+        self.aux_losses.record(name, _times(loss / coeff, self.num_shares), layer_number=self.layer_number)
         if self.config.calculate_per_token_loss:
             # The main loss is then a sum over tokens, and gradients are divided by their number at the end of the step.
             loss = loss * (len(activation) * self.num_shares)
         else:
-            loss = loss * self.num_averaged
+            loss = _times(loss, self.num_averaged)
         return self.aux_losses.attach(activation, loss)
+
+
+def _times(loss: Tensor, factor: int) -> Tensor:
+    # A product with 1 would launch kernels forward and backward.
+    return loss if factor == 1 else loss * factor
 
 
 class _LinearIn(torch.autograd.Function):
@@ -245,11 +271,25 @@ class _LinearIn(torch.autograd.Function):
 # --- Routes: from logits to experts and weights ---
 
 
-def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
-    """Returns the routes for training and for evaluation."""
+def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> Choice:
+    """Weighs by a softmax over the chosen experts, so that the K weights of a token sum to one."""
+    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    chosen, indices = choose(logits)
+    return Choice(chosen.softmax(dim=-1), indices)
+
+
+def _softmax_of_chosen_and_all(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> Choice:
+    """Weighs as _softmax_of_chosen does, and scores all experts for the balancing losses."""
+    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
+    return Choice(*_ChosenAndAll.apply(logits, choose))
+
+
+def _build_routes(config: TransformerConfig, *, has_losses: bool) -> tuple[Route, Route]:
+    """Returns the routes for training and for evaluation; has_losses: whether training adds balancing losses."""
     if config.uses_sinkhorn:
         return build_sinkhorn_routes(config.moe_router_topk)
-    route = build_route(
+    build = partial(
+        build_route,
         config.moe_router_topk,
         pre_softmax=config.moe_router_pre_softmax,
         num_groups=config.moe_router_num_groups,
@@ -258,7 +298,7 @@ def _build_routes(config: TransformerConfig) -> tuple[Route, Route]:
         scaling_factor=config.moe_router_topk_scaling_factor,
         score_function=config.moe_router_score_function,
     )
-    return route, route
+    return build(softmax_of_chosen=_softmax_of_chosen_and_all if has_losses else _softmax_of_chosen), build()
 
 
 def build_route(
@@ -270,8 +310,12 @@ def build_route(
     group_score: str = "sum",
     scaling_factor: float | None = None,
     score_function: str = "softmax",
+    softmax_of_chosen: Callable[..., Choice] = _softmax_of_chosen,
 ) -> Route:
-    """Builds the route that the options describe, so that no option is tested in forward."""
+    """Builds the route that the options describe, so that no option is tested in forward.
+
+    softmax_of_chosen: the route of softmax scores without pre_softmax.
+    """
     choose: _Choose = partial(torch.topk, k=topk, dim=-1)
     if num_groups is not None and group_topk is not None:
         counted = 1 if group_score == "max" else topk // group_topk
@@ -279,7 +323,7 @@ def build_route(
             group_limited_topk, topk=topk, num_groups=num_groups, group_topk=group_topk, scores_per_group=counted
         )
     if score_function == "softmax" and not pre_softmax:
-        route: Route = partial(_softmax_of_chosen, choose=choose)
+        route: Route = partial(softmax_of_chosen, choose=choose)
     else:
         # Softmax scores are used as they are; they sum to one over all experts. Others are normalised over the chosen.
         share = score_function != "softmax" and topk > 1
@@ -344,13 +388,6 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50) -> Te
     return columns * matrix * rows.unsqueeze(1)
 
 
-def _softmax_of_chosen(logits: Tensor, expert_bias: Tensor | None, *, choose: _Choose) -> tuple[Tensor, Tensor]:
-    assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
-    # Softmax over the chosen experts, so that the K weights of a token sum to one.
-    chosen, indices = choose(logits)
-    return chosen.softmax(dim=-1), indices
-
-
 def _scores_of_chosen(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -358,25 +395,25 @@ def _scores_of_chosen(
     score: Callable[[Tensor], Tensor],
     choose: _Choose,
     finish: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
+) -> Choice:
     scores = score(logits)
     # The bias affects the choice, never the weights.
     _, indices = choose(scores if expert_bias is None else scores + expert_bias)
-    return finish(scores.gather(1, indices)), indices
+    return Choice(finish(scores.gather(1, indices)), indices)
 
 
 def _sinkhorn_route(
     logits: Tensor, expert_bias: Tensor | None, *, score: Callable[[Tensor], Tensor], choose: _Choose
-) -> tuple[Tensor, Tensor]:
+) -> Choice:
     assert expert_bias is None, "RouterConfig refuses a bias for softmax scores"
     with torch.no_grad():
         _, indices = choose(sinkhorn(logits))
-    return score(logits).gather(1, indices), indices
+    return Choice(score(logits).gather(1, indices), indices)
 
 
-def _scaled(logits: Tensor, expert_bias: Tensor | None, *, route: Route, factor: float) -> tuple[Tensor, Tensor]:
-    weights, indices = route(logits, expert_bias)
-    return weights * factor, indices
+def _scaled(logits: Tensor, expert_bias: Tensor | None, *, route: Route, factor: float) -> Choice:
+    choice = route(logits, expert_bias)
+    return choice._replace(weights=choice.weights * factor)
 
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
@@ -402,3 +439,60 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "sqrtsoftplus": _sqrt_softplus,
 }
+
+
+# --- The gradient of both softmaxes, as ops.choice_grad ---
+
+
+class _ChosenAndAll(torch.autograd.Function):
+    """Chooses experts; returns the softmax over the chosen, their indices, and the softmax over all.
+
+    One node for both softmaxes, since their gradients of the logits are then one kernel, without a sum after it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, choose: _Choose) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # which would fill one for the indices
+        chosen, indices = choose(logits)
+        weights, scores = chosen.softmax(dim=-1), logits.softmax(dim=-1)
+        ctx.save_for_backward(weights, indices, scores)
+        ctx.mark_non_differentiable(indices)
+        return weights, indices, scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_weights: Tensor | None, _: None, grad_scores: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        weights, indices, scores = ctx.saved_tensors
+        grad_weights = torch.zeros_like(weights) if grad_weights is None else grad_weights
+        grad_scores = torch.zeros_like(scores) if grad_scores is None else grad_scores
+        return ops.choice_grad(grad_weights, weights, indices, grad_scores=grad_scores, scores=scores), None
+
+
+ops = torch.ops.router
+
+
+def _like_scores(
+    grad_weights: Tensor, weights: Tensor, indices: Tensor, *, grad_scores: Tensor, scores: Tensor
+) -> Tensor:
+    return torch.empty_like(scores)
+
+
+@operator(
+    "router",
+    "(Tensor grad_weights, Tensor weights, Tensor indices, *, Tensor grad_scores, Tensor scores) -> Tensor",
+    cuda=_LAUNCHERS,
+    fake=_like_scores,
+)
+def choice_grad(
+    grad_weights: Tensor, weights: Tensor, indices: Tensor, *, grad_scores: Tensor, scores: Tensor
+) -> Tensor:
+    """Computes the gradient of logits from those of two softmaxes, over the chosen experts and over all.
+
+    grad_weights, weights: [T, K], fp32 or fp64; indices: [T, K], int64, distinct for a token; grad_scores, scores:
+    [T, E], same dtype, of any strides. Returns [T, E], same dtype.
+    """
+    of_chosen = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+    of_all = torch._softmax_backward_data(grad_scores, scores, -1, scores.dtype)
+    return torch.zeros_like(scores).scatter_(1, indices, of_chosen).add_(of_all)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.transformer.moe.paged_stash.operator_library import operator
-from megatron.core.transformer.moe.permutation import count_sorted, place_in_group
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # The launchers, which have the operators' names.
@@ -28,7 +27,12 @@ _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
     from megatron.core.transformer.moe import triton_rows
 
-    _LAUNCHERS = (triton_rows.gather_rows, triton_rows.sum_rows)
+    _LAUNCHERS = (
+        triton_rows.order_slots,
+        triton_rows.experts_of_rows,
+        triton_rows.gather_rows,
+        triton_rows.sum_rows,
+    )
 
 # --- Orders ---
 
@@ -37,12 +41,13 @@ if HAS_TRITON:
 class StaticOrder:
     """Slots and their rows in a buffer, all on one device.
 
-    slot_of_row, token_of_row: [C], int64, -1 for padding. row_of_slot: [T, K], int64, -1 for a slot without a row.
+    slot_of_row, token_of_row: [C], int32, -1 for padding. row_of_slot: [T, K], int32, -1 for a slot without a row.
     rows_per_group: int64, one count per expert, with a meaning that depends on the order. From order_by_expert it is
     [e]: the rows that each expert of this rank has in the buffer, alignment included. From order_by_rank it is
     [ranks * e]: the slots that chose each expert of each rank, including slots that got no row.
     rows_needed: [1], int64: the smallest buffer, or from order_by_rank the smallest part of each rank, that would have
     a row for every slot.
+    num_rows: [1], int64: the rows that hold a slot, and from order_by_expert also the padding of each expert.
     """
 
     slot_of_row: Tensor
@@ -50,85 +55,58 @@ class StaticOrder:
     row_of_slot: Tensor
     rows_per_group: Tensor
     rows_needed: Tensor
+    num_rows: Tensor
 
 
-def order_by_expert(expert_indices: Tensor, num_experts: int, *, capacity: int, alignment: int = 1) -> StaticOrder:
+def order_by_expert(
+    expert_indices: Tensor, num_experts: int, *, capacity: int, alignment: int = 1, first_expert: int = 0
+) -> StaticOrder:
     """Packs the rows of the experts, each padded to a multiple of `alignment` rows.
 
-    expert_indices: [T, K], int64; slots outside 0 to num_experts - 1 get no row. capacity: C, a multiple of alignment.
-    Slots of one expert keep their order.
+    expert_indices: [T, K], int64 or int32; slots outside the num_experts experts from first_expert on get no row.
+    capacity: C, a multiple of alignment. Slots of one expert keep their order.
     """
-    experts, slots = _sorted_slots(expert_indices, num_experts)
-    wanted = aligned_rows(count_sorted(experts, num_experts), alignment)
-    ends = wanted.cumsum(0)
-    # The last entry, the end of all experts, is for slots of no expert.
-    starts = torch.cat([ends - wanted, ends[-1:]])
-    rows = starts[experts] + place_in_group(experts)
-    rows = rows.where((experts < num_experts) & (rows < capacity), capacity)
-    kept = ends.clamp(max=capacity).diff(prepend=ends.new_zeros(1))
-    return _order(
-        slots, rows, shape=expert_indices.shape, num_rows=capacity, rows_per_group=kept, rows_needed=ends[-1:]
+    slots, tokens, rows, _, kept, rows_needed, num_rows = ops.order_slots(
+        expert_indices,
+        first_expert=first_expert,
+        num_experts=num_experts,
+        num_parts=1,
+        rows_per_part=capacity,
+        alignment=alignment,
     )
+    return StaticOrder(slots, tokens, rows, kept, rows_needed, num_rows)
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:
     """Gives each rank a part of rows_per_rank rows. Within a part rows are sorted by expert, and padding is last.
 
-    expert_indices: [T, K], int64; slots outside 0 to num_experts - 1 get no row. Each rank has the same number of
-    experts, numbered consecutively.
+    expert_indices: [T, K], int64 or int32; slots outside 0 to num_experts - 1 get no row. Each rank has the same number
+    of experts, numbered consecutively.
     """
-    experts, slots = _sorted_slots(expert_indices, num_experts)
-    per_rank = num_experts // num_ranks
-    ranks = experts // per_rank
-    place = place_in_group(ranks)
-    num_rows = num_ranks * rows_per_rank
-    rows = (ranks * rows_per_rank + place).where((experts < num_experts) & (place < rows_per_rank), num_rows)
-    wanted = count_sorted(experts, num_experts)
-    return _order(
-        slots,
-        rows,
-        shape=expert_indices.shape,
-        num_rows=num_rows,
-        rows_per_group=wanted,
-        rows_needed=wanted.view(num_ranks, per_rank).sum(1).amax(0, keepdim=True),
+    slots, tokens, rows, wanted, _, rows_needed, num_rows = ops.order_slots(
+        expert_indices,
+        first_expert=0,
+        num_experts=num_experts,
+        num_parts=num_ranks,
+        rows_per_part=rows_per_rank,
+        alignment=1,
     )
+    return StaticOrder(slots, tokens, rows, wanted, rows_needed, num_rows)
 
 
 def expert_of_received_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
     """Returns the local expert of each row that the ranks sent, and e for padding.
 
     rows_per_group: [ranks, e], int64: the slots of each rank for each expert; a rank sent its first rows_per_rank
-    slots. Returns [ranks * rows_per_rank, 1], int64.
+    slots. Returns [ranks * rows_per_rank, 1], int32.
     """
-    num_ranks, num_experts = rows_per_group.shape
-    place = torch.arange(rows_per_rank, device=rows_per_group.device).expand(num_ranks, -1).contiguous()
-    return torch.searchsorted(rows_per_group.cumsum(1), place, right=True).view(-1, 1)
+    experts: Tensor = ops.experts_of_rows(rows_per_group, rows_per_rank=rows_per_rank)
+    return experts
 
 
 def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
     """Rounds each count up to a multiple of `alignment`; counts: [e], int64, on the device -> the same."""
     return (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
-
-
-def _sorted_slots(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Returns the experts in ascending order, num_experts for other ranks' experts, and their slots: [T * K] each."""
-    flat = expert_indices.reshape(-1)
-    sorted_experts, slots = flat.where((flat >= 0) & (flat < num_experts), num_experts).sort(stable=True)
-    return sorted_experts, slots
-
-
-def _order(
-    slots: Tensor, rows: Tensor, *, shape: torch.Size, num_rows: int, rows_per_group: Tensor, rows_needed: Tensor
-) -> StaticOrder:
-    """Inverts the map; rows: [T * K], the row of each slot in `slots`, num_rows for none; shape: [T, K]."""
-    # Slots without a row are written to one extra row, which is cut off below.
-    slot_of_row = slots.new_full((num_rows + 1,), -1)
-    slot_of_row[rows] = slots
-    row_of_slot = torch.empty_like(slots)
-    row_of_slot[slots] = rows.where(rows < num_rows, -1)
-    slot_of_row = slot_of_row[:num_rows]
-    token_of_row = slot_of_row.div(shape[1], rounding_mode="floor")
-    return StaticOrder(slot_of_row, token_of_row, row_of_slot.view(shape), rows_per_group, rows_needed)
 
 
 # --- Movement ---
@@ -137,7 +115,7 @@ def _order(
 def gather_live_rows(x: Tensor, source_of_row: Tensor, *, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
     """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1; rows from R on hold any bytes.
 
-    x: [T, W], any float dtype; source_of_row: [C], int64; row_of_slot: [T, K], int64, the inverse, -1 for none;
+    x: [T, W], any float dtype; source_of_row: [C], int32; row_of_slot: [T, K], int32, the inverse, -1 for none;
     num_rows: [1], int64, R; all on one device. Returns [C, W], x's dtype.
     """
     return _GatherLiveRows.apply(x, source_of_row, row_of_slot, num_rows)
@@ -189,11 +167,100 @@ def _sum(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     return summed
 
 
-# --- Operators: ops.gather_rows and ops.sum_rows ---
+# --- Operators, as ops.<name> ---
 
 ops = torch.ops.static_rows
 
 _NAMESPACE = "static_rows"
+
+
+def _maps_and_counts(
+    expert_indices: Tensor,
+    *,
+    first_expert: int,
+    num_experts: int,
+    num_parts: int,
+    rows_per_part: int,
+    alignment: int,
+) -> tuple[Tensor, ...]:
+    slot_of_row, token_of_row = (
+        expert_indices.new_empty(num_parts * rows_per_part, dtype=torch.int32) for _ in range(2)
+    )
+    row_of_slot = torch.empty_like(expert_indices, dtype=torch.int32, memory_format=torch.contiguous_format)
+    counts = (expert_indices.new_empty(size, dtype=torch.int64) for size in (num_experts, num_experts, 1, 1))
+    return slot_of_row, token_of_row, row_of_slot, *counts
+
+
+@operator(
+    _NAMESPACE,
+    "(Tensor expert_indices, *, int first_expert, int num_experts, int num_parts, int rows_per_part, int alignment) -> "
+    "(Tensor slot_of_row, Tensor token_of_row, Tensor row_of_slot, Tensor wanted, Tensor kept, Tensor rows_needed, "
+    "Tensor num_rows)",
+    cuda=_LAUNCHERS,
+    fake=_maps_and_counts,
+)
+def order_slots(
+    expert_indices: Tensor,
+    *,
+    first_expert: int,
+    num_experts: int,
+    num_parts: int,
+    rows_per_part: int,
+    alignment: int,
+) -> tuple[Tensor, ...]:
+    """Gives slots rows by expert, in parts of the buffer that each have the same number of experts and of rows.
+
+    Slots of one expert keep their order. Within a part, the rows of each expert begin at a multiple of `alignment`, and
+    rows beyond rows_per_part are dropped. expert_indices: [T, K], int64 or int32; slots outside the num_experts experts
+    from first_expert on get no row.
+    Returns slot_of_row, token_of_row, row_of_slot: as in StaticOrder; wanted: [num_experts], int64, the slots of each
+    expert; kept: [num_experts], int64, the rows of each expert in the buffer, alignment included; rows_needed: [1],
+    int64, the smallest rows_per_part that drops nothing; num_rows: [1], int64, the sum of kept.
+    """
+    flat = expert_indices.reshape(-1) - first_expert
+    experts, slots = flat.where((flat >= 0) & (flat < num_experts), num_experts).int().sort(stable=True)
+    # The last count is of slots without a row.
+    counts = torch.bincount(experts, minlength=num_experts + 1)
+    wanted = counts[:num_experts].clone()
+    aligned = aligned_rows(wanted, alignment).view(num_parts, -1)
+    ends = aligned.cumsum(1)  # within the part, [num_parts, experts of a part]
+    firsts = F.pad((ends - aligned).view(-1), (0, 1))
+    place = firsts[experts] + torch.arange(len(slots)) - (counts.cumsum(0) - counts)[experts]
+    num_rows = num_parts * rows_per_part
+    rows = experts // aligned.shape[1] * rows_per_part + place
+    # Slots without a row are written to one extra row, which is cut off below.
+    rows = rows.where((experts < num_experts) & (place < rows_per_part), num_rows)
+    slot_of_row = rows.new_full((num_rows + 1,), -1, dtype=torch.int32)
+    slot_of_row[rows] = slots.int()
+    slot_of_row = slot_of_row[:num_rows]
+    row_of_slot = torch.empty_like(experts)
+    row_of_slot[slots] = rows.where(rows < num_rows, -1).int()
+    kept = ends.clamp(max=rows_per_part).diff(dim=1, prepend=ends.new_zeros(num_parts, 1)).view(-1)
+    return (
+        slot_of_row.clone(),
+        slot_of_row.div(expert_indices.shape[1], rounding_mode="floor"),
+        row_of_slot.view(expert_indices.shape),
+        wanted,
+        kept,
+        ends[:, -1].amax(0, keepdim=True),
+        kept.sum(0, keepdim=True),
+    )
+
+
+def _one_expert_per_row(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
+    return rows_per_group.new_empty(len(rows_per_group) * rows_per_rank, 1, dtype=torch.int32)
+
+
+@operator(
+    _NAMESPACE,
+    "(Tensor rows_per_group, *, int rows_per_rank) -> Tensor",
+    cuda=_LAUNCHERS,
+    fake=_one_expert_per_row,
+)
+def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
+    """Computes expert_of_received_rows; rows_per_group: [ranks, e], int64 -> [ranks * rows_per_rank, 1], int32."""
+    place = torch.arange(rows_per_rank).expand(len(rows_per_group), -1).contiguous()
+    return torch.searchsorted(rows_per_group.cumsum(1), place, right=True, out_int32=True).view(-1, 1)
 
 
 def _like_tokens(rows: Tensor, row_of_slot: Tensor) -> Tensor:
@@ -204,7 +271,7 @@ def _like_tokens(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
     """Writes out[r] = x[source_of_row[r]], zeros for -1, for live rows only.
 
-    x: [T, W], any dtype; source_of_row: [C], int64; num_rows: [1], int64; out: [C, W], x's dtype.
+    x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
     """
     live = source_of_row[: _live_rows_sync(num_rows, out)]
     rows = out[: len(live)]
@@ -221,7 +288,7 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     """Sums rows[row_of_slot[t, k]] over k, leaving out -1; half precision is summed in fp32.
 
-    rows: [C, W], any float dtype; row_of_slot: [T, K], int64. Returns [T, W], same dtype.
+    rows: [C, W], any float dtype; row_of_slot: [T, K], int32. Returns [T, W], same dtype.
     """
     if row_of_slot.numel() == 0:
         return _like_tokens(rows, row_of_slot).zero_()

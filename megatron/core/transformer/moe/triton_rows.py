@@ -1,6 +1,13 @@
 """Triton kernels of static_rows.py's operators, and their launchers, which have the operators' names.
 
 Kernels are not specialized on numbers of rows, so another number causes no compilation.
+
+[Note: order of slots]
+Slots are ordered by expert as by a stable sort, in two launches. First each program counts the experts of a run of
+slots, and all rows are marked as padding. Then each program adds up the counts of all programs, gives the slots of its
+run their rows, and overwrites the marks of these rows. In one launch, programs would have to wait for the counts of
+others, which can block unless all of them run at the same time. Rows depend on sums of integers alone and never on the
+order of atomic operations, so they are the same in each run.
 """
 # mypy: allow-untyped-defs
 
@@ -18,16 +25,138 @@ _TILE = 1024
 _WARPS = {"num_warps": 4}
 
 
+# Slots that a program orders per iteration. It compares all pairs of them.
+_SLOTS = 64
+# Slots of a program, as long as there are few, and the most programs. Each reads the counts of all others.
+_SLOTS_OF_PROGRAM, _MOST_PROGRAMS = 512, 256
+
+
+@triton.jit
+def _keys(experts, slot, end, first_expert, num_experts):
+    # num_experts for slots that get no row.
+    expert = tl.load(experts + slot, mask=slot < end, other=-1) - first_expert
+    is_here = (slot < end) & (expert >= 0) & (expert < num_experts)
+    return tl.where(is_here, expert, num_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_expert", "num_experts", "num_slots", "num_rows"])
+def count_kernel(
+    experts,
+    counts,
+    slot_of_row,
+    token_of_row,
+    first_expert,
+    num_experts,
+    num_slots,
+    num_rows,
+    BINS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Counts the slots of each expert in the run of slots of each program, and marks all rows as padding."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    run = tl.cdiv(num_slots, programs)
+    end = tl.minimum((program + 1) * run, num_slots)
+    for first in range(program * run, end, SLOTS):
+        total += tl.histogram(_keys(experts, first + tl.arange(0, SLOTS), end, first_expert, num_experts), BINS)
+    tl.store(counts + program * BINS + tl.arange(0, BINS), total)
+    none = tl.full((SLOTS,), -1, dtype=tl.int32)
+    for first in range(program * SLOTS, num_rows, programs * SLOTS):
+        row = first + tl.arange(0, SLOTS)
+        tl.store(slot_of_row + row, none, mask=row < num_rows)
+        tl.store(token_of_row + row, none, mask=row < num_rows)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("first_expert", "num_experts", "num_slots", "choices", "experts_per_part", "rows_per_part", "alignment")
+    ]
+)
+def order_kernel(
+    experts,
+    counts,
+    slot_of_row,
+    token_of_row,
+    row_of_slot,
+    wanted,
+    kept,
+    rows_needed,
+    num_rows,
+    first_expert,
+    num_experts,
+    num_slots,
+    choices,
+    experts_per_part,
+    rows_per_part,
+    alignment,
+    BINS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Scans the counts and gives each slot its row. Every program computes the starts of all experts."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    before = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, programs, PROGRAMS):
+        other = first + tl.arange(0, PROGRAMS)
+        place = other[:, None] * BINS + bins[None, :]
+        found = tl.load(counts + place, mask=(other < programs)[:, None] & (bins < num_experts)[None, :], other=0)
+        total += tl.sum(found, axis=0)
+        before += tl.sum(tl.where((other < program)[:, None], found, 0), axis=0)
+    aligned = tl.cdiv(total, alignment) * alignment
+    starts = tl.cumsum(aligned, axis=0) - aligned
+    starts -= tl.gather(starts, tl.minimum(bins // experts_per_part * experts_per_part, BINS - 1), 0)
+    following = starts + before
+
+    run = tl.cdiv(num_slots, programs)
+    end = tl.minimum((program + 1) * run, num_slots)
+    offset = tl.arange(0, SLOTS)
+    for first in range(program * run, end, SLOTS):
+        slot = first + offset
+        expert = _keys(experts, slot, end, first_expert, num_experts)
+        is_before = (expert[:, None] == expert[None, :]) & (offset[:, None] > offset[None, :])
+        place = tl.gather(following, expert, 0) + tl.sum(is_before.to(tl.int32), axis=1)
+        row = expert // experts_per_part * rows_per_part + place
+        is_kept = (expert < num_experts) & (place < rows_per_part)
+        tl.store(row_of_slot + slot, tl.where(is_kept, row, -1), mask=slot < end)
+        tl.store(slot_of_row + row, slot, mask=is_kept)
+        tl.store(token_of_row + row, slot // choices, mask=is_kept)
+        following += tl.histogram(expert, BINS)
+
+    if program == 0:
+        is_expert = bins < num_experts
+        ends = tl.where(is_expert, starts + aligned, 0)
+        of_expert = tl.where(is_expert, tl.minimum(ends, rows_per_part) - tl.minimum(starts, rows_per_part), 0)
+        tl.store(wanted + bins, total.to(tl.int64), mask=is_expert)
+        tl.store(kept + bins, of_expert.to(tl.int64), mask=is_expert)
+        tl.store(rows_needed, tl.max(ends, axis=0).to(tl.int64))
+        tl.store(num_rows, tl.sum(of_expert, axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_experts", "rows_per_rank"])
+def experts_kernel(rows_per_group, experts, num_experts, rows_per_rank, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Finds the expert of each row of a rank: the number of experts whose rows end before it."""
+    rank, bins = tl.program_id(1), tl.arange(0, BINS)
+    is_expert = bins < num_experts
+    counts = tl.load(rows_per_group + rank * num_experts + bins, mask=is_expert, other=0)
+    ends = tl.cumsum(counts, axis=0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_past = (row[:, None] >= ends[None, :]) & is_expert[None, :]
+    tl.store(experts + rank * rows_per_rank + row, tl.sum(is_past.to(tl.int32), axis=1), mask=row < rows_per_rank)
+
+
 @triton.jit(do_not_specialize_on_alignment=["num_rows"])
 def gather_kernel(x, source_of_row, num_rows, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_live = row < tl.load(num_rows)
     source = tl.load(source_of_row + row, mask=is_live, other=-1)
     is_there = source >= 0
+    start = source.to(tl.int64) * width
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = (column < width)[None, :]
-        values = tl.load(x + source[:, None] * width + column[None, :], mask=is_there[:, None] & inside, other=0)
+        values = tl.load(x + start[:, None] + column[None, :], mask=is_there[:, None] & inside, other=0)
         place = row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(out + place, values, mask=is_live[:, None] & inside)
 
@@ -40,17 +169,96 @@ def sum_kernel(rows, row_of_slot, out, num_tokens, choices, width, ROWS: tl.cons
     inside = (column < width)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for choice in range(choices):
-        row = tl.load(row_of_slot + token * choices + choice, mask=is_token, other=-1)
+        row = tl.load(row_of_slot + token * choices + choice, mask=is_token, other=-1).to(tl.int64)
         mask = (row >= 0)[:, None] & inside
         total += tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0).to(tl.float32)
     place = token.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=is_token[:, None] & inside)
 
 
+def order_slots(
+    expert_indices: Tensor,
+    *,
+    first_expert: int,
+    num_experts: int,
+    num_parts: int,
+    rows_per_part: int,
+    alignment: int,
+) -> tuple[Tensor, ...]:
+    """Gives slots rows by expert, by two launches, whatever the sizes: counts, then rows. See [Note: order of slots].
+
+    expert_indices: [T, K], int64 or int32. Returns slot_of_row, token_of_row: [num_parts * rows_per_part], int32;
+    row_of_slot: [T, K], int32; wanted, kept: [num_experts], int64; rows_needed, num_rows: [1], int64.
+    """
+    experts, num_slots = expert_indices.contiguous(), expert_indices.numel()
+    bins = triton.next_power_of_2(num_experts + 1)
+    programs = max(1, min(triton.cdiv(num_slots, _SLOTS_OF_PROGRAM), _MOST_PROGRAMS))
+    rows = num_parts * rows_per_part
+    slot_of_row, token_of_row = (experts.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    row_of_slot = torch.empty_like(experts, dtype=torch.int32)
+    counts = experts.new_empty(programs, bins, dtype=torch.int32)
+    wanted, kept, rows_needed, num_rows = (
+        experts.new_empty(size, dtype=torch.int64) for size in (num_experts, num_experts, 1, 1)
+    )
+    with torch.accelerator.device_index(experts.device.index):
+        count_kernel[(programs,)](
+            experts,
+            counts,
+            slot_of_row,
+            token_of_row,
+            first_expert,
+            num_experts,
+            num_slots,
+            rows,
+            BINS=bins,
+            SLOTS=_SLOTS,
+            **_WARPS,
+        )
+        order_kernel[(programs,)](
+            experts,
+            counts,
+            slot_of_row,
+            token_of_row,
+            row_of_slot,
+            wanted,
+            kept,
+            rows_needed,
+            num_rows,
+            first_expert,
+            num_experts,
+            num_slots,
+            max(1, expert_indices.shape[1]),
+            num_experts // num_parts,
+            rows_per_part,
+            alignment,
+            BINS=bins,
+            SLOTS=_SLOTS,
+            PROGRAMS=_programs_at_once(bins),
+            **_WARPS,
+        )
+    return slot_of_row, token_of_row, row_of_slot, wanted, kept, rows_needed, num_rows
+
+
+def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
+    """Finds the expert of each row that a rank sent, e for padding.
+
+    rows_per_group: [ranks, e], int64. Returns [ranks * rows_per_rank, 1], int32.
+    """
+    ranks, num_experts = rows_per_group.shape
+    experts = rows_per_group.new_empty(ranks * rows_per_rank, 1, dtype=torch.int32)
+    if experts.numel():
+        sizes = _sizes_of_search(num_experts)
+        with torch.accelerator.device_index(experts.device.index):
+            experts_kernel[(triton.cdiv(rows_per_rank, sizes["ROWS"]), ranks)](
+                rows_per_group.contiguous(), experts, num_experts, rows_per_rank, **sizes, **_WARPS
+            )
+    return experts
+
+
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
     """Writes out[r] = x[source_of_row[r]], zeros for -1, for live rows only.
 
-    x: [T, W], any dtype; source_of_row: [C], int64; num_rows: [1], int64; out: [C, W], x's dtype.
+    x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
     """
     if out.numel() == 0:
         return
@@ -64,7 +272,7 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     """Sums rows[row_of_slot[t, k]] over k in fp32, leaving out -1.
 
-    rows: [C, W], fp32, bf16 or fp16; row_of_slot: [T, K], int64. Returns [T, W], same dtype. Raises ValueError for
+    rows: [C, W], fp32, bf16 or fp16; row_of_slot: [T, K], int32. Returns [T, W], same dtype. Raises ValueError for
     another dtype.
     """
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -82,11 +290,14 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Returns the residency that the launchers assume, by kernel: none, because each tile has a program."""
     assert num_warps == _WARPS["num_warps"]
-    return dict.fromkeys(("gather_kernel", "sum_kernel"), Residency())
+    names = ("count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
+    return dict.fromkeys(names, Residency())
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields wide rows in half precision, and weights, which are fp32 rows of one element."""
+    """Yields orders of few and of many experts, wide rows in half precision, and weights: fp32, one element."""
+    for num_experts in (8, 256):
+        yield from _order_cases(num_experts)
     for name, width, tile in (("bf16", "i32:16", _tile(4096)), ("fp32", 1, _tile(1))):
         data = f"*{name}:16"
         yield compile_case(
@@ -94,7 +305,7 @@ def compile_cases() -> Iterator[CompileCase]:
             f"gather_rows, {name}, width {width}",
             options=_WARPS,
             x=data,
-            source_of_row="*i64:16",
+            source_of_row="*i32:16",
             num_rows="*i64",
             out=data,
             width=width,
@@ -105,13 +316,65 @@ def compile_cases() -> Iterator[CompileCase]:
             f"sum_rows, {name}, width {width}",
             options=_WARPS,
             rows=data,
-            row_of_slot="*i64:16",
+            row_of_slot="*i32:16",
             out=data,
             num_tokens="i32",
             choices="i32",
             width=width,
             **tile,
         )
+
+
+def _order_cases(num_experts: int) -> Iterator[CompileCase]:
+    bins, words = triton.next_power_of_2(num_experts + 1), f"{num_experts} experts"
+    maps = dict.fromkeys(("counts", "slot_of_row", "token_of_row"), "*i32:16")
+    numbers = dict.fromkeys(("first_expert", "num_experts", "num_slots"), "i32")
+    of_parts = dict.fromkeys(("choices", "experts_per_part", "rows_per_part", "alignment"), "i32")
+    totals = dict.fromkeys(("wanted", "kept", "rows_needed", "num_rows"), "*i64:16")
+    sizes = {"BINS": bins, "SLOTS": _SLOTS}
+    yield compile_case(
+        count_kernel,
+        f"order_slots' counts, {words}",
+        options=_WARPS,
+        experts="*i64:16",
+        num_rows="i32",
+        **maps,
+        **numbers,
+        **sizes,
+    )
+    yield compile_case(
+        order_kernel,
+        f"order_slots, {words}",
+        options=_WARPS,
+        experts="*i64:16",
+        row_of_slot="*i32:16",
+        PROGRAMS=_programs_at_once(bins),
+        **maps,
+        **totals,
+        **numbers,
+        **of_parts,
+        **sizes,
+    )
+    yield compile_case(
+        experts_kernel,
+        f"experts_of_rows, {words}",
+        options=_WARPS,
+        rows_per_group="*i64:16",
+        experts="*i32:16",
+        num_experts="i32",
+        rows_per_rank="i32",
+        **_sizes_of_search(num_experts),
+    )
+
+
+def _programs_at_once(bins: int) -> int:
+    """Returns the programs whose counts are added per iteration, 16 numbers for each thread."""
+    return max(1, min(2 * _TILE // bins, 64))
+
+
+def _sizes_of_search(num_experts: int) -> dict[str, int]:
+    bins = triton.next_power_of_2(num_experts)
+    return {"BINS": bins, "ROWS": max(8, min(2 * _TILE // bins, 256))}
 
 
 def _tile(width: int) -> dict[str, int]:

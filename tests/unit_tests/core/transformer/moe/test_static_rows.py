@@ -1,7 +1,7 @@
 """Rows in static buffers: orders against loops over slots, movements and their gradients, both kinds of kernels."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -46,7 +46,8 @@ def test_rows_by_expert(routing: tuple[Tensor, int], blocks: int, alignment: int
     kept = expected[:capacity]
     assert order.slot_of_row.tolist() == kept + [-1] * (capacity - len(kept))
     assert order.rows_needed.tolist() == [len(expected)]
-    assert order.rows_per_group.sum() == len(kept) and len(order.rows_per_group) == experts
+    assert order.rows_per_group.sum() == order.num_rows == len(kept) and len(order.rows_per_group) == experts
+    assert order.token_of_row.tolist() == [-1 if slot < 0 else slot // indices.shape[1] for slot in order.slot_of_row]
     assert_inverse(order.slot_of_row, order.row_of_slot)
 
 
@@ -85,6 +86,53 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     yield static_rows if is_cpu else request.getfixturevalue("interpreted")("triton_rows", of=moe.__name__)
 
 
+# Tokens, choices, first expert, experts, parts, rows of a part, alignment: nothing, one expert, parts that drop rows,
+# alignment, several programs with a last run that is shorter, more programs than slots of a tile, and many experts.
+ORDERS = [
+    (0, 2, 0, 4, 1, 8, 1),
+    (0, 2, 0, 4, 2, 0, 1),
+    (1, 1, 0, 1, 1, 3, 1),
+    (40, 1, 0, 1, 1, 30, 1),
+    (70, 3, 2, 4, 1, 96, 16),
+    (70, 3, 2, 4, 1, 32, 16),
+    (90, 2, 0, 6, 3, 25, 1),
+    (90, 2, 0, 6, 2, 200, 1),
+    (700, 2, 5, 7, 1, 1408, 128),
+    (1300, 2, 0, 12, 4, 300, 1),
+    (430, 3, 0, 31, 1, 1290, 1),
+    (250, 8, 3, 512, 1, 1600, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("sizes", ORDERS, ids=str)
+def test_kernels_order_slots_as_the_cpu_does(
+    interpreted: Callable[..., ModuleType], sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tokens, choices, first, experts, parts, rows, alignment = sizes
+    generator = torch.Generator().manual_seed(tokens)
+    # Some experts are of other ranks, and some of this rank are chosen by many.
+    indices = torch.randint(first - 1, first + experts + 2, (tokens, choices), generator=generator, dtype=dtype)
+    indices[::3] = first
+    options = {"first_expert": first, "num_experts": experts, "num_parts": parts, "rows_per_part": rows}
+    kernels = interpreted("triton_rows", of=moe.__name__)
+    found = kernels.order_slots(indices, alignment=alignment, **options)
+    expected = static_rows.order_slots(indices, alignment=alignment, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype and one.shape == other.shape
+
+
+@pytest.mark.parametrize(("ranks", "experts", "rows"), [(1, 1, 5), (3, 4, 30), (2, 33, 300), (2, 5, 0), (2, 512, 700)])
+def test_kernels_find_the_experts_of_rows_as_the_cpu_does(
+    interpreted: Callable[..., ModuleType], ranks: int, experts: int, rows: int
+) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    counts = torch.randint(0, 2 * rows // experts + 1, (ranks, experts), generator=generator)
+    found = interpreted("triton_rows", of=moe.__name__).experts_of_rows(counts, rows_per_rank=rows)
+    expected = static_rows.experts_of_rows(counts, rows_per_rank=rows)
+    assert torch.equal(found, expected) and found.dtype == expected.dtype
+
+
 @pytest.mark.parametrize(("live", "capacity"), SIZES)
 @pytest.mark.parametrize(
     ("width", "dtype"), [(1, torch.float32), (40, torch.float32), (1100, torch.float16), (8, torch.bfloat16)]
@@ -94,12 +142,12 @@ def test_kernels_keep_to_live_rows(
 ) -> None:
     generator = torch.Generator().manual_seed(live)
     x = torch.randn(TOKENS, width, generator=generator).to(dtype)
-    source = torch.randint(-1, TOKENS, (capacity,), generator=generator)
+    source = torch.randint(-1, TOKENS, (capacity,), generator=generator, dtype=torch.int32)
     out = torch.full((capacity, width), 7, dtype=dtype)
     kernels.gather_rows(x, source, num_rows=torch.tensor([live]), out=out)
     assert torch.equal(out[:live], x[source[:live]] * (source[:live] >= 0).unsqueeze(1)) and (out[live:] == 7).all()
     out[live:] = math.nan
-    row_of_slot = torch.randint(-1, live, (TOKENS, CHOICES), generator=generator)
+    row_of_slot = torch.randint(-1, live, (TOKENS, CHOICES), generator=generator, dtype=torch.int32)
     found = kernels.sum_rows(out, row_of_slot)
     for token, rows in enumerate(row_of_slot.tolist()):
         expected = sum((out[row].double() for row in rows if row >= 0), torch.zeros(width, dtype=torch.float64))
@@ -111,13 +159,12 @@ def test_both_directions_are_each_others_gradient(alignment: int) -> None:
     generator = torch.Generator().manual_seed(1)
     indices = torch.rand(TOKENS, EXPERTS + 2, generator=generator).topk(CHOICES).indices
     order = order_by_expert(indices, EXPERTS, capacity=EXPERTS * 16, alignment=alignment)
-    num_rows = order.rows_per_group.sum(0, keepdim=True)
 
     def there_and_back(x: Tensor) -> Tensor:
-        rows = gather_live_rows(x, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=num_rows)
-        dead = torch.arange(len(rows)) >= num_rows
+        rows = gather_live_rows(x, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=order.num_rows)
+        dead = torch.arange(len(rows)) >= order.num_rows
         rows = (rows * 2).masked_fill(dead.unsqueeze(1), math.nan)
-        return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=num_rows)
+        return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=order.num_rows)
 
     x = torch.randn(TOKENS, 5, dtype=torch.float64, generator=generator, requires_grad=True)
     uses = ((indices >= 0) & (indices < EXPERTS)).sum(dim=1, keepdim=True)
@@ -129,7 +176,12 @@ def test_operators_fit_what_torch_asks_of_them() -> None:
     x, rows = torch.randn(4, 3), torch.randn(6, 3)
     torch.library.opcheck(
         torch.ops.static_rows.gather_rows.default,
-        (x, torch.tensor([0, 3, -1, 1])),
+        (x, torch.tensor([0, 3, -1, 1], dtype=torch.int32)),
         {"num_rows": torch.tensor([3]), "out": torch.zeros(4, 3)},
     )
-    torch.library.opcheck(torch.ops.static_rows.sum_rows.default, (rows, torch.tensor([[0, 5], [-1, 2]])))
+    slots = torch.tensor([[0, 5], [-1, 2]], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.static_rows.sum_rows.default, (rows, slots))
+    options = {"first_expert": 1, "num_experts": 4, "num_parts": 2, "rows_per_part": 3, "alignment": 1}
+    torch.library.opcheck(torch.ops.static_rows.order_slots.default, (slots.long(),), options)
+    counts = torch.tensor([[2, 1], [0, 4]])
+    torch.library.opcheck(torch.ops.static_rows.experts_of_rows.default, (counts,), {"rows_per_rank": 3})

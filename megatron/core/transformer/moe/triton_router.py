@@ -1,0 +1,118 @@
+"""Triton kernel of router.py's operator, and its launcher, which has the operator's name."""
+# mypy: allow-untyped-defs
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.triton_compile import CompileCase, Residency, compile_case
+
+# Gradients that a program computes.
+_TILE = 2048
+_WARPS = {"num_warps": 4}
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_experts", "choices"],
+    do_not_specialize_on_alignment=["token_stride", "expert_stride"],
+)
+def choice_grad_kernel(
+    grad_weights,
+    weights,
+    indices,
+    grad_scores,
+    scores,
+    grad_logits,
+    num_tokens,
+    num_experts,
+    choices,
+    token_stride,
+    expert_stride,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    is_token = token < num_tokens
+    inside = is_token[:, None] & (expert < num_experts)[None, :]
+    place = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
+    score = tl.load(scores + place, mask=inside, other=0)
+    given = token.to(tl.int64)[:, None] * token_stride + expert.to(tl.int64)[None, :] * expert_stride
+    grad = tl.load(grad_scores + given, mask=inside, other=0)
+    total = score * (grad - tl.sum(score * grad, axis=1)[:, None])
+
+    mean = tl.zeros((TOKENS,), dtype=scores.dtype.element_ty)
+    slot = token.to(tl.int64) * choices
+    for choice in range(choices):
+        weight = tl.load(weights + slot + choice, mask=is_token, other=0)
+        mean += weight * tl.load(grad_weights + slot + choice, mask=is_token, other=0)
+    for choice in range(choices):
+        weight = tl.load(weights + slot + choice, mask=is_token, other=0)
+        of_choice = weight * (tl.load(grad_weights + slot + choice, mask=is_token, other=0) - mean)
+        chosen = tl.load(indices + slot + choice, mask=is_token, other=-1)
+        total += tl.where(chosen[:, None] == expert[None, :], of_choice[:, None], 0)
+    tl.store(grad_logits + place, total, mask=inside)
+
+
+def choice_grad(
+    grad_weights: Tensor, weights: Tensor, indices: Tensor, *, grad_scores: Tensor, scores: Tensor
+) -> Tensor:
+    """Computes the gradient of logits from those of two softmaxes, over the chosen experts and over all.
+
+    grad_weights, weights: [T, K], fp32 or fp64; indices: [T, K], int64, distinct for a token; grad_scores, scores:
+    [T, E], same dtype, of any strides. Returns [T, E], same dtype.
+    """
+    scores = scores.contiguous()
+    (num_tokens, num_experts), choices = scores.shape, weights.shape[1]
+    grad_logits = torch.empty_like(scores)
+    if grad_logits.numel():
+        tile = _tile(num_experts)
+        with torch.accelerator.device_index(scores.device.index):
+            choice_grad_kernel[(triton.cdiv(num_tokens, tile["TOKENS"]),)](
+                grad_weights.contiguous(),
+                weights.contiguous(),
+                indices.contiguous(),
+                grad_scores,
+                scores,
+                grad_logits,
+                num_tokens,
+                num_experts,
+                choices,
+                *grad_scores.stride(),
+                **tile,
+                **_WARPS,
+            )
+    return grad_logits
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Returns the residency that the launcher assumes, by kernel: none, because each tile has a program."""
+    assert num_warps == _WARPS["num_warps"]
+    return {"choice_grad_kernel": Residency()}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Yields few and many experts, with the gradient of a balancing loss, which is the same for all tokens."""
+    for name, num_experts in (("fp32", 8), ("fp32", 256), ("fp64", 256)):
+        data = dict.fromkeys(("grad_weights", "weights", "grad_scores", "scores", "grad_logits"), f"*{name}:16")
+        yield compile_case(
+            choice_grad_kernel,
+            f"choice_grad, {name}, {num_experts} experts",
+            options=_WARPS,
+            indices="*i64:16",
+            num_tokens="i32",
+            num_experts="i32",
+            choices="i32",
+            token_stride="i32",
+            expert_stride=1,
+            **data,
+            **_tile(num_experts),
+        )
+
+
+def _tile(num_experts: int) -> dict[str, int]:
+    experts = triton.next_power_of_2(num_experts)
+    return {"TOKENS": max(1, _TILE // experts), "EXPERTS": experts}
