@@ -1,46 +1,88 @@
-"""gemm_beside_stash.py at three caps and two sizes of a copy's block: how much a product slows down beside copies."""
+"""How much products slow down beside copies, as the copies' programs are and as they were, at several caps.
+
+The rivals are torch's mm, our grouped product and torch's grouped_mm; gemm_beside_stash.py says what figures mean.
+"""
 
 import argparse
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.gpu.checks.reporting import checked_device, report
 from benchmarks.gpu.gemm_beside_stash import SMALL, Rivals, Sizes, measure
+from megatron.core.transformer.moe.paged_stash import triton_kernels
+from megatron.core.transformer.moe.paged_stash.expert_ops import ops
+from megatron.core.transformer.moe.paged_stash.group_memory import copy_programs
 
-CAPS = (0, 8, 32)
-BLOCKS = (4096, 1024)  # words of 16 bytes that a program moves at a time; 4096 is the size for large pages
-BLOCK_WORDS = "megatron.core.transformer.moe.paged_stash.triton_kernels.block_words"
+# Words of 16 bytes that a program moved at a time until 2026-11-27, its warps and its registers; one filled an SM.
+BEFORE = {"MAX_BLOCK": 4096, "NUM_WARPS": 16, "MAX_REGISTERS": 128, "COPIES_PER_PROCESSOR": 1}
 SHOWN = ("gemm_x", "rate_x", "cost_x", "is_covered", "pair_alone_us")
 
 
+class OurProducts(Rivals):
+    """Products of Qwen3-30B-A3B's fc1, by our kernel, in place of torch's mm."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        super().__init__(sizes, device)
+        experts, rows, inner, outer = (2, 16, 32, 48) if sizes == SMALL else (16, 1024, 2048, 1536)
+        self.offsets = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
+        self.x, self.weight, self.product = (
+            torch.randn(shape, device=device, dtype=torch.bfloat16)
+            for shape in ((experts * rows, inner), (experts, inner, outer), (experts * rows, outer))
+        )
+
+    def products(self) -> None:
+        for _ in range(4 * self.sizes.products):
+            ops.grouped_gemm(self.x, self.weight, offsets=self.offsets, out=self.product)
+
+
+class TorchsProducts(OurProducts):
+    """The same by torch's grouped_mm."""
+
+    def products(self) -> None:
+        for _ in range(4 * self.sizes.products):
+            F.grouped_mm(self.x, self.weight, offs=self.offsets)
+
+
+RIVALS = {"mm": Rivals, "our grouped product": OurProducts, "torch's grouped_mm": TorchsProducts}
+
+
+@contextmanager
+def programs_before(device: torch.device) -> Iterator[None]:
+    """Makes copies what they were."""
+    with ExitStack() as stack:
+        for name, value in BEFORE.items() if device.type != "cpu" else ():
+            stack.enter_context(patch.object(triton_kernels, name, value))
+        yield
+
+
 def main() -> None:
-    """Reports each pair of a block size and a cap as soon as it is measured."""
+    """Reports each rival, side and cap as soon as it is measured. Cap 0: no limit."""
     options = parse_options()
     device = checked_device()
-    rivals = Rivals(SMALL if options.small else Sizes(), device)
+    beside = copy_programs(device, None)
     rows: list[dict[str, Any]] = []
-    for block in BLOCKS:
-        with with_blocks(block, device):
-            for cap in CAPS:
-                row = measure(rivals, cap, rounds=options.rounds)
-                rows.append({"block": block, "num_programs": cap, **{name: row[name] for name in SHOWN}})
-                print(rows[-1], flush=True)
-                report(rows=rows, lowest_cost_x=min(one["cost_x"] for one in rows))
-
-
-def with_blocks(block: int, device: torch.device) -> AbstractContextManager[object]:
-    """Makes copies use this block; a CPU has none."""
-    return nullcontext() if device.type == "cpu" else patch(BLOCK_WORDS, lambda page_bytes: block)
+    for name, kind in RIVALS.items():
+        rivals = kind(SMALL if options.small else Sizes(), device)
+        for side, caps in (("before", (0, 8)), ("after", (0, beside, 2 * beside, 3 * beside))):
+            with programs_before(device) if side == "before" else ExitStack():
+                for cap in dict.fromkeys(caps):
+                    row = measure(rivals, cap, rounds=options.rounds)
+                    named = {"products": name, "side": side, "num_programs": cap, "is_default": cap == beside}
+                    rows.append({**named, **{key: row[key] for key in SHOWN}})
+                    print(rows[-1], flush=True)
+                    report(rows=rows, lowest_cost_x=min(one["cost_x"] for one in rows))
 
 
 def parse_options() -> argparse.Namespace:
     """The command line of this check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU too")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each pair (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each (default: 5)")
     return parser.parse_args()
 
 

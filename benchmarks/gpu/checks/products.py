@@ -1,9 +1,15 @@
-"""Our grouped product beside torch's grouped_mm: forward, gradients of rows and of weights, bf16, uneven experts."""
+"""Our grouped product, as it is and as it was, beside torch's grouped_mm: forward and both gradients, bf16.
+
+Experts have uneven numbers of rows. For gradients of weights that add up in fp32, ours adds in the product, torch's and
+the one that was write them in bf16 first.
+"""
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +18,16 @@ from torch import Tensor
 from benchmarks.gpu.checks.reporting import checked_device, expect, report
 from benchmarks.gpu.record import hold
 from megatron.core.device import mark_time, seconds_between
+from megatron.core.transformer.moe.paged_stash import triton_grouped_gemm
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 
 LAUNCHES_SECONDS, WARM_TURNS = 5e-4, 3
 ERROR = 8e-3  # relative to the norm: two roundings to bf16
+SIDES = ("before", "ours", "theirs")
+# Tiles, warps and stages until 2026-11-27, with masked loads and two programs for each processor.
+TILE_BEFORE = {"ROWS": 128, "COLUMNS": 128, "TERMS": 64, "num_warps": 8, "num_stages": 3}
+
+Work = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,21 +66,35 @@ class Operands:
         self.weight = random(shape.experts, shape.inner, shape.outer)
         self.out, self.grad_x = torch.empty_like(self.grad), torch.empty_like(self.x)
         self.grad_weight = torch.empty_like(self.weight)
+        self.main_grad = torch.zeros_like(self.weight, dtype=torch.float32)
 
-    def ours(self) -> dict[str, Callable[[], Tensor]]:
-        """Our operators by name. Results are [rows, outer], [rows, inner] and [experts, inner, outer], bf16."""
+    def ours(self) -> dict[str, Work]:
+        """Our operators by name. Results are [rows, outer], [rows, inner] and [experts, inner, outer], bf16.
+
+        That of added_weight is fp32.
+        """
         return {
             "forward": lambda: self._product(self.x, self.weight, self.out),
             "grad_x": lambda: self._product(self.grad, self.weight.transpose(1, 2), self.grad_x),
             "grad_weight": self._weight_gradient,
+            "added_weight": self._added_in_product,
         }
 
-    def theirs(self) -> dict[str, Callable[[], Tensor]]:
-        """torch's operators by name. Results are [rows, outer], [rows, inner] and [experts, inner, outer], bf16."""
+    def before(self) -> dict[str, Work]:
+        """The same; the gradient of weights is written, and then added."""
+        return {**self.ours(), "added_weight": lambda: self._added(self._weight_gradient())}
+
+    def theirs(self) -> dict[str, Work]:
+        """torch's operators by name, with the same results."""
+
+        def weight_gradient() -> Tensor:
+            return F.grouped_mm(self.x.t(), self.grad, offs=self.offsets)
+
         return {
             "forward": lambda: F.grouped_mm(self.x, self.weight, offs=self.offsets),
             "grad_x": lambda: F.grouped_mm(self.grad, self.weight.transpose(1, 2), offs=self.offsets),
-            "grad_weight": lambda: F.grouped_mm(self.x.t(), self.grad, offs=self.offsets),
+            "grad_weight": weight_gradient,
+            "added_weight": lambda: self._added(weight_gradient()),
         }
 
     def _product(self, rows: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -79,6 +105,25 @@ class Operands:
         ops.grouped_gemm_weight_grad(self.x, self.grad, offsets=self.offsets, out=self.grad_weight)
         return self.grad_weight
 
+    def _added_in_product(self) -> Tensor:
+        ops.grouped_gemm_weight_grad(self.x, self.grad, offsets=self.offsets, out=self.main_grad, is_added=True)
+        return self.main_grad
+
+    def _added(self, grad: Tensor) -> Tensor:
+        return self.main_grad.add_(grad)
+
+
+@contextmanager
+def tiles_before() -> Iterator[None]:
+    """Makes our product what it was."""
+    module = triton_grouped_gemm
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(module, "_is_even", lambda *_: False))
+        stack.enter_context(patch.object(module, "_PRODUCTS_PER_PROCESSOR", {8: 2}))
+        for name in ("product_tile", "weight_grad_tile"):
+            stack.enter_context(patch.object(module, name, lambda *_, **__: dict(TILE_BEFORE)))
+        yield
+
 
 def main() -> None:
     """Reports each shape as soon as it is measured; a side that raises does not end the other."""
@@ -87,11 +132,11 @@ def main() -> None:
     rows, wrong = [], []
     for shape in SMALL if options.small else SHAPES:
         operands = Operands(shape, device)
-        theirs = operands.theirs()
-        for name, work in operands.ours().items():
-            row = compared(work, theirs[name], device=device, rounds=options.rounds)
+        sides = [operands.before(), operands.ours(), operands.theirs()]
+        for name in sides[0]:
+            row = compared([side[name] for side in sides], operands, device=device, rounds=options.rounds)
             flops = 2 * shape.rows * shape.inner * shape.outer
-            for side in ("ours", "theirs"):
+            for side in SIDES:
                 if f"{side}_ms" in row:
                     row[f"{side}_tflop_s"] = flops / float(row[f"{side}_ms"]) / 1e9
             rows.append({"shape": shape.name, "product": name, **row})
@@ -99,36 +144,38 @@ def main() -> None:
             report(products=rows)
             if "error" in row or float(row.get("distance", 0)) > ERROR:
                 wrong.append(f"{shape.name} {name}")
-    expect(not wrong, f"both sides ran and agree {wrong or ''}")
+    expect(not wrong, f"all sides ran and agree {wrong or ''}")
 
 
-def compared(
-    ours: Callable[[], Tensor], theirs: Callable[[], Tensor], *, device: torch.device, rounds: int
-) -> dict[str, float | str]:
-    """Milliseconds of both sides, their ratio, and how far their results are apart; or the error of a side.
+def compared(works: list[Work], operands: Operands, *, device: torch.device, rounds: int) -> dict[str, float | str]:
+    """Milliseconds of each side, torch's time over ours, and how far their results are apart; or a side's error.
 
-    ours, theirs: return [rows, outer], [rows, inner] or [experts, inner, outer], bf16, both the same.
+    works: of SIDES, each returns [rows, outer], [rows, inner] or [experts, inner, outer], bf16 or fp32.
     """
-    try:
-        mine = ours().float()
-    except RuntimeError as error:
-        return {"error": f"ours: {error}"[:300]}
-    row: dict[str, float | str] = {}
-    try:
-        other = theirs().float()
-    except (RuntimeError, AttributeError, ValueError) as error:
-        row["error"] = f"theirs: {error}"[:300]
-        return {**row, "ours_ms": 1e3 * statistics.median(seconds_of(ours, device) for _ in range(rounds))}
-    row["distance"] = ((mine - other).norm() / other.norm()).item()
-    # In turns, so that a change of the clock meets both.
-    pairs = [(seconds_of(ours, device), seconds_of(theirs, device)) for _ in range(rounds)][WARM_TURNS:]
-    row["ours_ms"], row["theirs_ms"] = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
-    row["rate_x"] = statistics.median(other / own for own, other in pairs)
+    results, row = [], dict[str, float | str]()
+    for side, work in zip(SIDES, works, strict=True):
+        operands.main_grad.zero_()
+        try:
+            with tiles_before() if side == "before" else ExitStack():
+                results.append(work().float().clone())
+        except (RuntimeError, AttributeError, ValueError) as error:
+            return {"error": f"{side}: {error}"[:300]}
+    row["distance"] = max(((one - results[-1]).norm() / results[-1].norm()).item() for one in results)
+    # In turns, so that a change of the clock meets all.
+    turns = []
+    for _ in range(rounds):
+        with tiles_before():
+            before = seconds_of(works[0], device)
+        turns.append((before, seconds_of(works[1], device), seconds_of(works[2], device)))
+    for side, column in zip(SIDES, zip(*turns[WARM_TURNS:], strict=True), strict=True):
+        row[f"{side}_ms"] = 1e3 * statistics.median(column)
+    row["rate_x"] = statistics.median(theirs / ours for _, ours, theirs in turns[WARM_TURNS:])
+    row["gain_x"] = statistics.median(before / ours for before, ours, _ in turns[WARM_TURNS:])
     return row
 
 
-def seconds_of(work: Callable[[], Tensor], device: torch.device) -> float:
-    """Seconds of the device for one run, after a wait that hides its launch. work: returns any shape, bf16."""
+def seconds_of(work: Work, device: torch.device) -> float:
+    """Seconds of the device for one run, after a wait that hides its launch. work: returns any shape, bf16 or fp32."""
     hold(device, LAUNCHES_SECONDS)
     start = mark_time(device)
     work()
