@@ -14,7 +14,8 @@ if [ -z "$sanitizer" ]; then
 fi
 # Without torch's cache each tensor is an allocation of its own: what is written behind its end is seen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-run="$sanitizer --target-processes application-only --error-exitcode 99"
+# Waits for as long as the program takes to import what it needs and to begin with the GPU.
+run="$sanitizer --target-processes application-only --launch-timeout 0 --error-exitcode 99"
 if ! $run "$python" -c 'import torch; print(torch.zeros(8, device="cuda").sum().item())'; then
     echo "NOT CHECKED: $sanitizer does not work with this GPU, driver or machine"
     exit 77

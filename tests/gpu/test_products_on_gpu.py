@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import default_device, prepare_device
+from megatron.core.device.graphs import CudaGraphs
 from megatron.core.tensor_parallel.weight_grads import GradOwner, LinearGrad, WeightGrad, set_grad_owner
 from megatron.core.transformer.moe.grouped_gemm import ProductKernel, grouped_gemm, product_kernel, row_offsets
 
@@ -52,10 +53,11 @@ def test_the_chosen_kernel_and_the_stashs_are_right_in_a_graph_too(dtype: torch.
         output = grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel)
         return (output, *torch.autograd.grad(output, (rows, weight), grad))
 
+    graphs = CudaGraphs(device, generators=list)
     for kernel in {chosen, ProductKernel.STASH}:
-        eager = passes(kernel)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with graphs.on_capture_stream():
+            eager = passes(kernel)
+        with graphs.capturing() as graph:
             captured = passes(kernel)
         graph.replay()
         live = sum(counts)

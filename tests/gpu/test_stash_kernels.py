@@ -78,8 +78,9 @@ def test_two_streams_with_delays_lose_nothing(num_programs: int) -> None:
     waiting: list[tuple[PageGroup, int, int, torch.Event]] = []
     for step in range(500):
         tokens, number = rng.randint(0, MAX_ROWS), step % len(memories)
-        group = pool.open_group(SPECS)
         with stashing:
+            # Here, so that the zeros of a new page table precede its first plan.
+            group = pool.open_group(SPECS)
             torch.cuda._sleep(rng.choice((0, 0, 20000, 200000)))
             for event in group.waits:
                 stashing.wait_event(event)

@@ -410,12 +410,13 @@ def _exchange_pairwise(rows: torch.Tensor, columns: slice, *, group: dist.Proces
 def _sum_in_order(terms: Sequence[torch.Tensor], *, into: torch.Tensor, divisor: int) -> None:
     """Sums terms, [N] each, in fp32 or their wider dtype, divides and then rounds; may overwrite the terms."""
     # One addition at a time, because a reduction kernel over rows may add them in any order.
-    first, *middle, last = terms
+    first, *others = terms
     total = first.float() if first.dtype.itemsize == 2 else first
-    for term in middle:
+    for term in others[:-1]:
         total.add_(term)
-    # The last addition writes to its destination, unless the total must be rounded first.
-    total = torch.add(total, last, out=into if total.dtype == into.dtype else total)
+    if others:
+        # The last addition writes to its destination, unless the total must be rounded first.
+        total = torch.add(total, others[-1], out=into if total.dtype == into.dtype else total)
     if divisor > 1:
         total.div_(divisor)
     if total is not into:

@@ -16,8 +16,9 @@ and written at its address. Storage that has no address, such as a file, could t
 
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
-tail that is read too early merely hides free pages. See [Note: two ends of a ring] in triton_kernels.py. All work of a
-pool must be joined before its reset.
+tail that is read too early merely hides free pages. See [Note: two ends of a ring] in triton_kernels.py. The
+stream that plans a group must follow the one on which it was opened, which may still fill a new page table with zeros.
+All work of a pool must be joined before its reset.
 
 [Note: persistent buffers] On a GPU, restored rows lie in memory of the caching allocator. On the CPU they lie in
 buffers that are reused, because fresh memory costs 5 to 7 times as much as the copy into it: the operating system has
