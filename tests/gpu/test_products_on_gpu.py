@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron.core.device import default_device, prepare_device
 from megatron.core.device.graphs import CudaGraphs
 from megatron.core.tensor_parallel.weight_grads import GradOwner, LinearGrad, WeightGrad, set_grad_owner
-from megatron.core.transformer.moe.grouped_gemm import ProductKernel, grouped_gemm, product_kernel, row_offsets
+from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, product_kernel, row_offsets
 
 pytestmark = pytest.mark.gpu
 
@@ -42,29 +42,28 @@ def near(found: Tensor, exact: Tensor, error: float) -> bool:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
-def test_the_chosen_kernel_and_the_stashs_are_right_in_a_graph_too(dtype: torch.dtype, counts: list[int]) -> None:
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_product_is_right_in_a_graph_too(dtype: torch.dtype, counts: list[int], is_recomputed: bool) -> None:
     prepare_device(device := default_device())
-    chosen = product_kernel(dtype, device, widths=(INNER, OUTER))
+    kernel = product_kernel(dtype, device, widths=(INNER, OUTER), is_recomputed=is_recomputed)
     rows, weight, grad = operands(dtype, device)
     tokens = torch.tensor(counts, device=device)
     exact = exact_results(rows, weight, grad, counts)
 
-    def passes(kernel: ProductKernel) -> tuple[Tensor, ...]:
+    def passes() -> tuple[Tensor, ...]:
         output = grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel)
         return (output, *torch.autograd.grad(output, (rows, weight), grad))
 
-    graphs = CudaGraphs(device, generators=list)
-    for kernel in {chosen, ProductKernel.STASH}:
-        with graphs.on_capture_stream():
-            eager = passes(kernel)
-        with graphs.capturing() as graph:
-            captured = passes(kernel)
-        graph.replay()
-        live = sum(counts)
-        for results in (eager, captured):
-            output, grad_rows, grad_weight = results
-            assert near(output[:live], exact[0], ERROR[dtype]) and near(grad_rows[:live], exact[1], ERROR[dtype])
-            assert near(grad_weight, exact[2], ERROR[dtype])
+    graphs = CudaGraphs(device)
+    with graphs.on_capture_stream():
+        eager = passes()
+    with graphs.capturing() as graph:
+        captured = passes()
+    graph.replay()
+    live = sum(counts)
+    for output, grad_rows, grad_weight in (eager, captured):
+        assert near(output[:live], exact[0], ERROR[dtype]) and near(grad_rows[:live], exact[1], ERROR[dtype])
+        assert near(grad_weight, exact[2], ERROR[dtype])
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

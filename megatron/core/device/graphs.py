@@ -31,12 +31,13 @@ class _GraphPool:
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle()
         self.graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self.is_broken = False  # the GPU broke off the last capture into the present pool of torch
 
     def handle_for_capture(self) -> Any:
         """Returns the handle of torch's pool for the next capture."""
-        if not self.graphs:
+        if self.is_broken or not self.graphs:
             # Once its last graph has been freed, torch accepts no capture into a pool of which a tensor is still alive.
-            self._handle = torch.cuda.graph_pool_handle()
+            self._handle, self.is_broken = torch.cuda.graph_pool_handle(), False
         return self._handle
 
 
@@ -106,7 +107,9 @@ class CudaGraphs:
             try:
                 yield graph
             finally:
+                pool.is_broken = True
                 self._end(graph, handle)
+                pool.is_broken = False
         pool.graphs.add(graph)
 
     def capturing_together(self) -> AbstractContextManager[None]:
