@@ -16,7 +16,6 @@ from benchmarks.gpu.checks.reporting import checked_device, report
 from benchmarks.gpu.gemm_beside_stash import SMALL, Rivals, Sizes, measure
 from megatron.core.transformer.moe.paged_stash import triton_kernels
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
-from megatron.core.transformer.moe.paged_stash.group_memory import copy_programs
 
 # Words of 16 bytes that a program moved at a time until 2026-11-27, its warps and its registers; one filled an SM.
 BEFORE = {"MAX_BLOCK": 4096, "NUM_WARPS": 16, "MAX_REGISTERS": 128, "COPIES_PER_PROCESSOR": 1}
@@ -64,15 +63,15 @@ def main() -> None:
     """Reports each rival, side and cap as soon as it is measured. Cap 0: no limit."""
     options = parse_options()
     device = checked_device()
-    beside = copy_programs(device, None)
+    processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
     rows: list[dict[str, Any]] = []
     for name, kind in RIVALS.items():
         rivals = kind(SMALL if options.small else Sizes(), device)
-        for side, caps in (("before", (0, 8)), ("after", (0, beside, 2 * beside, 3 * beside))):
+        for side, caps in (("before", (0, 8)), ("after", (0, processors, 2 * processors, 3 * processors))):
             with programs_before(device) if side == "before" else ExitStack():
                 for cap in dict.fromkeys(caps):
                     row = measure(rivals, cap, rounds=options.rounds)
-                    named = {"products": name, "side": side, "num_programs": cap, "is_default": cap == beside}
+                    named = {"products": name, "side": side, "num_programs": cap}
                     rows.append({**named, **{key: row[key] for key in SHOWN}})
                     print(rows[-1], flush=True)
                     report(rows=rows, lowest_cost_x=min(one["cost_x"] for one in rows))

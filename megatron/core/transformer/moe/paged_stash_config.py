@@ -62,10 +62,9 @@ class PagedStashConfig:
     moe_paged_stash_prefetch_layers: int = config_field(
         1, help="Layers whose rows are restored ahead of their backward, each into buffers of full size.", at_least=0
     )
-    moe_paged_stash_copy_sms: int | None = config_field(
-        None,
-        help="Streaming multiprocessors that a copy to or from pages may fill while other kernels run; 0: all of them. "
-        "Default: a sixth of them, as one small program on each, for which the experts' products leave room.",
+    moe_paged_stash_copy_sms: int = config_field(
+        0,
+        help="Streaming multiprocessors that a copy to or from pages may fill while other kernels run; 0: all of them.",
         at_least=0,
     )
     moe_paged_stash_overflow_policy: str = config_field(

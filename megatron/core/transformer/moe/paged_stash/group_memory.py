@@ -388,18 +388,13 @@ def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recom
     return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), tuple(sources))
 
 
-def copy_programs(device: torch.device, num_sms: int | None) -> int:
+def copy_programs(device: torch.device, num_sms: int) -> int:
     """Returns the most programs of a copy that runs beside other kernels, 0 for no limit and for a CPU.
 
-    num_sms: streaming multiprocessors (SMs) that they may fill, 0 for all; None: one program on each SM, beside one of
-    the experts' products. See [Note: room beside products] in triton_kernels.py.
+    num_sms: streaming multiprocessors (SMs) that they may fill, 0 for all. See [Note: room beside products] in
+    triton_kernels.py.
     """
-    if device.type == "cpu":
-        return 0
-    if num_sms is None:
-        count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count
-        return count
-    return COPIES_PER_PROCESSOR * num_sms
+    return 0 if device.type == "cpu" else COPIES_PER_PROCESSOR * num_sms
 
 
 class SideStream:

@@ -210,13 +210,14 @@ class StashGroup:
         """
         if _is_among(tensor, self._kept):
             return Origin.NOT_ROWS
+        # The search of a graph takes the host a millisecond, for which a GPU would wait.
+        if _is_among(tensor, self._declared) and not is_parameter(tensor):
+            return Origin.ROWS
+        if self._takes is RowTensors.DECLARED:
+            return Origin.NOT_ROWS
         origin = origin_of(tensor, self._max_rows)
         if origin is Origin.NOT_ROWS:
             self._has_weights = self._has_weights or row_view(tensor, self._max_rows) is not None
-        elif _is_among(tensor, self._declared):
-            return Origin.ROWS
-        elif self._takes is RowTensors.DECLARED:
-            return Origin.NOT_ROWS
         return origin
 
     def _refuse_unclear(self) -> None:
