@@ -6,8 +6,8 @@ those of stored_floats.py, byte for byte.
 [Note: no fused multiply-add] The compiler would fuse multiplications and additions differently for each form. Without
 fusion all forms give the same bits, so that parameters with remainders equal those with fp32 masters in this kernel.
 That costs little, because memory bounds the time. adam_step uses the kernel for remainders and scaled states only.
-Torch's kernel, which steps the other forms on a GPU, rounds betas and their powers to fp32 before it subtracts them from
-1: with the default betas its second moments may be off by 110 eps of fp32, where this kernel is off by 2. See
+Torch's kernel, which steps the other forms on a GPU, rounds betas and their powers to fp32 before it subtracts them
+from 1: with the default betas its second moments may be off by 110 eps of fp32, where this kernel is off by 2. See
 tests/unit_tests/core/optimizer/adam_run.py.
 """
 # mypy: allow-untyped-defs

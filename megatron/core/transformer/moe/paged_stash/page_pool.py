@@ -374,9 +374,7 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Allocates [num_bytes], uint8, in page-locked memory unless the device is the CPU."""
     locked = device.type != "cpu" and num_bytes > 0
     try:
-        memory = (
-            pinned_bytes(num_bytes, device) if locked else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        )
+        memory = pinned_bytes(num_bytes, device) if locked else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise TierMemoryError(
             f"host_pages: {num_bytes} bytes of {'page-locked ' if locked else ''}host memory cannot be allocated"
