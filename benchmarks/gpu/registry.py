@@ -103,7 +103,8 @@ CHECKS = (
         "pinned_access",
         1,
         FIRST,
-        "a kernel reads and writes pinned memory of the host by address, and host pages keep their bytes",
+        "a kernel reads and writes pinned memory of the host by address, and host pages keep their bytes; sizes and"
+        " rates of torch's pinned memory and ours",
         _program("pinned_access"),
         25,
         kernels=PAGES,
@@ -344,6 +345,7 @@ CHECKS = (
             "tests/gpu/test_stash_kernels.py",
             "tests/gpu/test_stash_races.py",
             "tests/gpu/test_stash_recompute.py",
+            "tests/gpu/test_pinned_memory_on_gpu.py",
         ),
         90,
         kernels=PAGES + PRODUCTS + ACTIVATIONS,

@@ -69,7 +69,7 @@ class FullCudaGraphWrapper:
 
     device: None means the GPU of this process, with the random-number streams of the tracker. follow_up: work at the
     end of the graph, after the passes and all that their participants wait for. It receives the result of the passes,
-    and does not run after eager passes. Not run on a GPU yet.
+    and does not run after eager passes.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ def _take_pending_error(device: torch.device) -> str:
     Torch has no function that only clears it, so a small kernel is launched to be blamed.
     """
     try:
-        torch.ones(1, device=device)
+        torch.ones(1, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         return f" [{str(error).partition(chr(10))[0]}]"
     return ""

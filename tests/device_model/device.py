@@ -410,7 +410,8 @@ class Device(OperatorRunner):
         recorded.born = recorded.born[0], recorded.pool.now
         pools = [pool for pool in (reference() for reference in self.page_pools.values()) if pool is not None]
         tiers = [tier for pool in pools for tier in (pool.device_pages, pool.host_pages) if tier.numel()]
-        whole = set(map(self.block_of, tiers))
+        # A pool of an earlier run whose host pages a fault did not pin may still be there.
+        whole = {self.block_of(tier) for tier in tiers if tier.is_cuda or self.is_pinned(tier)}
 
         def widened(usages: dict[Usage, str]) -> list[tuple[Usage, str]]:
             return [

@@ -1,4 +1,4 @@
-"""The optimizer's step in a CUDA graph against the host's steps, bit for bit; skipped without a GPU. Not yet run."""
+"""The optimizer's step in a CUDA graph against the host's steps, bit for bit; skipped without a GPU."""
 
 import pytest
 import torch

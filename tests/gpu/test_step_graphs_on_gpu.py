@@ -1,5 +1,6 @@
-"""Steps in CUDA graphs against the same steps launched one by one, bit for bit; skipped without a GPU. Not yet run on
-one: every body has run on the CPU, with tapes (core/graphs/tape.py) in the place of graphs.
+"""Steps in CUDA graphs against the same steps launched one by one, bit for bit; skipped without a GPU.
+
+Every body also runs on the CPU, with tapes (core/graphs/tape.py) in the place of graphs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,11 @@
-"""Kernels that read and write pinned memory of the host by its address, as those of host pages do."""
+"""Kernels that read and write pinned memory of the host by its address, as those of host pages do.
+
+Torch's pinned allocator and ours are measured beside each other: bytes taken for an odd size, bytes kept after the
+end, seconds to allocate, and rates of copies to the device and back.
+"""
+
+import time
+from collections.abc import Callable
 
 import torch
 
@@ -10,10 +17,13 @@ DEVICE = checked_device()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from megatron.core.pinned_memory import pinned_bytes  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, TensorSpec  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
 
 NUMEL, WIDTH = 1024, 4096
+# No power of two, and no multiple of a page: torch's allocator takes 2 GiB.
+ODD_BYTES = (1 << 30) + 4097
 ROWS = 16384 if DEVICE.type == "cuda" else 64
 
 
@@ -26,15 +36,73 @@ def double_kernel(source_address, target_address, SIZE: tl.constexpr):
     tl.store(target + lane, 2 * tl.load(source + lane))
 
 
-def access_by_address() -> None:
-    """From pinned memory to the device and back."""
-    pinned = torch.arange(NUMEL, dtype=torch.float32, pin_memory=True)
-    on_device, back = torch.zeros(NUMEL, device=DEVICE), torch.zeros(NUMEL, pin_memory=True)
+def access_by_address(pinned: torch.Tensor, back: torch.Tensor) -> None:
+    """From pinned memory to the device and back; both [NUMEL], fp32."""
+    pinned.copy_(torch.arange(NUMEL))
+    on_device = torch.zeros(NUMEL, device=DEVICE)
     double_kernel[(1,)](pinned.data_ptr(), on_device.data_ptr(), SIZE=NUMEL)
     double_kernel[(1,)](on_device.data_ptr(), back.data_ptr(), SIZE=NUMEL)
     synchronize(DEVICE)
     expect(torch.equal(on_device.cpu(), 2 * pinned), "a kernel reads pinned memory")
     expect(torch.equal(back, 4 * pinned), "a kernel writes pinned memory, and the host sees it")
+
+
+def resident_bytes() -> int:
+    """Memory of the host that this process holds: pinned pages are resident."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile"))
+
+
+def available_bytes() -> int:
+    """Memory that the host has left, which also counts what the driver allocates for the process."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def allocation(allocate: Callable[[int], torch.Tensor]) -> dict[str, float]:
+    """One side of the comparison: GiB asked, taken and kept, seconds, and GB/s; allocate: gives [n], uint8."""
+    before, before_resident, start = available_bytes(), resident_bytes(), time.perf_counter()
+    memory = allocate(ODD_BYTES)
+    seconds = time.perf_counter() - start
+    expect(memory.is_pinned(), "memory is pinned")
+    taken, resident = before - available_bytes(), resident_bytes() - before_resident
+    on_device = torch.zeros(ODD_BYTES, dtype=torch.uint8, device=DEVICE)
+    rates = {}
+    for name, target, source in (("to_device", on_device, memory), ("to_host", memory, on_device)):
+        found = []
+        for _ in range(3):
+            begin = mark_time(DEVICE)
+            target.copy_(source, non_blocking=True)
+            found.append(seconds_between(begin, mark_time(DEVICE)))
+        rates[f"{name}_gb_s"] = ODD_BYTES / 1e9 / min(found)
+    synchronize(DEVICE)
+    end = time.perf_counter()
+    del memory, source, target
+    return_seconds = time.perf_counter() - end
+    kept = before - available_bytes()
+    sizes = {"asked": ODD_BYTES, "taken": taken, "resident": resident, "kept": kept}
+    return {f"{name}_gib": size / 2**30 for name, size in sizes.items()} | {
+        "allocate_s": seconds,
+        "return_s": return_seconds,
+        **rates,
+    }
+
+
+def compare_allocators() -> None:
+    """Torch's pinned memory, as before, and ours."""
+
+    def by_torch(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def by_us(num_bytes: int) -> torch.Tensor:
+        return pinned_bytes(num_bytes, DEVICE)
+
+    for allocate in (by_torch, by_us):
+        access_by_address(*(allocate(4 * NUMEL).view(torch.float32) for _ in range(2)))
+    ours, torchs = allocation(by_us), allocation(by_torch)
+    expect(ours["kept_gib"] < 0.25, "our memory is returned")
+    report(allocators=[{"allocator": "torch", **torchs}, {"allocator": "ours", **ours}])
 
 
 def stash_on_the_host() -> None:
@@ -64,5 +132,5 @@ def stash_on_the_host() -> None:
 
 if __name__ == "__main__":
     if DEVICE.type == "cuda":
-        access_by_address()
+        compare_allocators()
     stash_on_the_host()

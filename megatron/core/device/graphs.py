@@ -1,6 +1,6 @@
 """CudaGraphs: captures the work of a GPU as CUDA graphs of torch. It is the GraphDevice of graphs/capture.py.
 
-Not run on a GPU yet. Its calls of torch are tested with a stand-in for torch.cuda.
+Tests without a GPU run its calls of torch with a stand-in for torch.cuda.
 
 [Note: broken captures] The GPU may break off a capture, for example at an operation that no graph can hold.
 capture_end raises then, and leaves three things behind. The first is the current stream, if torch.cuda.graph made it

@@ -3,7 +3,7 @@
 [Note: generators of a GPU] While a CUDA graph is captured, the bytes of a generator's state may be neither read nor
 written. One generator object may take over for another, though: graphsafe_set_state makes the default generator share
 the state of `gpu`. A replay advances the objects that were registered with the graph before its capture. So a stream
-keeps one object for its lifetime, and a loaded state is written into it. This has not been run on a GPU yet.
+keeps one object for its lifetime, and a loaded state is written into it.
 """
 
 import random

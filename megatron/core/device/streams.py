@@ -1,7 +1,7 @@
 """Order and times of work on a device: synchronization, timestamps, and streams in addition to the main one.
 
-A CPU has no streams: work completes before its call returns, and the classes below have nothing to wait for. Their
-GPU side has not been run yet.
+A CPU has no streams: work completes before its call returns, and the classes below have nothing to wait for. On a GPU,
+times and synchronization have been run, and no test of the copies of CopyStream yet.
 
 [Note: memory across streams] The caching allocator reuses freed memory for the stream that allocated it, in the order
 of that stream. A tensor that another stream still uses must be recorded there (record_stream), or its memory is

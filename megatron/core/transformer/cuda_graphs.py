@@ -96,7 +96,7 @@ class CudaGraphManager:
 
     All passes run on the capture stream. Autograd accumulates a parameter's gradient on the stream of its first use,
     and the default stream cannot be captured. fingerprint: is called before each training step; captures depend on its
-    value. Not run on a GPU yet.
+    value.
     """
 
     # Whether a call may raise CaptureFailedError. A part that cannot be captured runs eagerly instead.

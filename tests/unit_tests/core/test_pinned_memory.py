@@ -110,8 +110,9 @@ def test_a_failed_registration_says_what_was_asked_and_holds_nothing(
     runtime.status = 2
     with pytest.raises(PinnedMemoryError) as error:
         pinned_bytes(2**30, GPU)
-    assert "1073741824 bytes (1.00 GiB) of host memory cannot be registered with cuda:0: out of" in str(error)
-    assert "ulimit -l) is 8388608 bytes" in str(error)
+    text = str(error.value)
+    assert "1073741824 bytes (1.00 GiB) of host memory cannot be registered with cuda:0: out of memory (2)" in text
+    assert "ulimit -l) is 8388608 bytes" in text
     # The error's frames are still alive.
     mapping = made[0]()
     assert mapping is None or mapping.closed

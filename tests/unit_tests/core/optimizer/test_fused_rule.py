@@ -13,7 +13,7 @@ from torch.optim.sgd import sgd
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, flat_params, get_megatron_optimizer
-from megatron.core.optimizer.adam import FusedRule, GradScale
+from megatron.core.optimizer.adam import FusedRule, GradScale, _sgd_divisor_on
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats, zeros_beside
 
@@ -198,3 +198,11 @@ def test_torchs_function_is_its_kernel_with_the_next_count(
     assert all(map(torch.equal, by_function, by_kernel))
     assert count == (3.0 if skip == 1.0 else 4.0)
     assert all(map(torch.equal, by_function, start)) == (skip == 1.0)
+
+
+def test_sgd_on_a_gpu_is_given_a_divisor_of_one_as_a_graph_gives_it() -> None:
+    divisor = _sgd_divisor_on(GradScale(1.0), torch.device("meta"))
+    assert divisor is not None and divisor.shape == () and divisor.dtype == torch.float32
+    assert _sgd_divisor_on(GradScale(1.0), torch.device("cpu")) is None
+    given = torch.tensor(3.7)
+    assert _sgd_divisor_on(GradScale(given), torch.device("meta")) is given

@@ -318,7 +318,7 @@ class PagedStash:
     def captured(self) -> Iterator[None]:
         """Wraps whole steps, or passes of them, that a CUDA graph captures after a reset, together with their copies.
 
-        A replay also follows a reset, and needs only the memory of this object. Not run on a GPU yet.
+        A replay also follows a reset, and needs only the memory of this object.
         """
         with self._keeper.exclusive():
             # At its end a capture must join all streams that took part, and it cannot join others.
