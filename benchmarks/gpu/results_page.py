@@ -18,6 +18,7 @@ from benchmarks.gpu.registry import CHECKS, EACH, Check  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "gpu_results.md"
+NOTES = "gpu_notes.md"  # in the folder of results: written by hand
 
 HEAD = """# Results on a GPU
 
@@ -64,6 +65,7 @@ def page(results: Path) -> str:
     records = last_records(Journal(results).read())
     is_measured = found or any(not record.where.dry_run for record in records.values())
     parts = [HEAD, "" if is_measured else NOT_YET, STATES, *_checks(records), *_kernels(records)]
+    parts += ["\n" + (results / NOTES).read_text()] if (results / NOTES).exists() else []
     parts += [*_numbers(records), *_details(records), *_targets(found)]
     for name, section in (("stash_copy", _copies), ("gemm_beside_stash", _rivals), ("graph_step", _steps)):
         if name in found:
