@@ -99,8 +99,6 @@ class GroupedMLP(MegatronModule):
         self.activation = build_activation(config)
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.static_activation = static_activation(config) if is_static else None
-        # Whether a stash may compute gate_up again: the kernel of fc1 must then give it the same bits.
-        self._can_recompute = config.moe_paged_stash and config.moe_paged_stash_overflow_policy == "recompute"
         hidden = config.hidden_size
         # These are Megatron's shapes. The memory is that of [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -191,7 +189,8 @@ class GroupedMLP(MegatronModule):
         fields: dict[str, Any] = {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
         if group is not None:
             group.rows(rows, weights)
-        gate_up, *low = self._static_fc1(rows, offsets=offsets)  # [C, 2F]
+        is_recomputed = group is not None and group.may_recompute
+        gate_up, *low = self._static_fc1(rows, offsets=offsets, is_recomputed=is_recomputed)  # [C, 2F]
         if group is not None:
             group.rows(gate_up, *low)
 
@@ -215,9 +214,12 @@ class GroupedMLP(MegatronModule):
         return output
 
     @part("expert_fc1")
-    def _static_fc1(self, rows: Tensor, *, offsets: Tensor) -> tuple[Tensor, ...]:
-        """Returns gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r]."""
-        product = _product(rows, self.weight1, offsets=offsets, is_recomputed=self._can_recompute)
+    def _static_fc1(self, rows: Tensor, *, offsets: Tensor, is_recomputed: bool) -> tuple[Tensor, ...]:
+        """Returns gate_up [C, 2F] and, with an adapter, the product of the rows with its A [C, r].
+
+        is_recomputed: a stash may compute gate_up again.
+        """
+        product = _product(rows, self.weight1, offsets=offsets, is_recomputed=is_recomputed)
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return _static_adapted(product, rows, adapter=self.linear_fc1, offsets=offsets)

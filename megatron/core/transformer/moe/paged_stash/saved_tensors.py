@@ -82,6 +82,11 @@ class StashGroup:
         # Whether max_rows is also the outermost size of a weight, and whether any saved tensor has it as another size.
         self._has_weights = self._has_such_sizes = False
 
+    @property
+    def may_recompute(self) -> bool:
+        """Tells whether the stash may compute marked tensors again, whose kernels must then give the same bits."""
+        return self._group is not None and self._has_rungs
+
     def keep(self, *tensors: Tensor) -> None:
         """Declares that tensors are not rows although their outermost size is max_rows. Call it before their use.
 
