@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.paged_stash import triton_kernels
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 
 # Words of 16 bytes that a program moved at a time until 2026-11-27, its warps and its registers; one filled an SM.
-BEFORE = {"MAX_BLOCK": 4096, "NUM_WARPS": 16, "MAX_REGISTERS": 128, "COPIES_PER_PROCESSOR": 1}
+BEFORE = {"MAX_BLOCK": 4096, "WORDS_PER_WARP": 256, "MAX_REGISTERS": 128, "COPIES_PER_PROCESSOR": 1}
 SHOWN = ("gemm_x", "rate_x", "cost_x", "is_covered", "pair_alone_us")
 
 

@@ -120,46 +120,30 @@ def test_every_launched_kernel_is_compiled_here_for_every_architecture() -> None
 
 # (kernel, miss) -> launches of hot shapes, with the architectures on which they miss. Remove what no longer misses.
 HOT_MISSES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
-    # 137 to 255 registers of 256 threads, where two programs on an SM have 128 each.
-    ("grouped_gemm_kernel", "programs"): {
-        "Qwen3-30B-A3B: fc1": (80, 90),
-        "Qwen3-30B-A3B: fc1 backward": (80, 90, 100),
-        "Qwen3-30B-A3B, EP 8: fc1": (80, 90, 100),
-        "Qwen3-30B-A3B, EP 8: fc1 backward": (80, 90, 100),
-        "Mixtral-8x7B, EP 8: fc1": (80, 90),
-        "Mixtral-8x7B, EP 8: fc1 backward": (80, 90, 100),
-        "DeepSeek-V3, EP 64: fc1": (80, 90, 100),
-        "DeepSeek-V3, EP 64: fc1 backward": (80, 90, 100),
-    },
-    # 128 registers of 512 threads are all of an SM.
-    ("copy_kernel", "fills the SM"): {
-        "Qwen3-30B-A3B: stash, to pages": (80, 90, 100),
-        "Qwen3-30B-A3B: stash, from pages": (80, 90, 100),
-    },
+    # 8 instructions, at 128 experts.
+    ("grouped_gemm_kernel", "spills"): {"Qwen3-30B-A3B: fc1": (80,)},
 }
 # (miss, kernel, dtype) -> launches of the matrix that miss on sm_80, sm_90 and sm_100.
 MATRIX_MISSES: dict[tuple[str, str, str], tuple[int, int, int]] = {
-    ("spills", "grouped_gemm_kernel", "bf16"): (52, 55, 52),
-    ("spills", "grouped_gemm_kernel", "fp16"): (52, 55, 51),
-    ("spills", "grouped_gemm_kernel", "fp32"): (0, 28, 25),
-    ("spills", "weight_grad_kernel", "fp32"): (2, 2, 1),
-    ("spills", "act_gradient_kernel", "bf16"): (0, 2, 0),
-    ("spills", "act_gradient_kernel", "fp32"): (1, 1, 2),
-    ("spills", "sum_kernel", "fp32"): (1, 0, 0),
-    ("spills", "copy_kernel", ""): (5, 5, 5),
-    ("programs", "grouped_gemm_kernel", "bf16"): (92, 91, 85),
-    ("programs", "grouped_gemm_kernel", "fp16"): (92, 91, 85),
-    ("fills the SM", "copy_kernel", ""): (48, 48, 48),
     ("narrow", "gather_kernel", "bf16"): (2, 2, 2),
-    ("narrow", "sum_kernel", "bf16"): (2, 2, 2),
     ("narrow", "gather_kernel", "fp16"): (2, 2, 2),
-    ("narrow", "sum_kernel", "fp16"): (2, 2, 2),
     ("narrow", "gather_kernel", "fp32"): (2, 2, 2),
+    ("narrow", "sum_kernel", "bf16"): (2, 2, 2),
+    ("narrow", "sum_kernel", "fp16"): (2, 2, 2),
     ("narrow", "sum_kernel", "fp32"): (2, 2, 2),
     ("no async copies", "grouped_gemm_kernel", "bf16"): (36, 36, 36),
-    ("no async copies", "weight_grad_kernel", "bf16"): (4, 4, 4),
     ("no async copies", "grouped_gemm_kernel", "fp16"): (36, 36, 36),
+    ("no async copies", "weight_grad_kernel", "bf16"): (4, 4, 4),
     ("no async copies", "weight_grad_kernel", "fp16"): (4, 4, 4),
+    ("spills", "act_gradient_kernel", "bf16"): (0, 2, 0),
+    ("spills", "act_gradient_kernel", "fp32"): (1, 1, 2),
+    ("spills", "copy_kernel", ""): (12, 0, 0),
+    ("spills", "grouped_gemm_kernel", "bf16"): (7, 4, 4),
+    ("spills", "grouped_gemm_kernel", "fp16"): (7, 4, 4),
+    ("spills", "grouped_gemm_kernel", "fp32"): (1, 0, 0),
+    ("spills", "sum_kernel", "fp32"): (1, 0, 0),
+    ("spills", "weight_grad_kernel", "bf16"): (4, 2, 1),
+    ("spills", "weight_grad_kernel", "fp16"): (4, 2, 1),
 }
 HOT = kernel_launches.hot()
 
@@ -311,9 +295,14 @@ def test_a_copy_misses_wide_accesses_and_room_for_products() -> None:
 
 
 def test_a_copy_leaves_room_for_a_product_on_an_sm_of_a_hopper(table: list[Row]) -> None:
-    """Registers in each quarter of an SM, and shared memory, summed over a program of each."""
+    """Registers in each quarter of an SM, and shared memory, summed over a program of each.
+
+    Of forward products: in backward, bf16 is torch's on such a GPU.
+    """
     hopper = [row for row in table if row.hot and row.architecture == 90]
-    products = [row.facts for row in hopper if row.kernel == "grouped_gemm_kernel"]
+    products = [
+        row.facts for row in hopper if row.kernel == "grouped_gemm_kernel" and not row.name.endswith("backward")
+    ]
     copies = [row.facts for row in hopper if row.kernel == "copy_kernel"]
     assert products and copies
     for product, copy in itertools.product(products, copies):

@@ -5,7 +5,9 @@ Shapes: R rows, e experts, I and O the widths of input and output rows.
 [Note: kernels of products] torch's grouped_mm is the faster one where it has a kernel: for bf16 on GPUs of generations
 9 and 10, for widths that 8 divides. Elsewhere it reads the offsets on the host, which makes each layer wait for the
 device and cannot be captured, so the Triton kernel of the stash (triton_grouped_gemm.py) multiplies fp32, fp16 and bf16
-there. It also multiplies what a stash may have to recompute, with the same bits. fp64 on a GPU waits for the device.
+there. It also multiplies what a stash may have to recompute, with the same bits, and on a GPU it adds gradients of
+weights to the memory of their owner, whichever kernel multiplied: torch's would write a tensor of the weights' size in
+between. fp64 on a GPU waits for the device.
 """
 
 import enum
@@ -87,7 +89,9 @@ class _GroupedGemm(torch.autograd.Function):
         grad_rows = grad_weight = None
         if weight is not None:
             matrices = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
-            grad_rows = _multiply(grad, matrices, offsets=offsets, kernel=ctx.kernel)
+            # Nothing recomputes gradients.
+            kernel = product_kernel(grad.dtype, grad.device, widths=tuple(matrices.shape[1:]))
+            grad_rows = _multiply(grad, matrices, offsets=offsets, kernel=kernel)
         if rows is not None:
             product = _ExpertGrads(rows, grad, offsets, ctx.weight.shape, ctx.kernel)
             grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[1][0])

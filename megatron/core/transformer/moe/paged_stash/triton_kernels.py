@@ -40,11 +40,11 @@ tensor, from numbers that all its threads share, which costs a branch but no sec
 [Note: room beside products]
 A copy should run while experts compute. A program of copy_kernel is therefore small: 4 warps of MAX_REGISTERS, which
 are 16% of the registers of a streaming multiprocessor (SM), with 8 KiB of loads in flight and no shared memory. On
-sm_90 a program of the grouped product (triton_grouped_gemm.py) leaves each quarter of an SM that many registers for a
-warp, which tests/unit_tests/core/test_compiled_kernels.py checks. num_programs is the most programs of a launch;
-it comes from --moe-paged-stash-copy-sms. Without a limit, the default, COPIES_PER_PROCESSOR programs fill every SM. On
-an H200 (docs/gpu_results.md) products then lose 0.86 to 0.90 of the time that the copies take alone. With one program
-on each SM they lose 0.89 to 1.5: a grouped product has one program for each SM, which waits where copies hold on.
+sm_90 a program of a grouped product in forward (triton_grouped_gemm.py) leaves each quarter of an SM that many
+registers for a warp, which tests/unit_tests/core/test_compiled_kernels.py checks. num_programs is the most programs of
+a launch: COPIES_PER_PROCESSOR for each SM of --moe-paged-stash-copy-sms. Without a limit, the default, they fill every
+SM. On an H200 (docs/gpu_results.md) products then lose 0.86 to 0.90 of the time that the copies take alone, and 0.89 to
+1.5 with one program on each SM: a grouped product has one program for each SM, so it is as slow as the slowest of them.
 
 [Note: tiers]
 Programs that copy pages of the host wait for PCIe, which few of them saturate, and hold their SMs meanwhile. So each
@@ -198,7 +198,8 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
 
 
 MIN_BLOCK, MAX_BLOCK = 128, 512  # words of 16 bytes
-NUM_WARPS, MAX_REGISTERS = 4, 80  # of a thread, which has at most 4 loads of 16 bytes in flight
+WORDS_PER_WARP = 128  # 4 loads of 16 bytes for each thread
+MAX_REGISTERS = 80  # of a thread
 HOST_PROGRAMS = 32
 ONE_RUN = tl.constexpr(2**60)  # width that stands for rows without gaps, longer than any tensor
 
@@ -472,7 +473,7 @@ def _launch(
             shifted(addresses),
             BLOCK=block,
             TO_PAGES=to_pages,
-            num_warps=NUM_WARPS,
+            num_warps=block // WORDS_PER_WARP,
             maxnreg=MAX_REGISTERS,
         )
 
@@ -522,7 +523,7 @@ def compile_cases() -> Iterator[CompileCase]:
     for block in (MIN_BLOCK, MAX_BLOCK):
         for name, to_pages in (("stash", True), ("restore", False)):
             constants = {"BLOCK": block, "TO_PAGES": to_pages}
-            warps = {"num_warps": NUM_WARPS, "maxnreg": MAX_REGISTERS}
+            warps = {"num_warps": block // WORDS_PER_WARP, "maxnreg": MAX_REGISTERS}
             records = {"table": "*i64", "held": "*i64"}
             yield compile_case(
                 copy_kernel, f"{name}, blocks of {block}", options=warps, **records, **moved, **constants
