@@ -195,6 +195,12 @@ class Product:
         x, weight, offsets, grad = self.operands()
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight)
 
+    def added_weight_grad(self) -> None:
+        """Launches the gradient of the weights that is scaled and added to fp32 memory of theirs."""
+        x, weight, offsets, grad = self.operands()
+        main_grad = torch.empty_like(weight, dtype=torch.float32)
+        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, scale=0.5, is_added=True)
+
 
 def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None) -> None:
     """Launches the activation and its gradient; scale: dtype of the rows' weights or None."""
@@ -483,14 +489,16 @@ class HotModel:
 
     def launches(self) -> Iterator[Launch]:
         """Yields the launches of a static MoE layer with the stash, forward, recomputation and backward."""
-        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, is_stored=False)
-        fc2 = Product("bf16", self.experts, self.ffn, self.hidden, is_stored=False)
-        back1 = Product("bf16", self.experts, 2 * self.ffn, self.hidden, is_stored=True)
-        back2 = Product("bf16", self.experts, self.hidden, self.ffn, is_stored=True)
+        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn)
+        fc2 = Product("bf16", self.experts, self.ffn, self.hidden)
+        # Gradients of rows are products with the transposed weights.
+        back1 = Product("bf16", self.experts, 2 * self.ffn, self.hidden, is_stored=False)
+        back2 = Product("bf16", self.experts, self.hidden, self.ffn, is_stored=False)
         for name, product in {"fc1": fc1, "fc2": fc2, "fc1 backward": back1, "fc2 backward": back2}.items():
             yield from launches(f"{self.name}: {name}", product.forward)
         for name, product in {"fc1": fc1, "fc2": fc2}.items():
             yield from launches(f"{self.name}: {name} weight gradient", product.weight_grad)
+            yield from launches(f"{self.name}: {name} weight gradient, added to fp32", product.added_weight_grad)
         run = functools.partial(activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32")
         yield from launches(f"{self.name}: swiglu", run)
         yield from launches(f"{self.name}: choice", functools.partial(choice, self.experts, topk=self.topk))

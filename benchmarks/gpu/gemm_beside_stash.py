@@ -8,7 +8,7 @@ On the main stream bf16 products follow each other, on the side stream stash and
   rate x    rate of stash and restore meanwhile / rate of copy_ alone
   cost x    seconds that the products lose for each stash and restore / seconds that two copy_ of the bytes take alone:
             0: hidden, 1: as if the copies had the GPU for themselves
-Medians over rounds, in which products run alone and beside. Has not been run on a GPU yet.
+Medians over rounds, in which products run alone and beside.
 """
 
 import statistics

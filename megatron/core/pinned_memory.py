@@ -17,6 +17,7 @@ the unregistration during a capture. Memory that dies in one stays registered un
 
 import ctypes
 import mmap
+import os
 import resource
 import warnings
 import weakref
@@ -50,12 +51,12 @@ def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
     try:
         _register(ctypes.addressof(view), len(mapping), device)
     except PinnedMemoryError:
-        # Now and not with the traceback, whose frames may live for long.
+        # Unmapped now: the traceback would keep the frame, and so the mapping, alive.
         del view
         mapping.close()
         raise
     # The storage keeps the view, whose end is therefore that of the storage. The finalizer keeps the mapping.
-    end = weakref.finalize(view, _return_sync, ctypes.addressof(view), mapping, device)
+    end = weakref.finalize(view, _return_sync, ctypes.addressof(view), mapping, device, os.getpid())
     end.atexit = False  # the driver cleans up; graphs and copies may still be there
     return torch.frombuffer(view, dtype=torch.uint8)
 
@@ -105,17 +106,23 @@ def _take_pending_error(device: torch.device) -> str:
     return ""
 
 
-def _return_sync(address: int, mapping: mmap.mmap, device: torch.device) -> None:
-    """Unregisters and unmaps memory that no tensor uses any more. NOTE: waits for the device."""
+def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process: int) -> None:
+    """Unregisters and unmaps memory that no tensor uses any more. NOTE: waits for the device.
+
+    process: that mapped it. A forked process has no such memory, and its own may lie at the address.
+    """
+    # Until it is unregistered, it must keep its addresses, whatever is raised here.
+    keep_until_exit = weakref.finalize(_return_sync, len, mapping)
+    keep_until_exit.atexit = False
+    if os.getpid() != process:
+        return
     if torch.cuda.is_current_stream_capturing():
         warnings.warn(
             f"{_size(len(mapping))} of pinned memory lost their last tensor during a capture and stay until the end"
             " of the process",
-            ResourceWarning,
+            RuntimeWarning,
             stacklevel=2,
         )
-        # Kept by the finalizer of something that never dies.
-        weakref.finalize(_return_sync, len, mapping).atexit = False
         return
     with torch.cuda.device(device):
         # Copies and kernels that were launched before the last tensor died may still use the memory.
@@ -123,13 +130,12 @@ def _return_sync(address: int, mapping: mmap.mmap, device: torch.device) -> None
         runtime = torch.cuda.cudart()
         status = runtime.cudaHostUnregister(address)
     if int(status):
-        # Pages that may still be registered must keep their addresses.
-        weakref.finalize(_return_sync, len, mapping).atexit = False
         raise PinnedMemoryError(
             f"{_size(len(mapping))} of pinned memory cannot be unregistered from {device}:"
             f" {runtime.cudaGetErrorString(status)} ({int(status)})"
         )
     # The caller drops the mapping, which ends with the view that is dying. It cannot be closed before.
+    keep_until_exit.detach()
 
 
 def _size(num_bytes: int) -> str:

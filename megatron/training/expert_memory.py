@@ -259,8 +259,9 @@ class ExpertMemory:
             if self._plans:
                 self._forget_plans()
             self.step.stash = plan = None
-            if pool is not None:
-                # Before the new pool is allocated, because memory may not suffice for both.
+            if pool is not None and not pool.is_in_graphs:
+                # Before the new pool is allocated, because memory may not suffice for both. A pool in graphs, which
+                # somebody still holds, ends with them.
                 pool.close_sync()
             pool = open_pool(self._device, layout, config=self._config)
         else:
@@ -389,7 +390,8 @@ class ExpertMemory:
             self._forget_plans()
             if self.stash is not None:
                 self.stash.join()
-                self.stash.pool.close_sync()
+                if not self.stash.pool.is_in_graphs:
+                    self.stash.pool.close_sync()
             self.step.stash = self._num_microbatches = None
         self._is_measured = True
 

@@ -7,10 +7,11 @@ has the budget.
 
 [Note: what counts]
 An operator counts once, as the CPU's dispatcher sees it below autograd: views, empty tensors and operators without
-tensors launch nothing and do not count. An operator of torch may launch more than one kernel on a GPU (a sort does),
-and one of ours launches one. The grouped products of experts and the rows of a pair of ranks take the path of GPUs (see
-gpu_paths). Other code that depends on the device runs the CPU's side: RMSNorm, of several operators where a GPU has
-one, attention, the accumulation of gradients of dense weights, the softmax of the loss, the optimizer.
+tensors launch nothing and do not count. An operator of torch may launch more than one kernel on a GPU (a sort does).
+One of ours launches one, but order_slots two, as do copies of a stash with pages on the host. The grouped products of
+experts and the rows of a pair of ranks take the path of GPUs (see gpu_paths). Other code that depends on the device
+runs the CPU's side: RMSNorm, of several operators where a GPU has one, attention, the accumulation of gradients of
+dense weights, the softmax of the loss, the optimizer.
 
 [Note: phases]
 A forward operator belongs to the phase of the innermost function on the stack that PHASES knows. A backward operator
@@ -190,8 +191,12 @@ def recorded_launches() -> Iterator[list[Launched]]:
 def gpu_paths() -> Iterator[None]:
     """Takes the path of GPUs for the products of experts and the rows of a pair of ranks."""
 
+    def own(*_: object, **__: object) -> grouped_gemm.ProductKernel:
+        return grouped_gemm.ProductKernel.STASH
+
     with (
-        mock.patch.object(experts, "product_kernel", lambda *_, **__: grouped_gemm.ProductKernel.STASH),
+        mock.patch.object(experts, "product_kernel", own),
+        mock.patch.object(grouped_gemm, "product_kernel", own),
         mock.patch.object(grouped_gemm, "_adds_in_kernel", lambda _: True),
         mock.patch.object(dispatch_static, "rank_row_layout", lambda _: dispatch_static.padded_rank_rows),
     ):

@@ -2,7 +2,7 @@
 # The tests of kernels under compute-sanitizer: memory accesses, races in shared memory, barriers.
 #     tests/gpu/sanitize.sh [PYTHON [TOOL ...]]      # tools: memcheck racecheck synccheck
 # Exit status 0: nothing was found, 77: nothing was checked, anything else: see what is printed.
-# Has not been run yet: it needs a GPU. initcheck is left out, as pages are handed out uninitialised on purpose.
+# Needs a GPU. initcheck is left out, as pages are handed out uninitialised on purpose.
 cd "$(dirname "$0")/../.." || exit 1
 python=${1:-python3}
 [ $# -eq 0 ] || shift

@@ -187,7 +187,10 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny shape, on the CPU too")
     parser.add_argument("--rounds", type=int, default=13, help=f"rounds, {WARM_TURNS} not counted (default: 13)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rounds <= WARM_TURNS:
+        parser.error(f"--rounds is {options.rounds}: must be more than the {WARM_TURNS} that are not counted")
+    return options
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class StagingMemory:
             starts.append(size)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if size > self._memory.numel():
+            # Given back first, where nobody reads it any more.
+            self._memory = host_bytes(0, self._device)
             self._memory = host_bytes(size, self._device)
         copies = []
         self._last = None

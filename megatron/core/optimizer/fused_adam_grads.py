@@ -455,7 +455,7 @@ class ShardScaling:
 
     def fold(self, grads: Sequence[torch.Tensor]) -> None:
         """Applies the divisor to the gradients, [n] each, any float dtype, so that new gradients can be added."""
-        if self._is_scaled:
+        if self._is_scaled or self._is_captured:
             for grad in grads:
                 grad.div_(self._divisor)
             self.reset()
@@ -497,7 +497,8 @@ class ShardScaling:
         if amp_scale is not None:
             self.divide(amp_scale.to(device))
         skip = None if found_inf is None else (found_inf.to(device) > 0).float()
-        return GradScale(self._divisor.float() if self._is_scaled else 1.0, skip)
+        is_scaled = self._is_scaled or self._is_captured
+        return GradScale(self._divisor.float() if is_scaled else 1.0, skip)
 
     def note_divided(self, skip: torch.Tensor | None) -> None:
         """Records that an update has divided the gradients in place, unless skipped; skip: [], fp32, see GradScale."""

@@ -121,7 +121,7 @@ def test_every_launched_kernel_is_compiled_here_for_every_architecture() -> None
 # (kernel, miss) -> launches of hot shapes, with the architectures on which they miss. Remove what no longer misses.
 HOT_MISSES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     # 8 instructions, at 128 experts.
-    ("grouped_gemm_kernel", "spills"): {"Qwen3-30B-A3B: fc1": (80,)},
+    ("grouped_gemm_kernel", "spills"): {"Qwen3-30B-A3B: fc1 backward": (80,)},
 }
 # (miss, kernel, dtype) -> launches of the matrix that miss on sm_80, sm_90 and sm_100.
 MATRIX_MISSES: dict[tuple[str, str, str], tuple[int, int, int]] = {
@@ -294,25 +294,25 @@ def test_a_copy_misses_wide_accesses_and_room_for_products() -> None:
     assert lean.misses() == []
 
 
-def test_a_copy_leaves_room_for_a_product_on_an_sm_of_a_hopper(table: list[Row]) -> None:
-    """Registers in each quarter of an SM, and shared memory, summed over a program of each.
+# Hot products with 249 and 254 registers, of which 216 would leave room.
+WITHOUT_ROOM = {"Qwen3-30B-A3B: fc1", "Mixtral-8x7B, EP 8: fc1"}
 
-    Of forward products: in backward, bf16 is torch's on such a GPU.
-    """
+
+def test_a_copy_leaves_room_for_a_product_on_an_sm_of_a_hopper(table: list[Row]) -> None:
+    """Registers in each quarter of an SM, and shared memory, summed over a program of each."""
     hopper = [row for row in table if row.hot and row.architecture == 90]
-    products = [
-        row.facts for row in hopper if row.kernel == "grouped_gemm_kernel" and not row.name.endswith("backward")
-    ]
-    copies = [row.facts for row in hopper if row.kernel == "copy_kernel"]
-    assert products and copies
+    products = [row for row in hopper if row.kernel in compiled_kernels.PRODUCTS]
+    copies = [row for row in hopper if row.kernel == "copy_kernel"]
+    assert len(products) > len(WITHOUT_ROOM) and copies
+    without_room = set()
     for product, copy in itertools.product(products, copies):
+        both = (product.facts, copy.facts)
         # Warps are dealt to the quarters in turn.
-        in_quarter = sum(
-            -(-facts.warps // 4) * compiled_kernels.registers_of(facts) // facts.warps for facts in (product, copy)
-        )
-        assert in_quarter <= compiled_kernels.REGISTERS // 4
-        taken = product.shared + copy.shared + 2 * compiled_kernels.RESERVED_BYTES
-        assert taken <= compiled_kernels.SHARED_BYTES[90]
+        in_quarter = sum(-(-facts.warps // 4) * compiled_kernels.registers_of(facts) // facts.warps for facts in both)
+        taken = sum(facts.shared + compiled_kernels.RESERVED_BYTES for facts in both)
+        if in_quarter > compiled_kernels.REGISTERS // 4 or taken > compiled_kernels.SHARED_BYTES[90]:
+            without_room.add(product.name)
+    assert without_room == WITHOUT_ROOM
 
 
 def test_optimizer_programs_are_several_times_those_that_an_sm_runs() -> None:

@@ -125,7 +125,7 @@ def test_memory_that_cannot_be_mapped_is_named(runtime: Runtime) -> None:
     assert runtime.calls == []
 
 
-@pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_memory_that_dies_in_a_capture_stays(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = pinned_bytes(PAGE, GPU)
     address = memory.data_ptr()

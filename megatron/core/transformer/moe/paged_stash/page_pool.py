@@ -169,13 +169,18 @@ class PagePool:
         self._tables.reset()
         self.generation += 1
 
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether a CUDA graph that uses the pool is alive."""
+        return self._tables.has_fixed_groups
+
     def close_sync(self) -> None:
         """Returns the memory of both tiers, whoever still holds the pool. NOTE: waits for the device for pinned pages.
 
         Groups become invalid as at a reset. All work of the pool must be joined. Raises RuntimeError if a CUDA graph
         that uses the pages is alive.
         """
-        if self._tables.has_fixed_groups:
+        if self.is_in_graphs:
             raise RuntimeError("the pool cannot be closed: a CUDA graph that uses its pages is alive; drop it first")
         self.reset()
         self.device_pages, self.host_pages = self.device_pages.new_empty(0), self.host_pages.new_empty(0)

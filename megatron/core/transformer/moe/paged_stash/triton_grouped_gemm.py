@@ -14,8 +14,8 @@ time, so where 16 divides both widths, loads have none: a tile that reaches beyo
 of the same expert, whose sums are not stored. Other widths have small tiles, because the masks and addresses of single
 elements would not fit the registers of large ones.
 
-[Note: tiles] The figures are those of an H200 (docs/gpu_results.md). A tile of [128, 256] takes 8 warps and leaves
-room for a program of a copy beside it, see [Note: room beside products] in triton_kernels.py.
+[Note: tiles] Sizes were chosen on an H200 (docs/gpu_results.md). A tile of [128, 256] takes 8 warps and in most shapes
+leaves room for a program of a copy, see [Note: room beside products] in triton_kernels.py.
 """
 # mypy: allow-untyped-defs
 

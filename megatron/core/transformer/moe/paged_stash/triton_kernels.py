@@ -40,11 +40,12 @@ tensor, from numbers that all its threads share, which costs a branch but no sec
 [Note: room beside products]
 A copy should run while experts compute. A program of copy_kernel is therefore small: 4 warps of MAX_REGISTERS, which
 are 16% of the registers of a streaming multiprocessor (SM), with 8 KiB of loads in flight and no shared memory. On
-sm_90 a program of a grouped product in forward (triton_grouped_gemm.py) leaves each quarter of an SM that many
-registers for a warp, which tests/unit_tests/core/test_compiled_kernels.py checks. num_programs is the most programs of
-a launch: COPIES_PER_PROCESSOR for each SM of --moe-paged-stash-copy-sms. Without a limit, the default, they fill every
-SM. On an H200 (docs/gpu_results.md) products then lose 0.86 to 0.90 of the time that the copies take alone, and 0.89 to
-1.5 with one program on each SM: a grouped product has one program for each SM, so it is as slow as the slowest of them.
+sm_90 a program of a grouped product (triton_grouped_gemm.py) leaves each quarter of an SM that many registers for a
+warp, except in two of the hot shapes, which tests/unit_tests/core/test_compiled_kernels.py lists. num_programs is the
+most programs of a launch: COPIES_PER_PROCESSOR for each SM of --moe-paged-stash-copy-sms. Without a limit, the default,
+they fill every SM. On an H200 (docs/gpu_results.md) products then lose 0.86 to 0.90 of the time that the copies take
+alone, and 0.89 to 1.5 with one program on each SM: a grouped product has one program for each SM, so it is as slow as
+the slowest of them.
 
 [Note: tiers]
 Programs that copy pages of the host wait for PCIe, which few of them saturate, and hold their SMs meanwhile. So each
