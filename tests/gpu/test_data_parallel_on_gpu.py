@@ -1,4 +1,4 @@
-"""DistributedDataParallel and the sharded optimizer on a GPU, one rank over NCCL; skipped without one. Not yet run.
+"""DistributedDataParallel and the sharded optimizer on a GPU, one rank over NCCL; skipped without one.
 
 Two ranks cannot share a GPU under NCCL: they sum over gloo, which takes a GPU's tensors in an all-reduce.
 """

@@ -1,5 +1,5 @@
 """What a replayed step asks of the GPU, and what a capture that the GPU breaks off leaves of torch; skipped without a
-GPU. Not yet run on one.
+GPU.
 """
 
 import os

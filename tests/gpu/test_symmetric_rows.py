@@ -1,7 +1,4 @@
-"""Rows through symmetric memory on all GPUs that there are, one too; skipped without one.
-
-Not yet run.
-"""
+"""Rows through symmetric memory on all GPUs that there are, one too; skipped without one."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Gradients of weights that are added where they add up, instead of being made, handed on and added.
+"""Fusion of weight gradients with their accumulation: a product is added to the accumulation buffer as it is computed.
 
-Who adds them up, and where, is not known here; layers give what they have to `hand_over`.
+Layers give the factors of the product to `hand_over`. The wrapper that accumulates is not known here.
 
 [Note: gradient accumulation fusion] A wrapper that keeps gradients in memory of its own makes itself their owner. A
 layer's backward then gives the owner a WeightGrad, the factors of a product that is still to be computed, and autograd
@@ -8,8 +8,8 @@ nothing: no tensor of the weight's size is allocated, written and read again. Au
 same, once every use of it in this backward is done, with whatever gradient its other uses left.
 
 On a GPU a product of half-precision factors is added to an fp32 main_grad in fp32, where autograd would round it to
-half precision first: main_grad then has up to 16 more digits of each product. Gradients of equal dtypes differ only
-where a scale other than 1 is applied, in the last digit. Deterministic mode uses no owner.
+half precision first: main_grad then has up to 16 more correct bits of each product. Where dtypes are equal, only the
+order of scaling and adding differs, and with it last digits. Deterministic mode uses no owner.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
 
 
 def has_grad_owner(weight: Tensor) -> bool:
-    """Whether someone may want what `hand_over` takes of this use of a weight, any shape and dtype."""
+    """Whether an owner accumulates the gradient of this use of a weight, any shape and dtype."""
     return torch.is_grad_enabled() and weight.requires_grad and _owner_of(weight) is not None
 
 
@@ -67,7 +67,7 @@ def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
     owner = _owner_of(weight)
     if (
         owner is None
-        or torch.is_grad_enabled()  # of this gradient another will be taken
+        or torch.is_grad_enabled()  # create_graph=True: the gradient itself must be differentiable
         or weight._backward_hooks
         or not grad.fits(owner.main_grad)
         or not _adds_up(node)
@@ -95,7 +95,7 @@ class LinearGrad:
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
         """Adds scale times the gradient to `out`, [O, I], a dtype that fits; is_zero: overwrites it."""
-        # Not as beta=1 in any case: what is there would be read, and bits change where it is added first.
+        # beta is 0 for zeros, which are then not read.
         beta = 0 if is_zero else 1
         if out.dtype == self.x.dtype:
             torch.addmm(out, self.rows.t(), self.x, beta=beta, alpha=scale, out=out)

@@ -34,6 +34,11 @@ def choice_grad_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
+    """Computes the gradient of a token's logits from those of its scores s and of its chosen weights w.
+
+    For gradients g of s and h of w it is s (g - <s, g>), plus w (h - <w, h>) at the chosen experts. token_stride and
+    expert_stride are those of grad_scores; all others are contiguous.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, EXPERTS)
     is_token = token < num_tokens

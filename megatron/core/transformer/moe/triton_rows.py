@@ -2,6 +2,8 @@
 
 Kernels are not specialized on numbers of rows, so another number causes no compilation.
 
+static_rows.py says what slots, parts, rows and padding are.
+
 [Note: order of slots]
 Slots are ordered by expert as by a stable sort, in two launches. First each program counts the experts of a run of
 slots, and all rows are marked as padding. Then each program adds up the counts of all programs, gives the slots of its
@@ -27,7 +29,8 @@ _WARPS = {"num_warps": 4}
 
 # Slots that a program orders per iteration. It compares all pairs of them.
 _SLOTS = 64
-# Slots of a program, as long as there are few, and the most programs. Each reads the counts of all others.
+# A program has this many slots, or more once there would be more than the most programs, of which each reads the
+# counts of all others.
 _SLOTS_OF_PROGRAM, _MOST_PROGRAMS = 512, 256
 
 
