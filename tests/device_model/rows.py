@@ -12,6 +12,7 @@ leaves out: FSDP2, ZeRO-2, offloading, updates in backward, overflows of the sta
 import argparse
 import importlib
 import shlex
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -156,14 +157,21 @@ def main() -> None:
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--flags", default="")
     options = parser.parse_args()
-    for name, row in all_rows().items():
-        if options.names and not any(part in name for part in options.names):
-            continue
+    rows = {
+        name: row
+        for name, row in all_rows().items()
+        if not options.names or any(part in name for part in options.names)
+    }
+    if not rows:
+        parser.error(f"no row has {' or '.join(map(repr, options.names))} in its name")
+    wrong = []
+    for name, row in rows.items():
         row = Row((*row.argv, *shlex.split(options.flags)), row.ranks, row.num_steps)
         try:
             results = on_modelled_gpus(train, row.ranks, [(name, row)])
         except Exception as error:
             print(f"{name}: ERROR {error}", flush=True)
+            wrong.append(name)
             continue
         for rank, (record,) in enumerate(results):
             print(
@@ -175,6 +183,10 @@ def main() -> None:
                 print(f"    {alarm}")
             for wait, count in record.waits_of_last_step.items() if options.waits else ():
                 print(f"    waits {count} x {wait}", flush=True)
+            if record.alarms or record.error or record.failure:
+                wrong.append(name)
+    print(f"{len(rows)} rows, {len(set(wrong))} of them with alarms or errors {list(dict.fromkeys(wrong)) or ''}")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":
