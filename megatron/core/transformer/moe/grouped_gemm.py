@@ -39,7 +39,11 @@ def product_kernel(
 
     widths: of input and output rows. is_recomputed: a stash may recompute the product and needs the same bits.
     """
-    if device.type != "cuda" or not HAS_TRITON or dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return ProductKernel.TORCH
+    if device.type == "meta":
+        return ProductKernel.STASH  # torch's takes no other dtype than bf16 there
+    if device.type != "cuda" or not HAS_TRITON:
         return ProductKernel.TORCH
     is_fast = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
     if is_fast and not is_recomputed and all(width % 8 == 0 for width in widths):

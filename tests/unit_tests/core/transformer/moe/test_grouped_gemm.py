@@ -34,6 +34,13 @@ def test_torch_multiplies_where_it_needs_no_read_of_the_host(
     assert choose(dtype, torch.device("cpu"), widths=widths, is_recomputed=is_recomputed) is ProductKernel.TORCH
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_plan_multiplies_without_numbers(dtype):
+    rows, weight, offsets = (one.to("meta") for one in operands(dtype))
+    kernel = product_kernel(dtype, rows.device, widths=(8, 8))
+    assert grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=kernel).shape == (6, 8)
+
+
 def operands(dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(*size, generator=generator).to(dtype) for size in ((6, 8), (8, 3 * 8)))
