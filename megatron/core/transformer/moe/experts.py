@@ -219,7 +219,7 @@ class GroupedMLP(MegatronModule):
 
         is_recomputed: a stash may compute gate_up again.
         """
-        product = _product(rows, self.weight1, offsets=offsets, is_recomputed=is_recomputed)
+        product = _product(rows, self.weight1, offsets=offsets, is_static=True, is_recomputed=is_recomputed)
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return _static_adapted(product, rows, adapter=self.linear_fc1, offsets=offsets)
@@ -234,7 +234,7 @@ class GroupedMLP(MegatronModule):
         )
 
     def _static_fc2(self, act: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-        output = _product(act, self.weight2, offsets=offsets)
+        output = _product(act, self.weight2, offsets=offsets, is_static=True)
         if self.bias2 is not None:
             output = add_expert_bias(output, self.bias2, offsets=offsets, scale=weights, share=self._bias2_share)
         return _static_adapted(output, act, adapter=self.linear_fc2, offsets=offsets)[0]
@@ -497,14 +497,16 @@ def static_activation(config: TransformerConfig) -> ActivationForm:
     return ActivationForm(_ACTIVATIONS[chosen], config.activation_func_clamp_value, config.glu_linear_offset)
 
 
-def _product(rows: Tensor, weight: Tensor, *, offsets: Tensor, is_recomputed: bool = False) -> Tensor:
+def _product(
+    rows: Tensor, weight: Tensor, *, offsets: Tensor, is_static: bool = False, is_recomputed: bool = False
+) -> Tensor:
     """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: memory of [e, I, O] -> [C, O].
 
-    is_recomputed: a stash may compute the product again, and the kernel must be the one that does.
+    is_static, is_recomputed: see product_kernel.
     """
     inner = rows.shape[1]
     widths = (inner, weight.numel() // (len(offsets) * inner))
-    kernel = product_kernel(rows.dtype, rows.device, widths=widths, is_recomputed=is_recomputed)
+    kernel = product_kernel(rows.dtype, rows.device, widths=widths, is_static=is_static, is_recomputed=is_recomputed)
     return grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
 
 
@@ -514,7 +516,7 @@ def _static_adapted(
     """Adds the adapter's result to the product: [C, O]. Returns it and, with an adapter, the rows times A: [C, r]."""
     if adapter is None:
         return (product,)
-    low = _product(rows, adapter.lora_a, offsets=offsets)
+    low = _product(rows, adapter.lora_a, offsets=offsets, is_static=True)
     return add_low_rank(product, low, weight=adapter.lora_b, offsets=offsets, scale=adapter.scale), low
 
 

@@ -33,15 +33,21 @@ class ProductKernel(enum.Enum):
 
 @functools.cache
 def product_kernel(
-    dtype: torch.dtype, device: torch.device, *, widths: tuple[int, ...], is_recomputed: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    widths: tuple[int, ...],
+    is_static: bool = False,
+    is_recomputed: bool = False,
 ) -> ProductKernel:
     """Chooses the kernel of a product of rows and weights.
 
-    widths: of input and output rows. is_recomputed: a stash may recompute the product and needs the same bits.
+    widths: of input and output rows. is_static: rows are in a static buffer. is_recomputed: a stash may recompute the
+    product and needs the same bits.
     """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return ProductKernel.TORCH
-    if device.type == "meta":
+    if device.type == "meta" and is_static:
         return ProductKernel.STASH  # torch's takes no other dtype than bf16 there
     if device.type != "cuda" or not HAS_TRITON:
         return ProductKernel.TORCH
@@ -94,7 +100,7 @@ class _GroupedGemm(torch.autograd.Function):
         if weight is not None:
             matrices = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
             # Nothing recomputes gradients.
-            kernel = product_kernel(grad.dtype, grad.device, widths=tuple(matrices.shape[1:]))
+            kernel = product_kernel(grad.dtype, grad.device, widths=tuple(matrices.shape[1:]), is_static=True)
             grad_rows = _multiply(grad, matrices, offsets=offsets, kernel=kernel)
         if rows is not None:
             product = _ExpertGrads(rows, grad, offsets, ctx.weight.shape, ctx.kernel)
