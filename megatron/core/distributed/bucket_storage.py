@@ -936,7 +936,8 @@ def accumulate_into(place: torch.Tensor, new: torch.Tensor, *, scale: float, is_
         torch.mul(new, scale, out=place)
     else:
         place.copy_(new)
-        if scale != 1.0:
+        # A plan counts the scaling: its short run may have fewer ranks than the run, and so no scale.
+        if scale != 1.0 or place.is_meta:
             # Not torch.mul of the gradient, which would round the product to the narrower dtype first.
             place.mul_(scale)
 
