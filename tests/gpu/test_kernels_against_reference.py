@@ -89,7 +89,7 @@ def run_groups(device: str, specs: list[TensorSpec], *, page: int, rows: list[in
     targets = [torch.full_like(source, 7, device=device) for source in sources]
     pool.restore(last, targets)
     restored |= {f"last group, tensor {index}": target.cpu() for index, target in enumerate(targets)}
-    numbers = {name: vars(pool)[name].cpu() for name in ("heads", "tails", "counters")}
+    numbers = {"heads": pool.heads.cpu(), "tails": pool.tails.cpu(), "counters": pool.counters.cpu()}
     return pool, restored | numbers | {"held": last.slab.held.cpu()}
 
 
