@@ -16,6 +16,7 @@ from megatron.core.device import default_device
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.planner import print_plan
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import config_from_args
 from megatron.training.errors import exit_on_user_error
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
             ModelType.encoder_or_decoder,
             forward_step,
             argv=argv,
+            print_plan=print_plan,
         )
 
 

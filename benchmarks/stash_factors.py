@@ -39,12 +39,12 @@ import pretrain_gpt  # noqa: E402
 from benchmarks.sides import context as machine  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at  # noqa: E402
+from megatron.planner.stash.outlook import needs_of_steps  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, traced_spans  # noqa: E402
+from megatron.planner.stash.stages import PlannedRun, planned_run  # noqa: E402
+from megatron.planner.stash.walk import Walk, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.routing_trace import read_routing  # noqa: E402
-from megatron.training.stash_plan.outlook import needs_of_steps  # noqa: E402
-from megatron.training.stash_plan.routing import RoutingSpan, traced_spans  # noqa: E402
-from megatron.training.stash_plan.stages import PlannedRun, planned_run  # noqa: E402
-from megatron.training.stash_plan.walk import Walk, walk  # noqa: E402
 from tools.quickstart import Workspace, prepare, tokenizer_flags  # noqa: E402
 from tools.run_log import Series, read_run  # noqa: E402
 

@@ -28,6 +28,7 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.planner import print_plan  # noqa: E402
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron.training.callbacks import Callback, StepReport  # noqa: E402
@@ -137,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
             args_defaults=DEFAULTS,
             callbacks=[BestAccuracy()],
             argv=argv,
+            print_plan=print_plan,
         )
 
 

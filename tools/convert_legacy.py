@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing import ShardedTensor, model_sharded_tensor
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tokenizers import vocab_size_with_padding
+from megatron.planner.fake_ranks import fake_rank
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_args import args_to_json, model_arguments
 from megatron.training.checkpoint_folder import iteration_folder, write_tracker
-from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.run_values import check_arguments, load_run_values
 from megatron.training.setup import model_parts

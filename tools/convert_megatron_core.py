@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing import (
     save_stream,
     sharded_tensors,
 )
+from megatron.planner.fake_ranks import fake_rank
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_folder import RELEASE, iteration_folder, write_release_tracker, write_tracker
-from megatron.training.dry_run.fake_ranks import fake_rank
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.run_values import check_arguments
 from tools.convert_legacy import common_of_weights, json_values, model_args

@@ -20,21 +20,21 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 import pretrain_gpt  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.device_table import planned_device  # noqa: E402
-from megatron.training.routing_trace import read_routing  # noqa: E402
-from megatron.training.stash_plan.costs import machine_of, stage_costs, verdict  # noqa: E402
-from megatron.training.stash_plan.outlook import (  # noqa: E402
+from megatron.planner.stash.costs import machine_of, stage_costs, verdict  # noqa: E402
+from megatron.planner.stash.outlook import (  # noqa: E402
     Outlook,
     enough_capacity,
     needs_of_steps,
     outlook,
     recommended,
 )
-from megatron.training.stash_plan.routing import RoutingSpan, traced_spans  # noqa: E402
-from megatron.training.stash_plan.skew import made_up_spans, parse_skew  # noqa: E402
-from megatron.training.stash_plan.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
-from megatron.training.stash_plan.walk import Rung, walk  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, traced_spans  # noqa: E402
+from megatron.planner.stash.skew import made_up_spans, parse_skew  # noqa: E402
+from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
+from megatron.planner.stash.walk import Rung, walk  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.device_table import planned_device  # noqa: E402
+from megatron.training.routing_trace import read_routing  # noqa: E402
 from tools.stash_plan_page import as_page  # noqa: E402
 from tools.stash_plan_words import StashPlan, as_json, as_text  # noqa: E402
 

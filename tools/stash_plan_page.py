@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from html import escape
 
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
-from megatron.training.dry_run.html_parts import html_list, html_page, section, table
-from megatron.training.dry_run.pictures import Bar, Panel, stacked_bars, stacked_columns
-from megatron.training.stash_plan.costs import StageCosts
-from megatron.training.stash_plan.outlook import Outlook
-from megatron.training.stash_plan.walk import Rung
+from megatron.planner.html_parts import html_list, html_page, section, table
+from megatron.planner.pictures import Bar, Panel, stacked_bars, stacked_columns
+from megatron.planner.stash.costs import StageCosts
+from megatron.planner.stash.outlook import Outlook
+from megatron.planner.stash.walk import Rung
 from tools.stash_plan_words import GOALS, RUNGS, StashPlan, needs_note, paste
 
 # From green to red, as far apart for colour-blind readers as stacked parts need: light and dark take turns.

@@ -6,12 +6,12 @@ from typing import Any
 
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
+from megatron.planner.stash.costs import StageCosts
+from megatron.planner.stash.outlook import Needs, Outlook
+from megatron.planner.stash.stages import PlannedRun, StashFlags
+from megatron.planner.stash.walk import Rung, StageSteps, Walk
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.registry import flag_table
-from megatron.training.stash_plan.costs import StageCosts
-from megatron.training.stash_plan.outlook import Needs, Outlook
-from megatron.training.stash_plan.stages import PlannedRun, StashFlags
-from megatron.training.stash_plan.walk import Rung, StageSteps, Walk
 
 RUNGS = {
     Rung.DEVICE: "device",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pretrain_gpt
+from megatron.planner.activations import EXPERTS
+from megatron.planner.plan import Plan, plan_run
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.dry_run.activations import EXPERTS
-from megatron.training.dry_run.plan import Plan, plan_run
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan_accuracy.md"
 BEGIN, END = "<!-- published figures -->\n", "<!-- end of published figures -->\n"

@@ -22,7 +22,6 @@ from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback, RunStart, StepReport
 from megatron.training.config import TrainingConfig
 from megatron.training.console import print_rank_0
-from megatron.training.dry_run.command import print_plan
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.evaluation import evaluate_test, evaluate_validation
 from megatron.training.exit_conditions import ExitConditions, ExitReason
@@ -55,18 +54,26 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     config_overrides: ConfigOverrides | None = None,
     argv: Sequence[str] | None = None,
+    print_plan: Callable[..., None] | None = None,
 ) -> None:
     """Trains, or under --skip-train only evaluates, the model of the command line; the main program of a script.
 
-    train_valid_test_dataset_provider: numbers of train, valid and test samples to as many datasets. model_provider:
-    (pre_process, post_process) to a module. forward_step_func: (data_iterator, model) to (output, loss function).
-    config_overrides: other rates and weight decays for some parameters. Under --dry-run it prints a plan.
+    train_valid_test_dataset_provider: maps the numbers of train, valid and test samples to as many datasets.
+    model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps (data_iterator, model) to
+    (output, loss function). config_overrides: learning rates and weight decays that differ for some parameters.
+    print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it the script has no
+    --dry-run, and the flag raises ValueError.
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
     # Looked for in the words themselves: a plan joins no group of processes.
     if "--dry-run" in (sys.argv[1:] if argv is None else argv):
         words = sys.argv[1:] if argv is None else argv
+        if print_plan is None:
+            raise ValueError(
+                "--dry-run: this script gives pretrain() no planner; must be "
+                "pretrain(..., print_plan=megatron.planner.print_plan)"
+            )
 
         def read(further: Sequence[str] = ()) -> argparse.Namespace:
             return read_arguments(extra_args_provider, args_defaults, argv=[*words, *further])

@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.transformer.moe import dispatch_static
 from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.planner.activations import SavedBytes
+from megatron.planner.plan import Plan, RankPlan, plan_run
+from megatron.planner.recorder import MessageRecorder
+from megatron.planner.rehearsal import by_pass
+from megatron.planner.traffic import Traffic, merged
+from megatron.planner.working_memory import LiveBytes
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.dry_run.activations import SavedBytes
-from megatron.training.dry_run.plan import Plan, RankPlan, plan_run
-from megatron.training.dry_run.recorder import MessageRecorder
-from megatron.training.dry_run.rehearsal import by_pass
-from megatron.training.dry_run.traffic import Traffic, merged
-from megatron.training.dry_run.working_memory import LiveBytes
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step

@@ -7,13 +7,13 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.planner.stash.outlook import Needs, needs_of_steps
+from megatron.planner.stash.routing import traced_spans
+from megatron.planner.stash.stages import planned_run
+from megatron.planner.stash.walk import Walk, walk
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks import RunStart
 from megatron.training.routing_trace import read_routing
-from megatron.training.stash_plan.outlook import Needs, needs_of_steps
-from megatron.training.stash_plan.routing import traced_spans
-from megatron.training.stash_plan.stages import planned_run
-from megatron.training.stash_plan.walk import Walk, walk
 from megatron.training.stash_timeline import stash_timeline
 from megatron.training.training import train_step
 from tests.distributed.stash_runs import stash

@@ -19,11 +19,11 @@ from benchmarks.stash_factors import (
     planned,
 )
 from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.planner.stash.routing import RoutingSpan
+from megatron.planner.stash.stages import PlannedRun
+from megatron.planner.stash.walk import walk
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.routing_trace import RoutingHeader
-from megatron.training.stash_plan.routing import RoutingSpan
-from megatron.training.stash_plan.stages import PlannedRun
-from megatron.training.stash_plan.walk import walk
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
 from tools.run_log import Series

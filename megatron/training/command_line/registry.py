@@ -25,7 +25,7 @@ from megatron.training.config import (
     TrainingConfig,
     VirtualStagesConfig,
 )
-from megatron.training.dry_run.config import DryRunConfig
+from megatron.training.dry_run_config import DryRunConfig
 from megatron.training.fault_config import FaultConfig
 from megatron.training.logging_config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
 

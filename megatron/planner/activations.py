@@ -1,0 +1,215 @@
+"""Bytes that a microbatch leaves for its backward, by kind, found by a forward of the model without memory.
+
+The model runs on the meta device, and autograd says what it saves; see without_memory of megatron/core/device.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from megatron.core.device import default_device
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.core.transformer.activation_offload import SavedTensor
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.planner.rates import Unit
+from megatron.planner.running_modules import RunningModules
+
+# The first that is found in a module's name says whose tensors its saved ones are.
+_KINDS = (
+    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
+    (re.compile(r"\bshared_experts\b"), "shared experts"),
+    (re.compile(r"\bexperts\b"), "experts"),
+    (re.compile(r"\brouter\b"), "router"),
+    (re.compile(r"\bmlp\b"), "feed-forward"),
+    (re.compile(r"\bembedding\b"), "embedding"),
+    (re.compile(r"\boutput_layer\b"), "output and loss"),
+)
+EXPERTS, REST = "experts", "norms and residuals"
+_DROPOUT = signature(F.dropout)
+# As WorkRecorder.note.
+Note = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that wait for backward: on the device, by kind, and in the host's memory."""
+
+    by_kind: Counter[str]
+    on_host: int = 0
+
+
+class SavedBytes:
+    """Counts what autograd keeps while `counting`; memory that several tensors share counts once.
+
+    What was freed again by the time of `by_kind` is left out.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, standing: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
+    ) -> None:
+        """standing: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
+
+        kind_of: from the name of the module that runs, "" outside of all; unset: what kind of module it is.
+        """
+        self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
+        self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
+        self._saved: list[tuple[str, ref[Tensor | SavedTensor]]] = []
+        blocks = [part for part in model.modules() if isinstance(part, TransformerBlock)]
+        self._offloaders = [one for block in blocks if (one := block.arrangement.offloader) is not None]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Records saved tensors with the running module inside the block."""
+        with self._running.followed(), ExitStack() as entered:
+            for offloader in self._offloaders:
+                entered.enter_context(offloader.telling(self._note))
+            entered.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept))
+            yield
+
+    def by_kind(self) -> Counter[str]:
+        """Bytes that are still kept on the device, by kind."""
+        found: Counter[str] = Counter()
+        seen = set(self._standing)
+        for kind, saved in self._saved:
+            kept = saved()
+            storage = kept.untyped_storage() if isinstance(kept, Tensor) else None if kept is None else kept.storage
+            if storage is not None and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[kind] += storage.nbytes()
+        return found
+
+    def on_host(self) -> int:
+        """Bytes of the host's buffers that hold what was offloaded."""
+        return sum(offloader.buffers.lent_bytes for offloader in self._offloaders)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # A tensor of its own: the graph alone keeps it, so that it ends with the graph.
+        kept = tensor.detach()
+        self._note(kept)
+        return kept
+
+    def _note(self, kept: Tensor | SavedTensor) -> None:
+        self._saved.append((self._kind_of(self._running.name), ref(kept)))
+
+
+def kind_of_module(name: str) -> str:
+    """Returns the kind of memory that tensors of the module of that name belong to."""
+    return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Shapes of what fused kernels save: query, key and value, the output, and a number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
+        # In memory a token's heads lie side by side, as the layer behind wants them.
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        # Two products, of which a mask leaves a share: scores, and their sum of values.
+        ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
+        if note is not None:
+            num_bytes = sum(one.nbytes for one in (query, key, value, output))
+            note(Unit.ATTENTION, query, flops=ctx.flops, num_bytes=num_bytes)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Shapes alone."""
+        query, key, value, output, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            # Five products for two: the scores once more, and gradients of both factors of each.
+            num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
+            ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
+        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Shapes of what one kernel for RMSNorm saves: its input, the weight, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        if note is not None:
+            note(Unit.MEMORY, x, flops=0.0, num_bytes=2 * x.nbytes)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Shapes alone."""
+        x, weight, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            ctx.note(Unit.MEMORY, x, flops=0.0, num_bytes=3 * x.nbytes)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
+    return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
+
+
+class AsFusedKernels(TorchFunctionMode):
+    """Makes torch's attention, dropout and RMSNorm save what their fused kernels save.
+
+    On the meta device torch itself chooses variants that save all scores and every intermediate result, which no
+    training would. note: called with what attention and RMSNorm compute.
+    """
+
+    def __init__(self, note: Note | None = None) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes attention, dropout and RMSNorm save what fused kernels save; runs other functions unchanged."""
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
+        if func is F.rms_norm:
+            weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
+            return _FusedNorm.apply(args[0], weight, self._note)
+        if func is F.dropout:
+            given = {"p": 0.5, "training": True, **_DROPOUT.bind(*args, **(kwargs or {})).arguments}
+            if given["training"] and 0 < given["p"] < 1:
+                # Its mask has a byte for each element; what torch takes elsewhere has one of the element's own type.
+                return torch.native_dropout(given["input"], given["p"], True)[0]
+        if func is Tensor.backward or func is torch.autograd.backward:
+            outputs, grads = ([args[0]], [None]) if func is Tensor.backward else args
+            # What is recomputed in it as well: torch leaves its modes while they answer.
+            with self, default_device():
+                return _run_backward(outputs, grads)
+        return func(*args, **(kwargs or {}))
+
+
+def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+    """Does what torch.autograd.backward does, without torch's dispatch to its modes."""
+    given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
+    _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
+    """Returns the bytes that wait for backward at the fullest moment of a stage's schedule, by kind.
+
+    by_chunk: of one microbatch of each model chunk, by kind.
+    """
+    alive: dict[int, int] = defaultdict(int)
+    peak: Counter[str] = Counter()
+    sizes = [sum(kinds.values()) for kinds in by_chunk]
+    for action in actions:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if sum(sizes[chunk] * number for chunk, number in alive.items()) > sum(peak.values()):
+            peak = Counter()
+            for chunk, number in alive.items():
+                peak.update({kind: size * number for kind, size in by_chunk[chunk].items()})
+    return peak

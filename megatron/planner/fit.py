@@ -1,0 +1,256 @@
+"""Whether a plan fits its device, and which further flags of the same command line make one fit that does not.
+
+Flags are chosen by the quick plan and confirmed by a plan of the changed command line. Other sizes of the layout are
+compared by layout_search.py.
+"""
+
+import argparse
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from itertools import product
+
+from torch import nn
+
+from megatron.planner.layer_facts import ModelFacts, model_facts
+from megatron.planner.layout_request import recompute_modules
+from megatron.planner.layout_space import EXPERT_FLAGS, Experts, Recompute, recompute_flags
+from megatron.planner.plan import ForwardStep, Plan
+from megatron.planner.quick_plan import quick_stages
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.device_table import Device
+from megatron.training.memory_need import fit_in_words, gib, is_tight, room_in_words
+
+# Each takes as long as the first plan did; the smallest change may be one more.
+_MOST_PLANNED = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """Words added to a command line, and the bytes of the fullest rank in the plan with them."""
+
+    words: tuple[str, ...]
+    peak: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The fullest rank of a plan against the memory of a device.
+
+    place: which rank that is, in words; empty where ranks of all stages take the same. change: flags that make the plan
+    fit. least: if none do, the flags with the smallest peak. advice: what to do then.
+    """
+
+    device: str
+    memory: int
+    peak: int
+    place: str = ""
+    change: Change | None = None
+    least: Change | None = None
+    advice: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        return self.peak <= self.memory
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        found = ", ".join(filter(None, [fit_in_words(self.device, self.peak, self.memory), self.place]))
+        if self.fits:
+            room = room_in_words(self.peak, self.memory)
+            return f"{found} ({room})" if room else found
+        if self.change is not None:
+            size = f"{gib(self.change.peak)} GiB"
+            room = room_in_words(self.change.peak, self.memory)
+            return f"{found}; fits with {' '.join(self.change.words)} ({', '.join(filter(None, [size, room]))})"
+        if self.least is None:
+            return f"{found}; no flag lowers it without changing the training result: {self.advice}"
+        words = " ".join(self.least.words)
+        return f"{found}; with {words}, the smallest found, it needs {gib(self.least.peak)} GiB: {self.advice}"
+
+
+class Planner:
+    """Plans the run of a command line, and the same run with further flags.
+
+    reread: the arguments of the command line with these words after it, validated. plan: of validated arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        reread: Callable[[Sequence[str]], argparse.Namespace],
+        plan: Callable[[argparse.Namespace], Plan],
+        model_provider: Callable[..., nn.Module],
+        forward_step: ForwardStep,
+    ) -> None:
+        self.plan = plan
+        self._reread, self._provider, self._forward_step = reread, model_provider, forward_step
+        self._facts: dict[tuple[object, ...], ModelFacts] = {}
+
+    def changed(self, words: Sequence[str]) -> argparse.Namespace | None:
+        """Returns the arguments with these words; None where the run refuses them."""
+        try:
+            # What it says of the command line was said when that was read for the first time.
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                return self._reread(words)
+        except CommandLineError:
+            return None
+
+    def quick_peak(self, args: argparse.Namespace, plan: Plan) -> int | None:
+        """Estimates the peak of changed arguments; None where the quick plan does not count such a run.
+
+        What passes and updates allocate for a while is taken from the plan without the change.
+        """
+        try:
+            stages = quick_stages(args, self._facts_of(args))
+        except ValueError:
+            return None
+        return max(
+            max(one.total + before.working, one.total - sum(one.activations.values()) + before.updating)
+            for one, before in zip(stages, plan.stages, strict=True)
+        )
+
+    def _facts_of(self, args: argparse.Namespace) -> ModelFacts:
+        """Returns facts of layers, cached by the flags that change activations; sharding of states does not."""
+        key = (
+            *(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
+            *(tuple(args.recompute_modules or ()), args.moe_paged_stash),
+        )
+        if key not in self._facts:
+            self._facts[key] = model_facts(args, self._provider, forward_step=self._forward_step)
+        return self._facts[key]
+
+
+def fit_of(plan: Plan, device: Device) -> Fit:
+    """Compares the fullest rank of a plan with the memory of the device."""
+    fullest = max(plan.stages, key=lambda stage: stage.peak)
+    differ = len({stage.peak for stage in plan.stages}) > 1
+    place = f"most on stage {fullest.stage} (rank {fullest.rank})" if differ else ""
+    return Fit(device.name, device.memory_bytes, fullest.peak, place)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A changed command line; peak: as the quick plan counts it, None where it does not."""
+
+    words: tuple[str, ...]
+    args: argparse.Namespace
+    peak: int | None
+
+
+def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
+    """Returns the fit with the first change that makes it fit; if none does, with the smallest one and advice.
+
+    Prefers changes that leave a tenth of the memory free. Plans few changes: those that the quick plan predicts to fit,
+    in their order, and the one that it predicts to be the smallest.
+    """
+    candidates = []
+    for words in changes_of(args):
+        changed = planner.changed(words)
+        if changed is not None:
+            candidates.append(_Candidate(words, changed, planner.quick_peak(changed, plan)))
+    hopeful = [one for one in candidates if one.peak is None or one.peak <= fit.memory]
+    hopeful.sort(key=lambda one: one.peak is not None and is_tight(one.peak, fit.memory))
+    planned: list[Change] = []
+    for one in hopeful[:_MOST_PLANNED]:
+        planned += _planned(one, planner)
+        if planned and not is_tight(planned[-1].peak, fit.memory):
+            return replace(fit, change=planned[-1])
+    if candidates and all(one.peak > fit.memory for one in planned):
+        # Of those that the quick plan does not count the last, which changes most.
+        smallest = min(reversed(candidates), key=lambda one: fit.memory if one.peak is None else one.peak)
+        if smallest not in hopeful[:_MOST_PLANNED]:
+            planned += _planned(smallest, planner)
+    fitting = [one for one in planned if one.peak <= fit.memory]
+    if fitting:
+        return replace(fit, change=fitting[0])
+    least = min(planned, key=lambda one: one.peak, default=None)
+    return replace(fit, least=least if least and least.peak < fit.peak else None, advice=_advice(args))
+
+
+def _planned(one: _Candidate, planner: Planner) -> list[Change]:
+    """Returns the change with its own plan; nothing where building it shows that the run refuses it."""
+    try:
+        stages = planner.plan(one.args).stages
+    except ValueError:
+        return []
+    return [Change(one.words, max(stage.peak for stage in stages))]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Words that change one thing. cost: rank by slowdown, 1 for the least; 0 changes nothing."""
+
+    cost: int = 0
+    words: tuple[str, ...] = ()
+
+
+def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """Yields flags to add to the command line of validated args that save memory and keep the training result.
+
+    Order: without the host's memory before with it, as no plan knows how much there is; then fewest changes; then the
+    least summed cost. The run may refuse some.
+    """
+    if args.skip_train:
+        return
+    # Offloading last: order() looks at it first.
+    kinds = [_sharding(args), _experts(args), _recompute(args), _offload(args)]
+
+    def order(chosen: tuple[_Choice, ...]) -> tuple[int, int, int]:
+        return chosen[-1].cost, sum(one.cost > 0 for one in chosen), sum(one.cost for one in chosen)
+
+    for chosen in sorted(product(*([_Choice(), *kind] for kind in kinds)), key=order)[1:]:
+        yield tuple(word for one in chosen for word in one.words)
+
+
+def _sharding(args: argparse.Namespace) -> list[_Choice]:
+    ranks = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+    if ranks == 1 or args.use_torch_fsdp2:
+        return []
+    found = [] if args.use_distributed_optimizer else [_Choice(1, ("--use-distributed-optimizer",))]
+    if args.optimizer == "adam":
+        # ZeRO-2 frees gradients during backward only if their reduction is overlapped.
+        overlap = () if args.overlap_grad_reduce else ("--overlap-grad-reduce",)
+        found.append(_Choice(2, ("--optimizer", "distributed_fused_adam", *overlap)))
+    return found
+
+
+def _experts(args: argparse.Namespace) -> list[_Choice]:
+    # Experts that drop what they have no room for have buffers of their own.
+    if args.num_experts is None or args.moe_paged_stash or args.moe_expert_capacity_factor is not None:
+        return []
+    has_buffers = args.moe_expert_rank_capacity_factor is not None
+    return [_Choice(4, ("--moe-paged-stash",) if has_buffers else EXPERT_FLAGS[Experts.PAGED])]
+
+
+def _recompute(args: argparse.Namespace) -> list[_Choice]:
+    """Parts that are recomputed already stay so; whole layers only where no parts were chosen."""
+    if args.recompute_granularity == "full":
+        return []
+    given = tuple(args.recompute_modules or ()) if args.recompute_granularity == "selective" else ()
+    parts = recompute_modules(args)
+    found = []
+    for cost, choice in ((3, Recompute.CHEAP), (5, Recompute.FEED_FORWARD)):
+        modules = tuple(dict.fromkeys([*given, *parts[choice]]))
+        if modules != given:
+            found.append(_Choice(cost, recompute_flags(choice, modules)))
+    return found if given else [*found, _Choice(6, recompute_flags(Recompute.LAYERS, ()))]
+
+
+def _offload(args: argparse.Namespace) -> list[_Choice]:
+    # Activations are not offloaded: recomputed layers leave less on the device than any that are moved.
+    is_refused = args.optimizer_cpu_offload or args.optimizer == "muon"
+    return [] if is_refused else [_Choice(7, ("--optimizer-cpu-offload",))]
+
+
+def _advice(args: argparse.Namespace) -> str:
+    sizes = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
+    sizes += ["--expert-model-parallel-size"] if args.num_experts is not None else []
+    model = "FLAGS" if vars(args).get("model") is None else f"--model {args.model}"
+    return (
+        f"use more GPUs or a larger {', '.join(sizes[:-1])} or {sizes[-1]} "
+        f"(tools/plan_layout.py {model} --gpus N finds a layout)"
+    )

@@ -1,0 +1,183 @@
+"""What a planned stash costs in time and saves in memory, and why it does not pay where it does not.
+
+Rates of devices are configs/devices.yaml's; seconds are cost_model.py's estimates.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.core.transformer.moe.paged_stash import Counter, Priority
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages, resident_groups
+from megatron.core.transformer.moe.paged_stash.cost_model import ExpertShape, GroupCosts, Machine
+from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
+from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, gain_line, stash_footprint
+from megatron.planner.stash.outlook import Outlook
+from megatron.planner.stash.routing import RoutingSpan
+from megatron.planner.stash.stages import PlannedRun, StashFlags
+from megatron.planner.stash.walk import Rung
+from megatron.training.device_table import Device
+
+_WHERE = {
+    Rung.DEVICE: "with every page on the device",
+    Rung.HOST: "where pages are spilled to the host",
+    Rung.ACT: "where act is computed again",
+    Rung.GATE_UP: "where gate_up is computed again",
+}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage, on the rank with the largest value: seconds of a step, means over steps.
+
+    forward, backward: of the experts' own products, during which copies can run. stash: to copy rows into pages and
+    back. spill: one way to the host. act, gate_up: to recompute them. line: a sentence on what the stash saves.
+    """
+
+    stage: int
+    forward: float
+    backward: float
+    stash: float
+    spill: float
+    act: float
+    gate_up: float
+    footprint: Footprint
+    waiting_groups: int
+    tail_share: float
+    line: str
+
+    @property
+    def hides_spill(self) -> bool:
+        """Whether rows reach the host, and come back, within the time of the experts' own products."""
+        return self.spill <= min(self.forward, self.backward)
+
+    @property
+    def words(self) -> str:
+        """A sentence on the time that it costs."""
+        extra = (self.stash + self.act + self.gate_up) / (self.forward + self.backward)
+        return f"copies and recomputation take {extra:.1%} of the experts' own time"
+
+
+def machine_of(device: Device, flags: StashFlags) -> Machine:
+    """Rates of the experts' kernels, and of copies to the host. Raises ValueError where the device does not compute in
+    the run's type.
+    """
+    return Machine(
+        flops=device.tflops(_DTYPES[flags.params_dtype]) * 1e12 * device.attainable_matmul,
+        copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
+        host_bytes=device.host_bytes_s,
+    )
+
+
+def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan], machine: Machine) -> list[StageCosts]:
+    """Returns the costs of each stage that stashes something."""
+    costs = []
+    for number, stage in enumerate(plan.walk.stages):
+        if not stage.layouts or not stage.layouts[-1]:
+            continue
+        rows = np.concatenate([_rows_of_steps(span, run.stages[number].layers) for span in spans])
+        counters, page_bytes = stage.counters, stage.page_bytes
+        moved = _most(counters[Counter.LIVE_BYTES])
+        planned = _most(counters[Counter.PLANNED_PAGES]) * page_bytes
+        compute = _seconds(run, machine, rows=_most(rows)).compute_seconds
+        needs = run.needs(
+            plan.flags,
+            number,
+            num_microbatches=run.num_microbatches,
+            max_rows=run.ranks.max_rows(plan.flags.moe_expert_rank_capacity_factor or 1.0),
+        )
+        layout = stage.layouts[-1][0]
+        footprint = stash_footprint(plan.flags, needs, layout=layout)
+        costs.append(
+            StageCosts(
+                number,
+                forward=compute / 3,
+                backward=compute * 2 / 3,
+                stash=4 * moved / machine.copied_bytes,
+                spill=_most(counters[Counter.SPILLED_PAGES]) * page_bytes / machine.host_bytes,
+                act=_seconds(run, machine, rows=_most(stage.dropped_rows[Priority.ACT])).act_rung_seconds,
+                gate_up=_seconds(run, machine, rows=_most(stage.dropped_rows[Priority.GATE_UP])).gate_up_rung_seconds,
+                footprint=footprint,
+                waiting_groups=_waiting_groups(needs),
+                tail_share=1 - moved / planned if planned else 0.0,
+                line=gain_line(footprint, layout),
+            )
+        )
+    return costs
+
+
+def verdict(
+    plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[Rung, Sequence[StageCosts]]
+) -> tuple[bool, list[str]]:
+    """Whether the stash saves memory on the stage that needs most, and the figures that say why, in words.
+
+    costs: of the plan, with every page on the device; others: of plans with fewer pages, by the rung that they come to.
+    """
+    if not costs:
+        return False, [
+            "stashing has no effect: the backward of every expert group directly follows its forward, so that nothing "
+            "waits; it needs several layers with experts, or pipeline stages with several micro-batches"
+        ]
+    worst = _fullest(costs)
+    saving, factor = worst.footprint.saving, plan.flags.moe_expert_rank_capacity_factor or 1.0
+    sets = 1 + plan.flags.moe_paged_stash_prefetch_layers
+    figures = (
+        f"stage {worst.stage}: buffers have {factor:.2f} of the balanced rows, {worst.waiting_groups} groups wait at "
+        f"the peak, {min(sets, worst.waiting_groups)} of them in buffers all the same, and {worst.tail_share:.1%} of "
+        "the pages' bytes are tails"
+    )
+    if saving > 0:
+        return True, [f"stashing pays: it saves {saving:.0%} of what waits on the device; {worst.words}", figures]
+    costs_more = f"it costs {-saving:.0%} more than buffers that wait as they are; {worst.words}"
+    reasons = [f"stashing does not pay: {costs_more}", figures]
+    saves = {rung: _fullest(of) for rung, of in others.items() if of and _fullest(of).footprint.saving > 0}
+    if saves:
+        rung, least = min(saves.items())
+        reasons[0] = (
+            f"stashing pays only {_WHERE[rung]}: it saves {least.footprint.saving:.0%} of what waits on the device; "
+            f"{least.words}"
+        )
+        reasons.insert(1, f"with every page on the device {costs_more}")
+    if worst.waiting_groups <= sets + 1:
+        reasons.append(f"too few groups wait: {worst.waiting_groups} at the peak, where {sets} are working sets anyway")
+    if factor < 1.3:
+        reasons.append(f"routing is balanced: with a capacity factor of {factor:.2f} little of the buffers is padding")
+    if worst.tail_share > 0.1:
+        reasons.append(
+            f"rows are few for pages of this size: {worst.tail_share:.0%} of their bytes are tails; give a smaller "
+            "--moe-paged-stash-page-size"
+        )
+    return bool(saves), reasons
+
+
+def _fullest(costs: Sequence[StageCosts]) -> StageCosts:
+    """Returns the stage whose experts save most for backward."""
+    return max(costs, key=lambda one: one.footprint.static_bytes)
+
+
+def _waiting_groups(needs: StepNeeds) -> int:
+    """Returns the number of groups that wait for backward at the peak of a step."""
+    resident = resident_groups(needs.events)
+    return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
+
+
+def _most(values: np.ndarray) -> float:
+    """[S, N] -> the mean over steps of the rank with most."""
+    return float(values.mean(axis=0).max()) if values.size else 0.0
+
+
+def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
+    """[S, N]: rows of all passes of a step."""
+    summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
+    return summed
+
+
+def _seconds(run: PlannedRun, machine: Machine, *, rows: float) -> GroupCosts:
+    flags = run.flags
+    assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
+    shape = ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)
+    return GroupCosts(shape, round(rows), machine)

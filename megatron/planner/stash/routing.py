@@ -1,0 +1,200 @@
+"""Rows that experts get in the steps of a plan, from a routing trace of any layout. Made-up routing is in skew.py.
+
+Letters: S steps, M micro-batches of a step, N expert ranks (of all planned groups, those of one group side by side), E
+experts; blocks: the tokens of a rank's micro-batch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from megatron.planner.stash.stages import ExpertRanks, PlannedRun
+from megatron.training.routing_trace import RoutingHeader, RoutingStep
+
+# Of the numbers that a plan may keep in memory: 4 bytes each.
+_MOST_NUMBERS = 1 << 30
+
+
+@dataclass(frozen=True)
+class RoutingSpan:
+    """Steps that follow each other with as many micro-batches. rows: layer -> live rows of each pass, [M, S, N], int32.
+    most_of_pair: [S], int64: the most that one rank sends another in a pass; 0 where that is not limited.
+    """
+
+    num_microbatches: int
+    rows: dict[int, np.ndarray]
+    most_of_pair: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.most_of_pair)
+
+    @property
+    def most_rows(self) -> np.ndarray:
+        """[S], int64: the most live rows of a pass, on any rank."""
+        return np.max([rows.max(axis=(0, 2)) for rows in self.rows.values()], axis=0).astype(np.int64)
+
+    def part(self, begin: int, end: int) -> "RoutingSpan":
+        """The steps from begin to end."""
+        rows = {layer: of_layer[:, begin:end] for layer, of_layer in self.rows.items()}
+        return RoutingSpan(self.num_microbatches, rows, self.most_of_pair[begin:end])
+
+
+def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
+    """Raises ValueError where the rows of so many steps would fill the memory of a machine."""
+    passes = num_steps * len(run.layers) * run.num_microbatches
+    numbers = passes * num_groups * run.ranks.expert_ranks
+    if numbers > _MOST_NUMBERS:
+        raise ValueError(
+            f"{num_steps:,} steps x {len(run.layers)} layers x {run.num_microbatches} micro-batches x "
+            f"{num_groups * run.ranks.expert_ranks} expert ranks are {numbers:,} passes: must be at most "
+            f"{_MOST_NUMBERS:,}; give fewer --plan-steps or --plan-groups"
+        )
+
+
+def traced_spans(
+    steps: Iterable[RoutingStep], run: PlannedRun, *, num_groups: int, seed: int
+) -> tuple[list[RoutingSpan], list[str]]:
+    """The steps of a trace as the ranks of the run would meet them, and what of it is guessed, in words.
+
+    Where the trace has the run's ranks, tokens and micro-batches, the rows are those that were. Else its blocks fill
+    the run's ranks in their order, joined or split to the run's tokens; where a step has too few, each is drawn from
+    those of that step. Raises ValueError for the trace of another model.
+    """
+    layout = _Layout(run, num_groups=num_groups, random=np.random.default_rng(seed))
+    planned = [layout.step(step) for step in steps]
+    if not planned:
+        raise ValueError("the trace has no step yet: must be what --record-routing wrote in a run of one step or more")
+    check_size(run, num_steps=len(planned), num_groups=num_groups)
+    spans = [_joined(list(alike)) for _, alike in groupby(planned, key=lambda one: one.num_microbatches)]
+    return spans, sorted(layout.guesses)
+
+
+class _Layout:
+    """Puts recorded blocks on the ranks of the run."""
+
+    def __init__(self, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> None:
+        self._run, self._ranks, self._num_groups, self._random = run, run.ranks, num_groups, random
+        self._checked: RoutingHeader | None = None
+        self.guesses: set[str] = set()
+
+    def step(self, step: RoutingStep) -> RoutingSpan:
+        """One step."""
+        if step.header is not self._checked:
+            check_model(step.header, self._run)
+            self._checked = step.header
+        counts = next(iter(step.tokens.values()))
+        num_microbatches = self._length(step.header, counts)
+        if self._is_exact(step.header, counts):
+            chosen = {layer: of_layer[:, : self._num_planned] for layer, of_layer in step.tokens.items()}
+        else:
+            chosen = self._rearranged(step, num_microbatches)
+        pairs = {layer: rows_of_pairs(of_layer, self._ranks) for layer, of_layer in chosen.items()}
+        most = max(int(of_layer.max()) for of_layer in pairs.values()) if self._ranks.counts_pairs else 0
+        rows = {layer: _rows(of_layer) for layer, of_layer in pairs.items()}
+        return RoutingSpan(num_microbatches, rows, np.array([most]))
+
+    @property
+    def _num_planned(self) -> int:
+        """Ranks whose tokens are looked at."""
+        return self._num_groups * self._ranks.num_sharing
+
+    def _length(self, header: RoutingHeader, counts: np.ndarray) -> int:
+        """Micro-batches of the planned step: those of the recorded one, if the run has such steps."""
+        return len(counts) if self._is_exact(header, counts) else self._run.num_microbatches
+
+    def _is_exact(self, header: RoutingHeader, counts: np.ndarray) -> bool:
+        num_microbatches, num_ranks, _ = counts.shape
+        is_alike = (header.tokens_of_microbatch, num_ranks) == (self._ranks.tokens, self._ranks.num_ranks)
+        return is_alike and num_microbatches in self._run.lengths
+
+    def _rearranged(self, step: RoutingStep, num_microbatches: int) -> dict[int, np.ndarray]:
+        """Layer -> [M, planned ranks, E], int64."""
+        blocks = {layer: self._sized(of_layer, step.header) for layer, of_layer in step.tokens.items()}
+        num_blocks, per_pass = len(next(iter(blocks.values()))), self._ranks.num_ranks
+        if num_blocks >= num_microbatches * per_pass:
+            places = np.arange(num_microbatches * per_pass).reshape(num_microbatches, per_pass)[:, : self._num_planned]
+        else:
+            self.guesses.add(
+                f"the trace has {num_blocks:,} times {self._ranks.tokens:,} tokens in a step and the run needs "
+                f"{num_microbatches * per_pass:,}: each is drawn from those of the step"
+            )
+            # The same place for all layers: the tokens of a block are the same in each.
+            places = self._random.integers(0, num_blocks, (num_microbatches, self._num_planned))
+        return {layer: of_layer[places] for layer, of_layer in blocks.items()}
+
+    def _sized(self, counts: np.ndarray, header: RoutingHeader) -> np.ndarray:
+        """[M, R, E] -> blocks of the run's tokens, [B, E]."""
+        blocks, recorded, wanted = counts.reshape(-1, counts.shape[2]), header.tokens_of_microbatch, self._ranks.tokens
+        if wanted % recorded == 0:
+            joined = wanted // recorded
+            usable = len(blocks) // joined * joined
+            if usable == 0:
+                raise ValueError(
+                    f"the trace has {len(blocks)} times {recorded} tokens in a step: too few for one micro-batch of a "
+                    f"rank, which has {wanted}; record more micro-batches"
+                )
+            summed: np.ndarray = blocks[:usable].reshape(-1, joined, blocks.shape[1]).sum(axis=1)
+            return summed
+        if recorded % wanted:
+            raise ValueError(
+                f"a rank's micro-batch has {wanted} tokens, and {recorded} in the trace: one must be a multiple of the "
+                "other; give other --seq-length or --micro-batch-size"
+            )
+        self.guesses.add(
+            f"the trace counts {recorded:,} tokens together and a rank of the run has {wanted:,}: which of them it has "
+            "is drawn"
+        )
+        return self._split(blocks, recorded // wanted)
+
+    def _split(self, blocks: np.ndarray, parts: int) -> np.ndarray:
+        """[B, E] -> [B * parts, E]: each block's choices dealt out in equal parts."""
+        found = np.empty((len(blocks), parts, blocks.shape[1]), dtype=np.int64)
+        for left, block in zip(found, blocks):
+            rest = block.copy()
+            for part in range(parts):
+                left[part] = self._random.multivariate_hypergeometric(rest, int(rest.sum()) // (parts - part))
+                rest -= left[part]
+        return found.reshape(-1, blocks.shape[1])
+
+
+def check_model(header: RoutingHeader, run: PlannedRun) -> None:
+    """Raises ValueError where the trace is of a model with other experts than the run's."""
+    ranks = run.ranks
+    for what, recorded, wanted in (
+        ("--num-experts", header.num_experts, ranks.num_experts),
+        ("--moe-router-topk", header.topk, ranks.topk),
+        ("layers with experts", header.layers, run.layers),
+    ):
+        if recorded != wanted:
+            raise ValueError(
+                f"the trace is of another model: {what} is {recorded} in it, and {wanted} in the run; give what "
+                "--record-routing wrote for this model"
+            )
+
+
+def rows_of_pairs(tokens: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
+    """tokens: [M, R, E], int64 -> rows of each pass, [M, groups, from a rank, to experts' ranks], int64."""
+    by_rank = tokens.reshape(
+        len(tokens), -1, ranks.num_sharing, ranks.expert_ranks, tokens.shape[2] // ranks.expert_ranks
+    )
+    summed: np.ndarray = by_rank.sum(axis=-1)
+    return summed
+
+
+def _rows(pairs: np.ndarray) -> np.ndarray:
+    """[M, groups, from, to] -> [M, 1, groups * to], int32."""
+    rows: np.ndarray = pairs.sum(axis=2).reshape(len(pairs), 1, -1).astype(np.int32)
+    return rows
+
+
+def _joined(steps: Sequence[RoutingSpan]) -> RoutingSpan:
+    layers = steps[0].rows
+    return RoutingSpan(
+        steps[0].num_microbatches,
+        {layer: np.concatenate([step.rows[layer] for step in steps], axis=1) for layer in layers},
+        np.concatenate([step.most_of_pair for step in steps]),
+    )

@@ -1,0 +1,15 @@
+"""Plans of the functional tests' bases. No test here."""
+
+import pretrain_gpt
+from megatron.planner.plan import Plan, plan_run
+from megatron.planner.table import plan_lines
+from megatron.training.arguments import parse_args, validate_args
+from tests.functional_tests.case import Flags, command_line, read_bases
+
+
+def planned(base: str, flags: Flags, *, ranks: int = 1) -> tuple[Plan, list[str]]:
+    """Returns the plan of a base with these flags, and the lines that say it."""
+    argv = command_line({**read_bases()[base], **flags})
+    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
+    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    return plan, plan_lines(plan, args)

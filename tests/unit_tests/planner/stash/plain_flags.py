@@ -1,0 +1,23 @@
+"""Flags of a stash for tests that build a planned run by hand. Holds no tests."""
+
+import torch
+
+from megatron.planner.stash.stages import StashFlags
+
+FLAGS = StashFlags(
+    hidden_size=32,
+    moe_ffn_hidden_size=32,
+    gated_linear_unit=True,
+    expert_tensor_parallel_size=1,
+    recompute_modules=None,
+    lora_rank=None,
+    lora_target_modules=[],
+    params_dtype=torch.float32,
+    moe_expert_rank_capacity_factor=2.0,
+    moe_paged_stash_page_size=4,
+    moe_paged_stash_buffer_size_factor_cuda=1.1,
+    moe_paged_stash_buffer_size_factor_cpu=0.0,
+    moe_paged_stash_buffer_bytes=None,
+    moe_paged_stash_prefetch_layers=1,
+    moe_paged_stash_overflow_policy="recompute",
+)

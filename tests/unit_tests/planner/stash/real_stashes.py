@@ -1,0 +1,100 @@
+"""The real stashes of all ranks of a run, in one process: experts get rows as a list of counts says, and their buffers,
+pages and schedules are those of the run. Holds no tests.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import pretrain_gpt
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.paged_stash import EventKind
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.core.transformer.moe.paged_stash.stash_order import layer_of
+from megatron.planner.fake_ranks import fake_rank
+from megatron.training import expert_memory
+from megatron.training.command_line.validation import batch_sizes
+from megatron.training.expert_memory import ExpertMemory, build_expert_memory
+from megatron.training.global_vars import publish_run
+from megatron.training.setup import model_parts, setup_batches
+from megatron.training.stash_figures import StepFigures
+
+
+class RealRank:
+    """One rank's experts and their memory. stage, group, number: its place among the ranks with experts."""
+
+    def __init__(self, args: argparse.Namespace, stage: int, *, group: int, number: int) -> None:
+        self.stage, self.group, self.number = stage, group, number
+        self._size, self._tokens = args.expert_model_parallel_size, args.seq_length * args.micro_batch_size
+        rank = stage * (args.world_size // args.pipeline_model_parallel_size) + group * self._size + number
+        with fake_rank(args, rank, world_size=args.world_size) as groups:
+            publish_run(args)
+            setup_batches(args)
+            model = [chunk for chunk, _ in model_parts(pretrain_gpt.model_provider, args)]
+            found = build_expert_memory(model, args, groups=groups)
+            publish_run(None)
+            destroy_num_microbatches_calculator()
+        assert found is not None
+        self.memory: ExpertMemory = found
+        layers = [part for chunk in model for part in chunk.modules() if isinstance(part, MoELayer)]
+        self._layers = {layer.router.layer_number: layer for layer in layers}
+        # Asked of all stages together: one whose backward always follows at once stashes nothing.
+        with patch.object(expert_memory, "check_effect"):
+            self.memory.prepare(
+                LearnedSizes(), num_microbatches=batch_sizes(args).final_num_microbatches, pp_group=None
+            )
+
+    def run_step(self, tokens: dict[int, np.ndarray]) -> None:
+        """Every pass of the step in the order of its schedule. tokens: layer -> [M, R, E], as a trace has it."""
+        num_microbatches = len(next(iter(tokens.values())))
+        self.memory.begin_step(num_microbatches=num_microbatches, forward_only=False)
+        outputs: dict[tuple[int, int], Tensor] = {}
+        for event in self.memory.needs.events:
+            layer = layer_of(event.name)
+            if event.kind is EventKind.BACKWARD:
+                outputs.pop((layer, event.instance)).sum().backward()
+            else:
+                outputs[layer, event.instance] = self._forward(layer, tokens[layer][event.instance])
+
+    def _forward(self, number: int, tokens: np.ndarray) -> Tensor:
+        """tokens: [R, E] -> the live rows' output."""
+        layer = self._layers[number]
+        own = tokens[self.group * self._size : (self.group + 1) * self._size].sum(axis=0)
+        per_expert = torch.tensor(own.reshape(self._size, -1)[self.number], dtype=torch.int64)
+        max_rows = layer.token_dispatcher.budget.rows_of_rank(self._tokens)
+        rows = torch.randn(max_rows, layer.config.hidden_size, requires_grad=True)
+        weights = torch.rand(max_rows, requires_grad=True)
+        assert layer.expert_step is not None
+        with layer.expert_step.around_experts(number, per_expert.sum(0, keepdim=True), max_rows=max_rows) as group:
+            output: Tensor = layer.experts(rows, per_expert, weights, group=group)[0]
+        return output[: int(per_expert.sum())]
+
+
+def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:
+    """One step of all ranks, again until none lacks pages; what each one knows of it, and how often it was void."""
+    voids = 0
+    while True:
+        for rank in ranks:
+            rank.run_step(tokens)
+        if not any(rank.memory.void_flags().any() for rank in ranks):
+            break
+        voids += 1
+        with _gathering([rank.memory._needed_sizes_sync() for rank in ranks]):
+            for rank in ranks:
+                rank.memory.grow_sync(iteration=voids)
+    for rank in ranks:
+        rank.memory.end_step()
+    figures = [rank.memory.last_step for rank in ranks]
+    return [one for one in figures if one is not None], voids
+
+
+@contextmanager
+def _gathering(everyone: list) -> Iterator[None]:
+    with patch.object(expert_memory, "gather_objects", lambda own, group: everyone):
+        yield

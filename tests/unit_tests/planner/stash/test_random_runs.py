@@ -1,0 +1,149 @@
+"""What is planned for random schedules, pools and traces against the real stashes of the same: each count."""
+
+import argparse
+import random
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.planner.stash import stage_walk
+from megatron.planner.stash.routing import traced_spans
+from megatron.planner.stash.stages import planned_run
+from megatron.planner.stash.walk import walk
+from megatron.training import expert_memory
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.routing_trace import RoutingHeader, read_routing
+from tests.counts import long_count
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.routing_traces import write_trace
+from tests.unit_tests.planner.stash.real_stashes import RealRank, run_together
+
+STEPS = 3
+SKEWED, BALANCED = [32, 32, 0, 0], [16, 16, 16, 16]  # tokens of each expert, two choices of 32 tokens
+
+
+def random_flags(choose: random.Random) -> Flags:
+    """A run of 1 to 4 stages of 1 or 2 chunks, over 1 or 2 ranks that share experts, or 2 that do not."""
+    (num_stages, num_chunks), experts = choose.choice([(1, 1), (2, 1), (4, 1), (2, 2)]), choose.choice([1, 2])
+    replicas = 2 if experts == 1 and num_stages < 4 and choose.random() < 0.3 else 1
+    num_microbatches = num_stages * choose.randrange(1, 4)
+    flags: Flags = {
+        "num-layers": num_stages * num_chunks * choose.choice([1, 2] if num_stages > 1 else [2, 3]),
+        "pipeline-model-parallel-size": num_stages,
+        "expert-model-parallel-size": experts,
+        "micro-batch-size": 1,
+        "global-batch-size": num_microbatches * experts * replicas,
+        "world-size": num_stages * experts * replicas,
+        "moe-grouped-gemm": True,
+        "moe-expert-rank-capacity-factor": float(2 * experts),
+        "moe-paged-stash": True,
+        "moe-paged-stash-page-size": choose.choice([1, 4, 16]),
+        "moe-paged-stash-buffer-size-factor-cuda": choose.choice([0.0, 0.3, 0.5, 0.7, 0.9, 1.2, -0.6, -1.0]),
+        "moe-paged-stash-buffer-size-factor-cpu": choose.choice([0.0, 0.1, 0.3, -0.2]),
+        "moe-paged-stash-prefetch-layers": choose.choice([0, 1, 2]),
+        "moe-paged-stash-overflow-policy": choose.choice(["recompute", "recompute", "rerun"]),
+    }
+    if num_chunks > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = num_chunks
+    if flags["moe-paged-stash-buffer-size-factor-cuda"] == flags["moe-paged-stash-buffer-size-factor-cpu"] == 0.0:
+        flags["moe-paged-stash-buffer-size-factor-cpu"] = 0.6
+    if choose.random() < 0.2:
+        flags |= {"recompute-granularity": "selective", "recompute-modules": ["moe_act"]}
+    return flags
+
+
+def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) -> None:
+    """Some steps whose experts are chosen more or less equally often."""
+    header, chance = RoutingHeader.of(args), np.random.default_rng(choose.randrange(1 << 30))
+    num_ranks = args.world_size // args.pipeline_model_parallel_size
+    shape = args.global_batch_size // num_ranks, num_ranks
+    steps = []
+    for _ in range(STEPS):
+        skewed = [chance.dirichlet([choose.choice([0.5, 5.0, 500.0])] * header.num_experts) for _ in header.layers]
+        counts = [chance.multinomial(header.tokens_of_microbatch * header.topk, one, size=shape) for one in skewed]
+        steps.append(dict(zip(header.layers, map(torch.from_numpy, counts))))
+    write_trace(path, header, steps)
+
+
+def real_ranks(args: argparse.Namespace) -> list[RealRank]:
+    """All ranks of the run, as a plan counts them: those of one group side by side."""
+    stages, size = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    places = product(range(stages), range(args.data_parallel_size // size), range(size))
+    return [RealRank(args, stage, group=group, number=number) for stage, group, number in places]
+
+
+def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve_over_two_steps(monkeypatch)
+    flags: Flags = {
+        "num-layers": 3,
+        "expert-model-parallel-size": 2,
+        "world-size": 2,
+        "micro-batch-size": 1,
+        "global-batch-size": 2,
+        "moe-grouped-gemm": True,
+        "moe-expert-rank-capacity-factor": 2.0,
+        "moe-paged-stash": True,
+        "moe-paged-stash-page-size": 4,
+        "moe-paged-stash-buffer-size-factor-cuda": 1.2,
+    }
+    args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
+    header = RoutingHeader.of(args)
+    steps = [BALANCED, SKEWED, BALANCED, BALANCED, BALANCED]
+    tokens = [{layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps]
+    write_trace(tmp_path / "trace", header, tokens)
+    run = planned_run(args, pretrain_gpt.model_provider)
+    spans, _ = traced_spans(read_routing(tmp_path / "trace"), run, num_groups=1, seed=1)
+    dropped = walk(run, run.flags, spans=spans, grows=True).stages[0].counters[Counter.DROPPED_ACT]
+    ranks, shares = real_ranks(args), []
+    for step, of_step in enumerate(tokens):
+        figures, _ = run_together(ranks, {layer: counts.numpy() for layer, counts in of_step.items()})
+        assert [one.counters[Counter.DROPPED_ACT] for one in figures] == dropped[step].tolist()
+        shares.append([rank.memory.stash.reserved_share for rank in ranks if rank.memory.stash is not None])
+    # The first rank has all rows of a skewed step. Two steps later it counts no more.
+    assert shares == [[0.5, 0.5], [0.999, 0.5], [0.999, 0.5], [0.5, 0.5], [0.5, 0.5]]
+    assert dropped[0].tolist() == dropped[4].tolist() == [0, 0] and dropped[2, 0] > 0
+
+
+def reserve_over_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (expert_memory, stage_walk):
+        monkeypatch.setattr(module, "RESERVE_STEPS", 2)
+
+
+@pytest.mark.slow
+def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve_over_two_steps(monkeypatch)
+    seen, trace = dict.fromkeys(Counter, 0), tmp_path / "trace"
+    all_voids = 0
+    for case in range(long_count(12, soak=500)):
+        choose = random.Random(case)
+        flags = random_flags(choose)
+        args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
+        random_trace(trace, args, choose)
+        run = planned_run(args, pretrain_gpt.model_provider)
+        spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
+        planned = walk(run, run.flags, spans=spans, grows=True)
+        assert not guesses
+        ranks = real_ranks(args)
+        for step, recorded in enumerate(read_routing(trace)):
+            figures, voids = run_together(ranks, recorded.tokens)
+            assert planned.voids[step] == voids, (case, flags)
+            all_voids += voids
+            for rank, real in zip(ranks, figures, strict=True):
+                own, place = planned.stages[rank.stage], rank.group * run.ranks.expert_ranks + rank.number
+                assert (own.layouts[step][place] if own.layouts[step] else None) == real.layout, (case, step)
+                counted = {counter: int(of[step, place]) for counter, of in own.counters.items()}
+                assert counted == {counter: real.counters[counter] for counter in counted}, (case, step, flags)
+                assert own.pages_wanted[step, place] == real.pages_wanted
+                assert own.balanced_pages == real.balanced_pages
+                for counter in counted:
+                    seen[counter] += counted[counter]
+    # All of it has happened.
+    never = {counter for counter, count in seen.items() if count == 0}
+    assert all_voids > 0 and never == {Counter.VOID, Counter.BAD_COUNT}

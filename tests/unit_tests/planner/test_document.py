@@ -1,0 +1,268 @@
+"""What a plan is written as: its JSON, its page, the lines about time; and which rank is planned."""
+
+import argparse
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.planner.buffers import BufferLayout
+from megatron.planner.command import print_plan
+from megatron.planner.document import plan_document, time_lines, write_plan
+from megatron.planner.fit import fit_of
+from megatron.planner.links_table import links_lines
+from megatron.planner.page import page
+from megatron.planner.plan import Plan, RankPlan, place_of
+from megatron.planner.rates import Kernel, Kernels, Unit
+from megatron.planner.run_time import run_time
+from megatron.planner.step_time import ChunkWork
+from megatron.planner.traffic import Traffic
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.device_table import Device, planned_device
+from tests.browser import BROWSER, PICTURE_PROBLEMS, opened_browser
+from tests.functional_tests.case import Flags, command_line, read_bases
+
+GIB = 2**30
+
+
+def _work(seconds: float) -> Kernels:
+    return Kernels(
+        {Kernel(kind, Unit.MATMUL, "bf16", seconds * 3e14, 1e6): 1 for kind in ("attention", "feed-forward", "experts")}
+    )
+
+
+def _stage(number: int, stages: int) -> RankPlan:
+    links = (
+        Traffic("tp_ep", 16, "all-to-all", "forward", 64, 3 * GIB),
+        Traffic("tp_ep", 16, "all-to-all", "backward", 64, 3 * GIB),
+        Traffic("dp_cp", 8, "reduce-scatter", "grad reduce", 9, 2 * GIB),
+        Traffic("pp", stages, "send", "forward", 8, GIB // 2),
+    )
+    return RankPlan(
+        rank=number * 16,
+        stage=number,
+        layers=(2 * number + 1, 2 * number + 2),
+        parameters=3 * GIB,
+        gradients=6 * GIB,
+        masters=GIB,
+        moments=2 * GIB,
+        pages=0,
+        host_pages=GIB,
+        activations={"attention": (stages - number) * GIB, "experts <b>": 2 * GIB, "norms and residuals": GIB // 2},
+        sizes={},
+        links=links if stages > 1 else (),
+        buffers=(
+            BufferLayout(0, "dense", "bfloat16", "float32", (GIB // 2, GIB, GIB), 3 * 5 * GIB // 4, GIB // 64),
+            BufferLayout(0, "expert", "bfloat16", "float32", (GIB,), 3 * GIB // 2, 0),
+        ),
+        chunks=(ChunkWork(_work(0.01), _work(0.02), _work(0.005)),),
+        update=_work(0.03),
+        working=GIB // 4,
+        updating=2 * GIB,
+        groups={"tp_ep": tuple(range(16)), "dp_cp": tuple(range(0, 128, 16)), "pp": tuple(range(0, stages * 16, 16))},
+    )
+
+
+def _args(stages: int) -> argparse.Namespace:
+    """What a plan reads of a run's arguments."""
+    sizes = {
+        "world_size": stages * 16,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 8,
+        "expert_tensor_parallel_size": None,
+        "num_experts": 64,
+        "data_parallel_size": 8,
+        "micro_batch_size": 1,
+        "seq_length": 4096,
+        "microbatch_group_size_per_vp_stage": None,
+        "moe_shared_expert_overlap": False,
+        "cp_comm_type": "p2p",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+        "use_torch_fsdp2": False,
+        "overlap_p2p_comm": True,
+    }
+    return argparse.Namespace(**{**vars(_tiny({}, ranks=1)), **sizes})
+
+
+def _plan(stages: int, *, num_microbatches: int = 8) -> Plan:
+    return Plan([_stage(number, stages) for number in range(stages)], 10**9, 10**8, num_microbatches, True, 1e15)
+
+
+def _document(stages: int = 4, *, device: Device | None = None, num_microbatches: int = 8) -> dict:
+    plan, args, device = _plan(stages, num_microbatches=num_microbatches), _args(stages), device or planned_device({})
+    return plan_document(plan, args, device=device, step=run_time(plan, args, device=device), fit=fit_of(plan, device))
+
+
+def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
+    document = _document()
+    files = write_plan(document, tmp_path / "new" / "folder")
+    assert [file.name for file in files] == ["plan.json", "plan.html"]
+    read = json.loads(files[0].read_text())
+    assert read == document
+    assert files[1].read_text() == page(read)
+    stage = read["stages"][1]
+    assert stage["memory"] | {"activations": None} == {
+        "parameters": 3 * GIB,
+        "gradients": 6 * GIB,
+        "masters": GIB,
+        "moments": 2 * GIB,
+        "pages": 0,
+        "activations": None,
+    }
+    assert stage["total"] == _stage(1, 4).total and (stage["host_pages"], stage["host_states"]) == (GIB, 0)
+    # Activations take more than the update, which runs without them.
+    assert stage["peak"] == stage["total"] + GIB // 4 == _stage(1, 4).peak
+    assert replace(_stage(1, 4), updating=7 * GIB).peak == 19 * GIB
+    assert stage["groups"]["dp_cp"] == {"size": 8, "ranks": "0:113:16"}
+    # 15 of 16 parts leave the rank; a node has 8 of the group's ranks.
+    assert stage["links"][0] | {"seconds": 0} == {
+        "group": "tp_ep",
+        "group_size": 16,
+        "operation": "all-to-all",
+        "phase": "forward",
+        "count": 64,
+        "num_bytes": 3 * GIB,
+        "link_bytes": 3 * GIB * 15 / 16,
+        "in_node": 8,
+        "seconds": 0,
+    }
+    assert [len(passes) for passes in read["schedule"]] == [16] * 4
+    assert sum(read["step"]["split"].values()) == pytest.approx(read["step"]["seconds"])
+
+
+def test_payload_and_bytes_on_links_stand_in_their_columns_in_the_unit_of_the_table() -> None:
+    # 15 of 16 parts of 3 GiB leave the rank.
+    _, head, row, *_ = links_lines(_stage(0, 4), unit="GiB", size=GIB)
+    assert head.endswith("payload  on links") and row.split()[-2:] == ["3.00", "2.81"]
+    rows = [re.findall("<t[hd][^>]*>([^<]*)", row) for row in re.findall("<tr>.*?</tr>", page(_document()))]
+    [head] = [cells for cells in rows if "on the link" in cells]
+    row = dict(zip(head, next(cells for cells in rows if "all-to-all" in cells)))
+    assert (row["payload"], row["on the link"]) == ("3 GiB", "2.812 GiB")
+
+
+def test_the_line_of_the_devices_memory_stands_where_its_gibibytes_are() -> None:
+    text = page(_document(device=replace(planned_device({}), memory_gib=17.0)))
+    assert "H100: 17 GiB" in text
+
+
+def test_a_stage_that_does_not_fit_is_told() -> None:
+    small = replace(planned_device({}), memory_gib=16.0)
+    notes = " ".join(_document(device=small)["notes"])
+    assert "Memory of stages 0, 1, 2 is more than the H100 has (16 GiB)." in notes
+    assert "is more than" not in " ".join(_document()["notes"])
+
+
+def test_the_page_needs_no_network_and_shows_names_as_they_are() -> None:
+    text = page(_document())
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "src=" not in text and "<script" not in text and "<link" not in text
+    assert "experts &lt;b&gt;" in text and "experts <b>" not in text
+
+
+@pytest.mark.slow
+def test_long_schedules_are_drawn_from_their_beginning() -> None:
+    document = _document(num_microbatches=6000)
+    assert [len(passes) for passes in document["schedule"]] == [5000] * 4
+    assert "The first 1000 of 12000 passes of each stage are drawn." in page(document)
+
+
+def test_lines_tell_what_a_step_goes_into() -> None:
+    plan, args, device = _plan(4), _args(4), planned_device({})
+    step = run_time(plan, args, device=device)
+    assert step is not None and step.tokens_per_second == pytest.approx(8 * 8 * 4096 / step.seconds)
+    first, split, passes, *assumed = time_lines(step)
+    assert re.fullmatch(r"estimated step on H100: .* m?s, .* tokens/s, .* TFLOP/s a device, MFU .*%", first), first
+    assert re.search("compute .* exposed communication .* bubble .* optimizer", split), split
+    assert "which waits least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
+    untrained = replace(plan, stages=[replace(stage, chunks=()) for stage in plan.stages])
+    assert run_time(untrained, args, device=device) is None
+    assert "Time of a step" not in page(
+        plan_document(untrained, args, device=device, step=None, fit=fit_of(untrained, device))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    BROWSER is None and "CI_HAS_BROWSER" not in os.environ,
+    reason="needs a browser: apt-get install chromium, as .ci/run does",
+)
+def test_a_browser_shows_every_picture_readably(tmp_path: Path) -> None:
+    # The longest names that stages have.
+    document = _document()
+    document["stages"][-1] |= {"stage": 255, "rank": 262_143}
+    copy = tmp_path / "plan.html"
+    copy.write_text(page(document), encoding="utf-8")
+    with opened_browser(tmp_path) as tab:
+        tab.open(copy.as_uri(), width=1200)
+        assert [*tab.evaluate(PICTURE_PROBLEMS), *tab.problems] == [] and tab.requests == [copy.as_uri()]
+        assert tab.evaluate("document.querySelectorAll('svg').length") == 6
+        assert tab.evaluate("document.documentElement.scrollWidth") == 1200
+        text = tab.evaluate("document.body.innerText")
+    for words in (
+        "Plan of 64 ranks",
+        "H100: 79.6 GiB",
+        "host's memory",
+        "stage 255 (rank 262,143)",
+        "exposed communication",
+        "experts <b>",
+    ):
+        assert words in text, words
+
+
+def _tiny(flags: Flags, *, ranks: int) -> argparse.Namespace:
+    argv = command_line({**read_bases()["dense"], "global-batch-size": 8, **flags})
+    return validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
+
+
+def test_ranks_are_found_in_their_pipelines() -> None:
+    args = _tiny({"pipeline-model-parallel-size": 2}, ranks=8)
+    assert [place_of(args, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    with pytest.raises(ValueError, match="RANK is 8 in the environment: must be from 0 to 7, of --world-size"):
+        place_of(args, 8)
+
+
+def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    args = _tiny({"pipeline-model-parallel-size": 2, "tensorboard-dir": str(tmp_path / "logs")}, ranks=8)
+    print_plan(
+        args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+    )
+    printed = capsys.readouterr().out
+    assert "memory of one rank of each stage" in printed and re.search(r"\n +0 +2 .*\n +1 +6 ", printed), printed
+    assert f"written: {tmp_path}/logs/plan.json and {tmp_path}/logs/plan.html" in printed
+    document = json.loads((tmp_path / "logs" / "plan.json").read_text())
+    assert [stage["rank"] for stage in document["stages"]] == [2, 6]
+    assert (tmp_path / "logs" / "plan.html").read_text() == page(document)
+    # Under torchrun the first rank plans for all.
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    print_plan(
+        args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+    )
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    args = _tiny({"tensorboard-dir": str(tmp_path / "file")}, ranks=1)
+    with pytest.raises(CommandLineError, match="--tensorboard-dir is .*/file: the plan cannot be written there"):
+        print_plan(
+            args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+        )
+
+
+def test_orders_of_a_plan_are_the_runs() -> None:
+    plan, args = _plan(4), _args(4)
+    step = run_time(plan, args, device=planned_device({}))
+    assert step is not None
+    assert [list(spans) for spans in step.spans] == stage_orders(Pipeline(4), 8)

@@ -1,0 +1,112 @@
+"""Plans of runs: what passes save, peaks of schedules, words. Against runs: tests/distributed/test_dry_run.py."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
+from megatron.planner.activations import EXPERTS, SavedBytes, peak_bytes
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.unit_tests.planner.plans import planned
+
+
+def test_what_is_freed_before_backward_is_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    saved = SavedBytes(model, standing=model.parameters())
+    with saved.counting():
+        kept = model(torch.zeros(2, 4, requires_grad=True))
+        model(torch.zeros(100, 4, requires_grad=True))
+    # Of the first pass the input and what the last layer returned; nobody has kept the second.
+    assert saved.by_kind() == {"norms and residuals": 2 * 2 * 4 * 4}
+    del kept
+    assert not saved.by_kind()
+
+
+def test_peaks_are_those_of_the_schedule() -> None:
+    of_one = [Counter(attention=3, experts=4)]
+    assert peak_bytes(no_pipelining_schedule(5), of_one) == {"attention": 3, "experts": 4}
+    for stage in range(4):
+        actions = one_forward_one_backward(stage, 4, num_microbatches=6)
+        assert peak_bytes(actions, of_one) == {"attention": 3 * (4 - stage), "experts": 4 * (4 - stage)}
+
+
+def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
+    plan, lines = planned("moe", {"expert-model-parallel-size": 2, "global-batch-size": 8}, ranks=4)
+    assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatch of 2 x ")
+    assert "equally often" in lines[-1] and plan.is_balanced
+    assert plan.num_parameters > plan.active_parameters > 0
+    stage = plan.stages[0]
+    assert stage.total == sum([stage.parameters, stage.gradients, stage.masters, stage.moments, stage.pages]) + sum(
+        stage.activations.values()
+    )
+
+
+def test_passes_take_memory_beside_what_waits_for_backward() -> None:
+    (stage,) = planned("dense", {})[0].stages
+    assert stage.working > 0 and stage.peak > stage.total
+
+
+def test_rows_that_experts_are_padded_to_are_counted() -> None:
+    flags: Flags = {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall", "global-batch-size": 8}
+    flags |= {"moe-expert-capacity-factor": 2.0}
+    (dropping,), (padding,) = (
+        planned("moe", {**flags, "moe-pad-expert-input-to-capacity": pads}, ranks=2)[0].stages for pads in (False, True)
+    )
+    assert padding.activations[EXPERTS] > 1.5 * dropping.activations[EXPERTS]
+
+
+def test_a_stash_in_which_nothing_would_wait_is_refused_as_the_run_refuses_it() -> None:
+    flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0, "num-layers": 1}
+    with pytest.raises(ValueError, match="--moe-paged-stash is True but can have no effect"):
+        planned("moe", flags)
+
+
+def test_an_evaluation_keeps_nothing_for_backward_and_has_no_pages() -> None:
+    flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0}
+    trained, _ = planned("moe", flags)
+    (stage,) = planned("moe", {**flags, "skip-train": True, "load": "nowhere"})[0].stages
+    assert trained.stages[0].pages + trained.stages[0].host_pages > 0 == stage.pages + stage.host_pages
+    assert stage.total == stage.parameters + stage.gradients and stage.parameters == trained.stages[0].parameters
+
+
+@pytest.mark.slow
+def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
+    one, _ = planned("moe", {})
+    cut, _ = planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
+    assert (one.num_parameters, one.active_parameters) == (cut.num_parameters, cut.active_parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["deepep", "symm_mem"])
+def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
+    experts: Flags = {"expert-model-parallel-size": 2, "moe-expert-rank-capacity-factor": 2.0, "bf16": True}
+    alone: Flags = {"expert-model-parallel-size": 1}
+    flex: Flags = {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": backend}
+    plan, lines = planned("moe", {**experts, **flex}, ranks=2)
+    same, _ = planned("moe", {**experts, "moe-token-dispatcher-type": "alltoall"}, ranks=2)
+    assert plan.stages == same.stages and any(one.operation == "all-to-all" for one in plan.stages[0].links)
+    assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
+    with pytest.raises(CommandLineError, match="which needs a CUDA device"):
+        validate_args(parse_args(argv=command_line({**read_bases()["moe"], **experts, **flex, **alone})))
+
+
+def test_a_plan_and_a_run_tell_of_all_flags_that_clash() -> None:
+    clashing: Flags = {
+        "optimizer": "muon",
+        "use-torch-fsdp2": True,
+        "overlap-param-gather": True,
+        "moe-paged-stash": True,
+    }
+    argv = command_line({**read_bases()["dense"], **clashing})
+    words = ("--moe-paged-stash needs", "--optimizer is muon and --use-torch-fsdp2", "--overlap-param-gather is True")
+    with pytest.raises(CommandLineError) as planned:
+        validate_args(parse_args(argv=[*argv, "--dry-run"]))
+    lines = str(planned.value).splitlines()
+    assert all(sum(word in line for line in lines) == 1 for word in words) and len(set(lines)) == len(lines), lines
+    with pytest.raises(CommandLineError) as refused:
+        validate_args(parse_args(argv=argv))
+    assert str(refused.value).splitlines() == lines

@@ -1,0 +1,88 @@
+"""Kernels of a planned step: their arithmetic is what the log counts, by pass; what is recomputed is told apart."""
+
+import pytest
+
+import pretrain_gpt
+from megatron.planner.plan import Plan, plan_run
+from megatron.planner.rates import Kernels, Unit
+from megatron.planner.run_time import run_time
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.device_table import planned_device
+from tests.functional_tests.case import Flags, command_line, read_bases
+
+STATIC: Flags = {"moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}
+ALL_LAYERS: Flags = {
+    "recompute-granularity": "full",
+    "recompute-method": "uniform",
+    "recompute-num-layers": 1,
+}
+
+
+def _plan(base: str, flags: Flags, *, ranks: int = 1) -> Plan:
+    argv = command_line({**read_bases()[base], "bf16": True, "micro-batch-size": 2, "global-batch-size": 8, **flags})
+    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
+    return plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+
+
+def _flops(kernels: Kernels, unit: Unit | None = None) -> float:
+    return sum(kernel.flops * count for kernel, count in kernels.items() if unit in (None, kernel.unit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "flags", "ranks"),
+    [
+        ("dense", {}, 1),
+        ("llama", {"tensor-model-parallel-size": 2, "sequence-parallel": True}, 2),
+        ("llama", {"pipeline-model-parallel-size": 2, "num-layers": 4, "num-virtual-stages-per-pipeline-rank": 2}, 2),
+        ("moe", {"expert-model-parallel-size": 2, "moe-grouped-gemm": True}, 2),
+        ("moe", {"expert-model-parallel-size": 2, **STATIC}, 2),
+    ],
+)
+def test_products_of_all_ranks_are_those_that_the_log_counts(base: str, flags: Flags, ranks: int) -> None:
+    plan = _plan(base, flags, ranks=ranks)
+    chunks = [chunk for stage in plan.stages for chunk in stage.chunks]
+    forward = sum(_flops(chunk.forward) for chunk in chunks)
+    backward = sum(_flops(chunk.backward) for chunk in chunks)
+    attention = sum(_flops(chunk.forward, Unit.ATTENTION) for chunk in chunks)
+    assert attention > 0
+    # Fused attention computes its scores again in backward, which the log does not count.
+    assert backward == pytest.approx(2 * forward + 0.5 * attention)
+    copies = ranks // len(plan.stages)
+    samples = 2 * (copies if base == "moe" else 1)
+    assert (forward + backward - 0.5 * attention) * copies == pytest.approx(plan.flops_per_sample * samples)
+
+
+@pytest.mark.slow
+def test_layers_that_are_recomputed_run_forward_twice() -> None:
+    (plain,), (again,) = (_plan("llama", flags).stages for flags in ({}, ALL_LAYERS))
+    assert not plain.chunks[0].recompute
+    assert _flops(again.chunks[0].forward) == _flops(plain.chunks[0].forward)
+    assert _flops(again.chunks[0].backward) == _flops(plain.chunks[0].backward)
+    output = sum(k.flops * n for k, n in plain.chunks[0].forward.items() if k.kind == "output and loss")
+    narrow = min(k.flops for k in plain.chunks[0].forward if k.kind == "feed-forward" and k.flops)
+    # Torch stops when all that backward needs is there: before the last product of each of two layers.
+    assert _flops(again.chunks[0].recompute) == _flops(plain.chunks[0].forward) - output - 2 * narrow
+
+
+def test_backward_is_told_apart_by_modules() -> None:
+    (stage,) = _plan("moe", {"moe-grouped-gemm": True}).stages
+    chunk = stage.chunks[0]
+    scores = _flops(chunk.forward, Unit.ATTENTION)
+    for kind in ("attention", "experts", "router", "output and loss"):
+        forward, backward = (
+            sum(one.flops * count for one, count in kernels.items() if one.kind == kind)
+            for kernels in (chunk.forward, chunk.backward)
+        )
+        assert forward > 0 and backward == 2 * forward + (0.5 * scores if kind == "attention" else 0.0), kind
+    assert sum(kernel.num_bytes * count for kernel, count in stage.update.items()) > stage.moments
+
+
+@pytest.mark.slow
+def test_a_run_has_a_time_and_recompute_costs_some_of_it() -> None:
+    args = validate_args(parse_args(argv=[*command_line({**read_bases()["llama"], "bf16": True}), "--dry-run"]))
+    device = planned_device({})
+    steps = [run_time(_plan("llama", flags), args, device=device) for flags in ({}, ALL_LAYERS)]
+    assert steps[0] is not None and steps[1] is not None
+    assert steps[0].stages[0].recompute == 0 < steps[1].stages[0].recompute
+    assert steps[1].seconds > steps[0].seconds
