@@ -5,12 +5,14 @@ Nothing is planned here.
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron.core.replaced_file import replaced_file
+from megatron.pages.page import MissingPackageError
 from megatron.planner.buffers import BufferLayout
 from megatron.planner.fit import Fit
 from megatron.planner.page import page
@@ -58,9 +60,16 @@ def plan_document(
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
+    """Writes plan.json and plan.html into the folder, created if missing; returns the files. Raises OSError.
+
+    Without the packages of pages it writes plan.json only, and says on stderr what is missing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
+    texts = {JSON_FILE: json.dumps(document, indent=1)}
+    try:
+        texts[PAGE_FILE] = page(document)
+    except MissingPackageError as error:
+        print(f"{PAGE_FILE} is not written: {error}", file=sys.stderr)
     for name, text in texts.items():
         with replaced_file(folder / name) as file:
             file.write(text.encode())
