@@ -3,7 +3,6 @@
 The model runs on the meta device, and autograd says what it saves; see without_memory of megatron/core/device.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,20 +21,9 @@ from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.core.transformer.activation_offload import SavedTensor
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.planner.rates import Unit
-from megatron.planner.running_modules import RunningModules
+from megatron.planner.recorders import RunningModules
+from megatron.planner.work import Unit, kind_of_module
 
-# The first that is found in a module's name says whose tensors its saved ones are.
-_KINDS = (
-    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
-    (re.compile(r"\bshared_experts\b"), "shared experts"),
-    (re.compile(r"\bexperts\b"), "experts"),
-    (re.compile(r"\brouter\b"), "router"),
-    (re.compile(r"\bmlp\b"), "feed-forward"),
-    (re.compile(r"\bembedding\b"), "embedding"),
-    (re.compile(r"\boutput_layer\b"), "output and loss"),
-)
-EXPERTS, REST = "experts", "norms and residuals"
 _DROPOUT = signature(F.dropout)
 # As WorkRecorder.note.
 Note = Callable[..., None]
@@ -101,11 +89,6 @@ class SavedBytes:
 
     def _note(self, kept: Tensor | SavedTensor) -> None:
         self._saved.append((self._kind_of(self._running.name), ref(kept)))
-
-
-def kind_of_module(name: str) -> str:
-    """Returns the kind of memory that tensors of the module of that name belong to."""
-    return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Plans a run on one process without training it: what a rank of each pipeline stage would hold, by kind.
+"""Plans a run on one process without training it: memory, messages and kernels of one rank of each pipeline stage.
 
-The code of the run itself builds the rank's model, buffers and optimizer, over process groups that send nothing and on
-a device that has no memory; see fake_ranks.py and without_memory of megatron/core/device.
+The run's own code builds the rank's model, buffers and optimizer, over process groups that send nothing and on a device
+that has no memory; see fake_ranks.py and without_memory of megatron/core/device. How a plan is printed is in report.py.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import without_memory
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
@@ -31,16 +33,11 @@ from megatron.core.transformer.moe.paged_stash.sizing import check_effect
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.planner.activations import EXPERTS, AsFusedKernels, Kept, SavedBytes, peak_bytes
-from megatron.planner.buffers import BufferLayout, buffer_layouts
+from megatron.planner.activations import AsFusedKernels, Kept, SavedBytes, peak_bytes
 from megatron.planner.fake_ranks import fake_rank
-from megatron.planner.rates import Kernels
-from megatron.planner.recorder import ranks_by_name
-from megatron.planner.rehearsal import rehearse, with_names
-from megatron.planner.same_stages import Passes, structure_of
-from megatron.planner.stand_ins import stand_ins
-from megatron.planner.step_time import ChunkWork
-from megatron.planner.traffic import Traffic
+from megatron.planner.recorders import ranks_by_name
+from megatron.planner.traced_step import Rehearsed, rehearse, with_names
+from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
@@ -50,6 +47,109 @@ from megatron.training.global_vars import publish_run, publish_timers, publish_t
 from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.initialize import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """One buffer of a model chunk. kind: dense or expert. param_dtype, grad_dtype: names without "torch.".
+
+    bucket_bytes: of each bucket's gradients, with padding, in the order of the buffer. num_bytes: parameters and
+    gradients of the whole buffer, with padding; padding_bytes: of these, what belongs to no parameter. bucket_ends: of
+    each bucket the names of the parameters that lie first and last in it.
+    """
+
+    chunk: int
+    kind: str
+    param_dtype: str
+    grad_dtype: str
+    bucket_bytes: tuple[int, ...]
+    num_bytes: int
+    padding_bytes: int
+    bucket_ends: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the buffer that is padding, 0 to 1."""
+        return self.padding_bytes / self.num_bytes if self.num_bytes else 0.0
+
+
+def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
+    """The buffers of a rank's wrapped chunks, chunk by chunk; none of modules that hold parameters one by one."""
+    for number, chunk in enumerate(model):
+        if not isinstance(chunk, _BaseDataParallel):
+            continue
+        for buffer in chunk.all_buffers:
+            padding = buffer.layout.numel - sum(span.numel for span in buffer.layout.spans)
+            param_size, grad_size = buffer.param_data.dtype.itemsize, buffer.grad_data.dtype.itemsize
+            yield BufferLayout(
+                number,
+                "expert" if buffer.is_expert else "dense",
+                str(buffer.param_data.dtype).removeprefix("torch."),
+                str(buffer.grad_data.dtype).removeprefix("torch."),
+                tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
+                num_bytes=buffer.layout.numel * (param_size + grad_size),
+                padding_bytes=padding * (param_size + grad_size),
+                bucket_ends=tuple(
+                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
+                    for bucket in buffer.layout.buckets
+                ),
+            )
+
+
+_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
+# What tells stages apart that are otherwise alike.
+_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
+    what a step sends, None where nothing is trained.
+    """
+
+    saved: tuple[Kept, ...]
+    experts_of_layer: int
+    rehearsed: Rehearsed | None
+
+    def working(self, actions: Sequence[Action]) -> int:
+        """Bytes that passes take beside what waits for backward; actions: of the step that was rehearsed."""
+        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
+        return 0 if self.rehearsed is None else max(0, self.rehearsed.peak - kept)
+
+
+def structure_of(model: Sequence[nn.Module]) -> Hashable:
+    """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
+    return tuple(_module(chunk) for chunk in model)
+
+
+def _module(part: nn.Module) -> tuple[Any, ...]:
+    parameters = tuple(
+        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
+    )
+    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
+    # A list of layers names them by their numbers in the whole model.
+    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
+    return type(part), parameters, settings, children
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_setting(one) for one in value)
+    return type(value)
+
+
+def stand_ins(args: argparse.Namespace) -> tuple[str, ...]:
+    """In words, for the validated arguments of a run; see build_flex_dispatcher."""
+    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
+        return ()
+    return (
+        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
+        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
+        "what it does not send twice, is not known without it",
+    )
+
 
 ForwardStep = Callable[..., Any]
 # By what tells stages apart.

@@ -25,10 +25,9 @@ from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import SavedBytes
 from megatron.planner.plan import Plan, RankPlan, plan_run
-from megatron.planner.recorder import MessageRecorder
-from megatron.planner.rehearsal import by_pass
-from megatron.planner.traffic import Traffic, merged
-from megatron.planner.working_memory import LiveBytes
+from megatron.planner.recorders import LiveBytes, MessageRecorder
+from megatron.planner.traced_step import by_pass
+from megatron.planner.work import Traffic, merged
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.held_memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
-from megatron.planner.activations import EXPERTS, SavedBytes, peak_bytes
+from megatron.planner.activations import SavedBytes, peak_bytes
+from megatron.planner.work import EXPERTS
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.functional_tests.case import Flags, command_line, read_bases

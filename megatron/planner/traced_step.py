@@ -1,9 +1,7 @@
-"""A training step of one rank without memory and without other ranks, to see what it sends.
+"""Runs steps of a wrapped model without memory and records what a rank computes, sends and allocates.
 
-The step is the run's own, from forward to the parameters' gathers; see step_runner.py. What it would read from the
-device is answered with zeros, as there are no values: no gradient is bad, no step void. Where the number of rows of an
-expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
-starts, and until they know each other's order of launches and names of losses, is left out.
+Steps of one and of two microbatches are enough: each further microbatch adds what the second one adds. The recorders
+are in recorders.py; the model is built in plan.py.
 """
 
 import argparse
@@ -17,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -31,17 +31,37 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
-from megatron.planner.fsdp_without_memory import fsdp_runs_without_memory
-from megatron.planner.rates import Kernels
-from megatron.planner.recorder import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, MessageRecorder
-from megatron.planner.step_time import ChunkWork
-from megatron.planner.traffic import Traffic, merged
-from megatron.planner.work import WorkRecorder
-from megatron.planner.working_memory import LiveBytes
+from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
+from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, ChunkWork, Kernels, Traffic, merged
 from megatron.training.exit_conditions import LOCAL_REASONS
 from megatron.training.setup import setup_steps
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange, Totals
+
+
+@contextmanager
+def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, what fully_shard allocates for the chunks has no memory either; there are streams of the CPU, which do
+    nothing.
+
+    The units themselves are changed in place and for good: their device is meta, and nothing checks for it any more.
+    Reads private parts of torch 2.11 to 2.13: no public way tells fully_shard to run where its parameters are.
+    """
+    parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
+    units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
+    for unit in units:
+        unit.device = torch.device("meta")
+        for param in unit.fsdp_params:
+            param.device = torch.device("meta")
+        # It would refuse them in the first forward.
+        vars(unit)["_validate_no_meta_params"] = lambda: None
+    handle = vars(_fsdp_collectives)["_get_device_handle"]
+    vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
+    try:
+        yield
+    finally:
+        vars(_fsdp_collectives)["_get_device_handle"] = handle
+
 
 # The part of a step that follows its passes.
 _UPDATE = "update"
