@@ -30,7 +30,7 @@ Note = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedSizes:
     """Bytes that wait for backward: on the device, by kind, and in the host's memory."""
 
     by_kind: Counter[str]
@@ -44,14 +44,14 @@ class SavedBytes:
     """
 
     def __init__(
-        self, model: nn.Module, *, standing: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
+        self, model: nn.Module, *, persistent: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
     ) -> None:
-        """standing: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
+        """persistent: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
 
         kind_of: from the name of the module that runs, "" outside of all; unset: what kind of module it is.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
-        self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
+        self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}
         self._saved: list[tuple[str, ref[Tensor | SavedTensor]]] = []
         blocks = [part for part in model.modules() if isinstance(part, TransformerBlock)]
         self._offloaders = [one for block in blocks if (one := block.arrangement.offloader) is not None]
@@ -68,7 +68,7 @@ class SavedBytes:
     def by_kind(self) -> Counter[str]:
         """Bytes that are still kept on the device, by kind."""
         found: Counter[str] = Counter()
-        seen = set(self._standing)
+        seen = set(self._persistent)
         for kind, saved in self._saved:
             kept = saved()
             storage = kept.untyped_storage() if isinstance(kept, Tensor) else None if kept is None else kept.storage

@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.plan import ForwardStep, as_rank, batch_of, pipeline_of, saved_by, with_known_rows
 from megatron.planner.recorders import GROUPED, RECOMPUTE, ROWS_OF_TABLES, MessageRecorder, WorkRecorder, dtype_name
-from megatron.planner.traced_step import live_rows, rehearsing
+from megatron.planner.traced_step import live_rows, traced_steps
 from megatron.planner.work import (
     BACKWARD,
     FORWARD,
@@ -526,11 +526,11 @@ def _trace_stage(
     model, optimizer, _ = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder, args=args)
     recorder = _PartRecorder(model[0], live_rows=live_rows(args), spans=_param_spans(model[0], args))
     messages = _PartMessages(groups, recorder)
-    with rehearsing(
+    with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note
-    ) as rehearsal:
+    ) as traced:
         with recorder.recording():
-            rehearsal.step(1, batch=batch_of(args), modes=[messages])
+            traced.step(1, batch=batch_of(args), modes=[messages])
     once = [one for one in messages.take() if one.phase not in (FORWARD, BACKWARD) and not _is_transfer(one)]
     return recorder.parts(messages.of_passes), StepWork(
         recorder.update,

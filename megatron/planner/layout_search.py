@@ -33,17 +33,17 @@ from megatron.planner.layer_costs import (
 from megatron.planner.layout_space import Layout, Sharding, Space
 from megatron.planner.plan import ForwardStep
 from megatron.planner.stage_costs import (
+    PersistentBytes,
     Shape,
     StageMemory,
-    Standing,
     full_rounds,
     in_node_ranks,
     peak_activations,
+    persistent_bytes,
     quick_stages,
     shape_of,
     stage_chunks,
     stage_load,
-    standing_bytes,
     stash_bytes,
 )
 from megatron.planner.step_time import StepTime, estimate_step, long_step, overlap_of
@@ -189,7 +189,7 @@ class LayoutCosts:
         self._cut_alike: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._refusals: Counter[tuple[object, ...]] = Counter()
-        self._standing: dict[tuple[object, ...], Standing] = {}
+        self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
         # By what each depends on: layouts that differ in nothing of it share what was found.
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
@@ -213,15 +213,15 @@ class LayoutCosts:
             return None
         shape, heads = self._shape(layout), self._heads(layout)
         weights = self._weights_of(layout, costs, shape=shape)
-        standing = {stage: self._standing_of(layout, costs, shape=shape, stage=stage) for stage in heads}
-        num_bytes = max(one.total for one in standing.values())
+        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in heads}
+        num_bytes = max(one.total for one in persistent.values())
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
         waiting = self._waiting_of(layout, costs, shape=shape)
-        num_bytes = max(standing[stage].total + layout.micro_batch * waiting[stage] for stage in heads)
+        num_bytes = max(persistent[stage].total + layout.micro_batch * waiting[stage] for stage in heads)
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
-        updated = max(self._update_bytes(one) for one in standing.values()) / self._memory_rate
+        updated = max(self._update_bytes(one) for one in persistent.values()) / self._memory_rate
         return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
@@ -369,19 +369,19 @@ class LayoutCosts:
                 self._waiting[key][stage] = pages[0] + sum(kept.values())
         return self._waiting[key]
 
-    def _standing_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> Standing:
+    def _persistent_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> PersistentBytes:
         sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
         key = (*sizes, layout.sharding, layout.counts, stage)
-        if key not in self._standing:
+        if key not in self._persistent:
             args = self._sharded_args(layout.sharding)
-            self._standing[key] = standing_bytes(
+            self._persistent[key] = persistent_bytes(
                 costs,
                 shape,
                 stage=stage,
                 ddp_config=ddp_config_of(args),
                 optimizer_config=config_from_args(OptimizerConfig, args),
             )
-        return self._standing[key]
+        return self._persistent[key]
 
     def _sharded_args(self, sharding: Sharding | None) -> argparse.Namespace:
         args = copy.copy(self._args)
@@ -424,11 +424,11 @@ class LayoutCosts:
         """Returns one microbatch's times in a layer of each kind, in the embedding, and after the layers."""
         key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
-            work = self._work_of(layout)
-            parts: dict[LayerKind | str, PartCost] = {**work.layers, EMBEDDING: work.embedding, END: work.end}
+            costs = self._work_of(layout)
+            parts: list[tuple[LayerKind | str, PartCost]] = [*costs.layers.items()]
+            parts += [(EMBEDDING, costs.embedding), (END, costs.end)]
             self._seconds[key] = {
-                name: seconds_of(part.work, self._device, in_node=in_node, behind=self._behind)
-                for name, part in parts.items()
+                name: seconds_of(part.work, self._device, in_node=in_node, behind=self._behind) for name, part in parts
             }
         return self._seconds[key]
 
@@ -447,7 +447,7 @@ class LayoutCosts:
                     stage=stage,
                     ddp_config=ddp_config,
                     hidden_bytes=tokens * args.hidden_size * args.params_dtype.itemsize,
-                    state_bytes=memory.standing.masters + memory.standing.moments,
+                    state_bytes=memory.persistent.masters + memory.persistent.moments,
                 )
                 for stage, memory in enumerate(stages)
             ]
@@ -465,8 +465,8 @@ class LayoutCosts:
         return replace(time, spans=[])  # which nobody reads, of many layouts
 
     @staticmethod
-    def _update_bytes(standing: Standing) -> float:
-        return float(_TOUCHES * (standing.masters + standing.moments + standing.host_states))
+    def _update_bytes(persistent: PersistentBytes) -> float:
+        return float(_TOUCHES * (persistent.masters + persistent.moments + persistent.host_states))
 
     @cached_property
     def _memory_rate(self) -> float:

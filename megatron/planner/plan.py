@@ -33,10 +33,10 @@ from megatron.core.transformer.moe.paged_stash.sizing import check_effect
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.planner.activations import AsFusedKernels, Kept, SavedBytes, peak_bytes
+from megatron.planner.activations import AsFusedKernels, SavedBytes, SavedSizes, peak_bytes
 from megatron.planner.fake_ranks import fake_rank
 from megatron.planner.recorders import ranks_by_name
-from megatron.planner.traced_step import Rehearsed, rehearse, with_names
+from megatron.planner.traced_step import StepTrace, trace_step, with_names
 from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
@@ -102,19 +102,19 @@ _OWN_NAMES = {"layer_number", "offset", "_init_seed"}
 
 
 @dataclass(frozen=True)
-class Passes:
+class StageTrace:
     """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
     what a step sends, None where nothing is trained.
     """
 
-    saved: tuple[Kept, ...]
+    saved: tuple[SavedSizes, ...]
     experts_of_layer: int
-    rehearsed: Rehearsed | None
+    step: StepTrace | None
 
     def working(self, actions: Sequence[Action]) -> int:
-        """Bytes that passes take beside what waits for backward; actions: of the step that was rehearsed."""
+        """Bytes that passes take beside what waits for backward; actions: of the step that was step."""
         kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
-        return 0 if self.rehearsed is None else max(0, self.rehearsed.peak - kept)
+        return 0 if self.step is None else max(0, self.step.peak - kept)
 
 
 def structure_of(model: Sequence[nn.Module]) -> Hashable:
@@ -140,7 +140,7 @@ def _setting(value: Any) -> Any:
     return type(value)
 
 
-def stand_ins(args: argparse.Namespace) -> tuple[str, ...]:
+def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
     """In words, for the validated arguments of a run; see build_flex_dispatcher."""
     if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
         return ()
@@ -153,7 +153,7 @@ def stand_ins(args: argparse.Namespace) -> tuple[str, ...]:
 
 ForwardStep = Callable[..., Any]
 # By what tells stages apart.
-_Known = dict[Hashable, Passes]
+_Known = dict[Hashable, StageTrace]
 # What a plan does not know, said wherever one is shown.
 NOT_PLANNED = "what the allocator keeps, and data"
 
@@ -201,19 +201,19 @@ class RankPlan:
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
-    def standing(self) -> int:
+    def persistent(self) -> int:
         """Persistent bytes on the device."""
         return self.parameters + self.gradients + self.masters + self.moments + self.pages
 
     @property
     def total(self) -> int:
         """Persistent bytes on the device, and activations at the fullest moment of the schedule."""
-        return self.standing + sum(self.activations.values())
+        return self.persistent + sum(self.activations.values())
 
     @property
     def peak(self) -> int:
         """The most that is on the device at once: with what passes, or the update, take for a while."""
-        return max(self.total + self.working, self.standing + self.updating)
+        return max(self.total + self.working, self.persistent + self.updating)
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ class Plan:
     """A RankPlan for one rank of each pipeline stage. num_microbatches: of the last, largest step.
 
     is_balanced: whether activations assume that all experts are chosen equally often, as the number of their rows is
-    not fixed. flops_per_sample: of the model, as num_floating_point_operations counts them. stand_ins: see
-    stand_ins.py.
+    not fixed. flops_per_sample: of the model, as num_floating_point_operations counts them. substitutions: see
+    substitutions.py.
     """
 
     stages: list[RankPlan]
@@ -231,7 +231,7 @@ class Plan:
     num_microbatches: int
     is_balanced: bool
     flops_per_sample: float = 0.0
-    stand_ins: tuple[str, ...] = ()
+    substitutions: tuple[str, ...] = ()
 
 
 def plan_run(
@@ -266,12 +266,12 @@ def plan_run(
         with flags_named_in_errors():
             check_effect(stashed)
     # Every rank sends a place for each name of a loss, its own or not.
-    names = {name for passes in known.values() if passes.rehearsed is not None for name in passes.rehearsed.names}
+    names = {name for passes in known.values() if passes.step is not None for name in passes.step.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
     flops = num_floating_point_operations(args, 1)
-    return Plan(stages, total, active, num_microbatches, is_balanced, flops, stand_ins(args))
+    return Plan(stages, total, active, num_microbatches, is_balanced, flops, substitutions(args))
 
 
 def place_of(args: argparse.Namespace, rank: int) -> int:
@@ -372,13 +372,13 @@ class _Build:
             activations=_activations(orders[stage], passes, stashes=sum(pages) > 0),
             sizes=parameters_by_key(self.model),
             buffers=tuple(buffer_layouts(self.model)),
-            links=() if passes.rehearsed is None else passes.rehearsed.links,
-            chunks=() if passes.rehearsed is None else passes.rehearsed.chunks,
-            update=Kernels() if passes.rehearsed is None else passes.rehearsed.update,
-            groups={} if passes.rehearsed is None else ranks_by_name(groups, passes.rehearsed.links),
+            links=() if passes.step is None else passes.step.links,
+            chunks=() if passes.step is None else passes.step.chunks,
+            update=Kernels() if passes.step is None else passes.step.update,
+            groups={} if passes.step is None else ranks_by_name(groups, passes.step.links),
             working=passes.working(orders_of(min(2, num_microbatches))[stage]),
-            updating=0 if passes.rehearsed is None else passes.rehearsed.update_peak,
-            messages=0 if passes.rehearsed is None else passes.rehearsed.messages_peak,
+            updating=0 if passes.step is None else passes.step.update_peak,
+            messages=0 if passes.step is None else passes.step.messages_peak,
             host_states=state["host_states"],
             host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in passes.saved]).total(),
         )
@@ -394,11 +394,13 @@ class _Build:
             return 0, 0
         return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
-    def _passes(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> Passes:
+    def _passes(
+        self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int
+    ) -> StageTrace:
         args, model = self._args, self.model
         if self._optimizer is None:
             # Nothing waits for a backward.
-            return Passes(tuple(Kept(Counter()) for _ in model), 0, None)
+            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, None)
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
@@ -409,7 +411,7 @@ class _Build:
             for chunk, kept in zip(model, saved, strict=True)
         ]
         _publish(self._args)
-        rehearsed = rehearse(
+        step = trace_step(
             self._args,
             self.model,
             optimizer=self._optimizer,
@@ -418,10 +420,10 @@ class _Build:
             num_microbatches=num_microbatches,
             batch=batch_of(self._args),
         )
-        return Passes(tuple(saved), max(of_layers), rehearsed)
+        return StageTrace(tuple(saved), max(of_layers), step)
 
 
-def _activations(actions: Sequence[Action], passes: Passes, *, stashes: bool) -> dict[str, int]:
+def _activations(actions: Sequence[Action], passes: StageTrace, *, stashes: bool) -> dict[str, int]:
     """Returns the bytes at the fullest moment, by kind. stashes: whether what experts save is stashed in pages."""
     if stashes:
         # One layer's rows are outside of pages, between its experts and its copy.
@@ -452,7 +454,7 @@ def saved_by(
     *,
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
-) -> Kept:
+) -> SavedSizes:
     """Returns the bytes that a microbatch of the chunk saves for backward; kind_of: as SavedBytes has it."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
@@ -462,11 +464,11 @@ def saved_by(
         parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
-    saved = SavedBytes(chunk, standing=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
+    saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
         output, loss_function = forward_step(repeat(batch_of(args)), chunk)
         kept = loss_function(output) if inner.post_process else output
-    found = Kept(saved.by_kind(), saved.on_host())
+    found = SavedSizes(saved.by_kind(), saved.on_host())
     del kept
     return found
 

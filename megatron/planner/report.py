@@ -153,7 +153,7 @@ def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not in it: {NOT_PLANNED}"]
     if plan.is_balanced:
         notes.append("rows of experts are those of tokens that choose all experts equally often")
-    return [*notes, *plan.stand_ins, *_host_lines(plan, unit=unit, size=size)]
+    return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
 
 
 def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
@@ -264,7 +264,7 @@ def notes(plan: Plan, device: Device) -> list[str]:
     found = [f"Memory leaves out {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")
-    found += [f"{one}." for one in plan.stand_ins]
+    found += [f"{one}." for one in plan.substitutions]
     full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
     if full:
         found.append(
@@ -277,7 +277,7 @@ def notes(plan: Plan, device: Device) -> list[str]:
 
 
 def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: Mapping[str, int]) -> dict[str, Any]:
-    standing = {name: vars(stage)[name] for name in ("parameters", "gradients", "masters", "moments", "pages")}
+    persistent = {name: vars(stage)[name] for name in ("parameters", "gradients", "masters", "moments", "pages")}
     links = []
     for one in stage.links:
         shared = in_node.get(one.group, one.group_size)
@@ -287,7 +287,7 @@ def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: 
         "stage": stage.stage,
         "rank": stage.rank,
         "layers": list(stage.layers),
-        "memory": {**standing, "activations": dict(stage.activations)},
+        "memory": {**persistent, "activations": dict(stage.activations)},
         "total": stage.total,
         **{name: vars(stage)[name] for name in ("working", "updating", "messages")},
         "peak": stage.peak,
@@ -422,7 +422,7 @@ def _advice_as_json(advice: Advice) -> dict[str, Any]:
         "fullest_stage": advice.fullest,
         "stages": [
             {
-                **vars(stage.standing),
+                **vars(stage.persistent),
                 "pages": stage.pages,
                 "host_pages": stage.host_pages,
                 "activations": dict(stage.activations),

@@ -84,7 +84,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PersistentBytes:
     """Bytes that the first rank of a stage holds from step to step, as RankPlan has them."""
 
     parameters: int
@@ -103,7 +103,7 @@ class Standing:
 class StageMemory:
     """Bytes of the first rank of a stage, as RankPlan has them."""
 
-    standing: Standing
+    persistent: PersistentBytes
     pages: int
     host_pages: int
     activations: Mapping[str, int]
@@ -111,7 +111,7 @@ class StageMemory:
     @property
     def total(self) -> int:
         """All that is on the device."""
-        return self.standing.total + self.pages + sum(self.activations.values())
+        return self.persistent.total + self.pages + sum(self.activations.values())
 
 
 def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
@@ -123,14 +123,14 @@ def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[Pa
     ]
 
 
-def standing_bytes(
+def persistent_bytes(
     costs: ModelCosts,
     shape: Shape,
     *,
     stage: int,
     ddp_config: DistributedDataParallelConfig,
     optimizer_config: OptimizerConfig,
-) -> Standing:
+) -> PersistentBytes:
     """Returns the persistent bytes of the first rank of a stage, whose parts are the largest of the stage.
 
     Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
@@ -155,7 +155,7 @@ def standing_bytes(
             parameters += layout.numel * kind.param_dtype.itemsize
             gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
             masters, moments = masters + states.masters, moments + states.moments
-    return Standing(parameters, gradients, int(masters), int(moments), int(host_states))
+    return PersistentBytes(parameters, gradients, int(masters), int(moments), int(host_states))
 
 
 def chunk_buffers(
@@ -428,7 +428,7 @@ def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemor
         device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
         stages.append(
             StageMemory(
-                standing_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
                 device_pages,
                 host_pages,
                 peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),

@@ -31,7 +31,7 @@ from megatron.training.data_parallel import ddp_config_of
 from megatron.training.device_table import Device
 
 # Ranks tell each other of losses and norms: counted to the optimizer's messages.
-_TOLD = (AGREEMENT, STATISTICS)
+_SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
 
@@ -195,7 +195,7 @@ class _StageClock:
         self.transfer = max((rates.of_messages([one]) / one.count for one in sends), default=0.0)
         self.passes = {kind: self._passes_of(kind) for kind in ActionKind}
         self._step = compute_seconds(load.update, rates.device)
-        self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _TOLD)
+        self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _SCALAR_PHASES)
         self._late_gather = 0.0 if overlap.parameters or PARAMS in overlap.in_every_pass else self._gather
         self.update = self._step + self._step_messages + self._late_gather
 

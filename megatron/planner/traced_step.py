@@ -68,7 +68,7 @@ _UPDATE = "update"
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class StepTrace:
     """links: what the rank sends in a step. names: of the losses that it reports, by which agreements grow.
 
     peak, update_peak, messages_peak: bytes that the passes of a step of two microbatches, or of one where there is one,
@@ -173,7 +173,7 @@ class _Experts:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TracedSteps:
     """The steps of a run without memory, at hand. statistics: notes the names of losses."""
 
     steps: StepRunner
@@ -188,8 +188,10 @@ class Rehearsal:
         modes: Sequence[TorchDispatchMode],
         live: LiveBytes | None = None,
     ) -> None:
-        """Runs one of so many microbatches under the modes, the last innermost; batch: as rehearse has it, [B, S] each,
-        int64 or fp32. live: a mode as well, told where passes end.
+        """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
+
+        batch: as in trace_step, tensors [B, S], int64 or fp32. live: entered innermost of all, and told when the passes
+        end and the update begins.
         """
         with ExitStack() as entered:
             for mode in (*modes, *([] if live is None else [live])):
@@ -207,7 +209,7 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsing(
+def traced_steps(
     args: argparse.Namespace,
     model: list[nn.Module],
     *,
@@ -215,7 +217,7 @@ def rehearsing(
     forward_step: Callable[..., Any],
     groups: ProcessGroupCollection,
     note: Callable[..., None],
-) -> Iterator[Rehearsal]:
+) -> Iterator[TracedSteps]:
     """Yields the run's steps without memory. model: wrapped chunks, without memory. note: as WorkRecorder's."""
     steps = setup_steps(
         args,
@@ -233,7 +235,7 @@ def rehearsing(
         steps.memory = _Experts(static)
     steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
-        yield Rehearsal(steps, optimizer, statistics)
+        yield TracedSteps(steps, optimizer, statistics)
 
 
 def live_rows(args: argparse.Namespace) -> float:
@@ -241,7 +243,7 @@ def live_rows(args: argparse.Namespace) -> float:
     return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
 
 
-def rehearse(
+def trace_step(
     args: argparse.Namespace,
     model: list[nn.Module],
     *,
@@ -250,7 +252,7 @@ def rehearse(
     groups: ProcessGroupCollection,
     num_microbatches: int,
     batch: dict[str, Tensor],
-) -> Rehearsed:
+) -> StepTrace:
     """Returns a rank's messages in one of many equal steps of num_microbatches; model: its wrapped chunks.
 
     The chunks have no memory. Steps of one and of two microbatches are run: each further one adds what the second adds.
@@ -258,26 +260,26 @@ def rehearse(
     """
     recorder = MessageRecorder(groups)
     work = WorkRecorder(model, live_rows=live_rows(args))
-    with rehearsing(
+    with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
-    ) as rehearsal:
+    ) as traced:
         # The first for the others: gathers that wait for the next forward are those of the step before.
         with work.recording():
-            rehearsal.step(1, batch=batch, modes=[recorder])
+            traced.step(1, batch=batch, modes=[recorder])
         recorder.take()
         live = LiveBytes()
         of_one = live if num_microbatches == 1 else None
-        rehearsal.step(1, batch=batch, modes=[recorder], live=of_one)
+        traced.step(1, batch=batch, modes=[recorder], live=of_one)
         one = recorder.take()
-        rehearsal.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
+        traced.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
     found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
     config = get_model_config(model[0])
     pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
     stage = group_rank(groups.pp)
     program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
-    return Rehearsed(
+    return StepTrace(
         merged(by_pass(found, program)),
-        frozenset(rehearsal.statistics.found),
+        frozenset(traced.statistics.found),
         live.peaks[""],
         live.peaks[_UPDATE],
         live.messages_peak,

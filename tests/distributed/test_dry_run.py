@@ -279,7 +279,7 @@ def _saved(run: TrainingRun) -> tuple[dict[str, int], int]:
     if run.expert_memory is not None:
         run.expert_memory.step.begin()
     flats = [flat for buffer in chunk.all_buffers for flat in (buffer.param_data, buffer.grad_data)]
-    saved = SavedBytes(chunk, standing=[*chunk.parameters(), *chunk.module.buffers(), *flats])
+    saved = SavedBytes(chunk, persistent=[*chunk.parameters(), *chunk.module.buffers(), *flats])
     with saved.counting():
         output, loss_function = pretrain_gpt.forward_step(run.train_iterator, chunk)
         kept = loss_function(output)
@@ -454,6 +454,6 @@ def test_passes_with_memory_save_what_was_planned(name: str, held: dict[str, lis
 def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     for plan in _plan(name).stages:
         found = held[name][plan.rank]
-        assert plan.peak - plan.standing == found.beside > sum(plan.activations.values()), plan.rank
+        assert plan.peak - plan.persistent == found.beside > sum(plan.activations.values()), plan.rank
         # The vector of statistics has names in a run.
         assert 0 < plan.messages <= found.messages <= plan.messages + 200, plan.rank

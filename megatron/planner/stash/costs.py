@@ -80,8 +80,8 @@ class ExpertShape:
 class Machine:
     """Rates of one device per second, and the time of the stash's work on it without any overlap.
 
-    flops: operations of grouped products. copied_bytes: read plus written, in device memory. host_bytes: one way between
-    device and host.
+    flops: operations of grouped products. copied_bytes: read plus written in device memory. host_bytes: in one
+    direction between device and host.
     """
 
     flops: float
@@ -90,7 +90,7 @@ class Machine:
 
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype) -> "Machine":
-        """Returns the rates of a device of configs/devices.yaml. Raises ValueError where it does not compute in dtype."""
+        """Returns a device's rates. Raises ValueError where configs/devices.yaml gives no rate for the dtype."""
         return cls(
             flops=device.tflops(_DTYPES[dtype]) * 1e12 * device.attainable_matmul,
             copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,

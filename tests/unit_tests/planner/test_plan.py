@@ -17,7 +17,7 @@ from tests.unit_tests.planner.plans import planned
 
 def test_what_is_freed_before_backward_is_not_counted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    saved = SavedBytes(model, standing=model.parameters())
+    saved = SavedBytes(model, persistent=model.parameters())
     with saved.counting():
         kept = model(torch.zeros(2, 4, requires_grad=True))
         model(torch.zeros(100, 4, requires_grad=True))

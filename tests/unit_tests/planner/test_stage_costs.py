@@ -10,7 +10,7 @@ from megatron.planner.activations import peak_bytes
 from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
 from megatron.planner.plan import RankPlan, plan_run
-from megatron.planner.stage_costs import Standing, fullest_moments, quick_stages
+from megatron.planner.stage_costs import PersistentBytes, fullest_moments, quick_stages
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
 from tests.counts import long_count, soak_only
 
@@ -58,7 +58,7 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
     raise AssertionError(f"{model} has only {len(found)} layouts")
 
 
-def _standing(one: Standing | RankPlan) -> tuple[int, ...]:
+def _standing(one: PersistentBytes | RankPlan) -> tuple[int, ...]:
     return one.parameters, one.gradients, one.masters, one.moments, one.host_states
 
 
@@ -72,7 +72,7 @@ def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
         planned = plan_run(args, provider, forward_step_func=step).stages
         quick = quick_stages(args, measure_memory(args, provider, forward_step=step))
         for whole, added in zip(planned, quick, strict=True):
-            assert _standing(added.standing) == _standing(whole), (layout, whole.stage)
+            assert _standing(added.persistent) == _standing(whole), (layout, whole.stage)
             assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
             kept = {kind: size for kind, size in whole.activations.items() if size}
             assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
@@ -89,12 +89,12 @@ def test_states_in_the_hosts_memory_add_up_too(flags: str) -> None:
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
     (whole,) = plan_run(args, provider, forward_step_func=step).stages
     (added,) = quick_stages(args, measure_memory(args, provider, forward_step=step))
-    standing = _standing(added.standing)
+    standing = _standing(added.persistent)
     assert standing == _standing(whole) and min(standing) > 0
     assert (
         added.total
         == whole.total
-        == sum(vars(added.standing).values()) - added.standing.host_states + sum(whole.activations.values())
+        == sum(vars(added.persistent).values()) - added.persistent.host_states + sum(whole.activations.values())
     )
 
 
