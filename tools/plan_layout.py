@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 import pretrain_gpt  # noqa: E402
-from megatron.core.transformer.moe.paged_stash_config import parse_bytes  # noqa: E402
+from megatron.core.transformer.paged_stash_config import parse_bytes  # noqa: E402
 from megatron.planner.layout_costs import Advice, LayoutCosts  # noqa: E402
 from megatron.planner.layout_request import Request, read_request  # noqa: E402
 from megatron.planner.layout_search import Found, search  # noqa: E402

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 from megatron.planner.buffers import BufferLayout
 from megatron.planner.fit import Fit
 from megatron.planner.page import page

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.pipeline_split import layers_per_part
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_facts import layer_kinds
 from megatron.planner.layer_flops import layer_flops
 from megatron.planner.layout_space import Recompute, Space

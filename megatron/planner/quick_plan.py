@@ -8,7 +8,7 @@ import argparse
 from itertools import islice
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_split import layers_per_part
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_facts import ModelFacts, layer_kinds
 from megatron.planner.stage_memory import (
     Shape,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.core.rank_generator import RankGenerator
+from megatron.core.parallel_state import RankGenerator
 from megatron.planner.rank_ranges import rank_range
 
 
