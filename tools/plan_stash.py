@@ -28,7 +28,7 @@ from megatron.planner.stash.outlook import (  # noqa: E402
     outlook,
     recommended,
 )
-from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_skew, traced_spans  # noqa: E402  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_skew, traced_spans  # noqa: E402
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Rung, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402

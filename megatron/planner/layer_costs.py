@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
-from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model

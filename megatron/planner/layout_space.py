@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.pipeline_split import layers_per_part
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_costs import LayerKind, layer_kinds
 from megatron.planner.stage_costs import check_counted
 from megatron.training.arguments import config_from_args, core_transformer_config_from_args, parse_args, validate_args

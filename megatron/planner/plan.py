@@ -24,9 +24,9 @@ from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.core.parallel_state import DEFAULT_ORDER, RankGenerator
 from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.sizing import check_effect

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.files import replaced_file
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.replaced_file import replaced_file
 from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page

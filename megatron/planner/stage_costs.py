@@ -22,8 +22,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
-from megatron.core.pipeline_split import layers_per_part
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
 from megatron.planner.step_time import StageLoad
 from megatron.planner.work import (

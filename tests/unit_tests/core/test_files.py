@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 
 
 def test_a_file_takes_its_place_at_the_end_and_only_where_all_went_well(tmp_path: Path) -> None:

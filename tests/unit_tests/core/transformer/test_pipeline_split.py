@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_split import layer_offset, layers_per_part, num_parts_in_layout, validate_pipeline_split
+from megatron.core.transformer.pipeline_split import (
+    layer_offset,
+    layers_per_part,
+    num_parts_in_layout,
+    validate_pipeline_split,
+)
 
 
 def config_of(stages: int, chunks: int | None = None, **fields: Any) -> ModelParallelConfig:

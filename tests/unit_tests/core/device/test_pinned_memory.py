@@ -10,9 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron.core import pinned_memory
-from megatron.core.device import host_bytes
-from megatron.core.pinned_memory import PinnedMemoryError, pinned_bytes
+from megatron.core.device import host_bytes, pinned_memory
+from megatron.core.device.pinned_memory import PinnedMemoryError, pinned_bytes
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool, TierMemoryError, _host_memory
 

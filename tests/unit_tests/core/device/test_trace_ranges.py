@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.trace_ranges import trace_range
+from megatron.core.device.trace_ranges import trace_range
 
 
 @trace_range("a range of the test")

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
-from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
+from megatron.core.transformer.router_config import RouterConfig, validate_router
 
 
 @dataclass(kw_only=True)
