@@ -18,8 +18,8 @@ from megatron.core.device import (
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.parallel_state import DEFAULT_ORDER
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
-from megatron.core.rank_generator import DEFAULT_ORDER
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpoint_args import load_args_from_checkpoint
