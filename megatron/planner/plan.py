@@ -41,6 +41,7 @@ from megatron.planner.same_stages import Passes, structure_of
 from megatron.planner.stand_ins import stand_ins
 from megatron.planner.step_time import ChunkWork
 from megatron.planner.traffic import Traffic
+from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
@@ -48,7 +49,6 @@ from megatron.training.expert_memory import build_expert_memory
 from megatron.training.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
 from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_tensors
-from megatron.training.initialize import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 
 ForwardStep = Callable[..., Any]

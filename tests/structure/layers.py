@@ -31,7 +31,7 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|cpu_heap|dense_memory"
-        r"|device(\..+)?|graphs(\..+)?|graph_capture|graph_tape|packed_seq_params|replaced_file|timers|trace_ranges|utils"
+        r"|device(\..+)?|graphs(\..+)?|graph_capture|graph_tape|logical_tensors|packed_seq_params|replaced_file|timers|trace_ranges|utils"
         r"|weight_matrices)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
@@ -42,8 +42,6 @@ LAYERS = (
         "config",
         r"megatron\.core\.(parallel_state|pipeline_split|rank_generator|num_microbatches_calculator|group_collectives)",
     ),
-    # Names and boxes of a module's own parameters, which layers of line 3 define. Neither file reads or writes files.
-    Layer(2, "logical", r"megatron\.core\.dist_checkpointing\.(boxes|logical)"),
     Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),
