@@ -24,8 +24,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
 from megatron.training.callbacks import StepReport
+from megatron.training.error_broadcast import FailureBoard
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.failure_board import FailureBoard
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run

@@ -26,9 +26,8 @@ from megatron.training.arguments import parse_args
 from megatron.training.checkpoint_args import args_to_json, model_arguments
 from megatron.training.checkpoint_folder import iteration_folder, write_tracker
 from megatron.training.gpt_builder import build_gpt
-from megatron.training.run_values import check_arguments, load_run_values
+from megatron.training.run_values import TrainState, check_arguments, load_run_values
 from megatron.training.setup import model_parts
-from megatron.training.train_state import TrainState
 from tools.legacy_checkpoint import (
     MODEL_FILE,
     ChunkFacts,

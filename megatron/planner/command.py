@@ -15,7 +15,7 @@ from megatron.planner.plan import ForwardStep, place_of, plan_run
 from megatron.planner.run_time import run_time
 from megatron.planner.table import plan_lines
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.device_table import planned_device
+from megatron.training.compute.devices import planned_device
 
 
 def print_plan(

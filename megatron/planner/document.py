@@ -21,7 +21,7 @@ from megatron.planner.run_time import ASSUMPTIONS, places
 from megatron.planner.step_time import StageTime, StepTime
 from megatron.planner.table import layout_sizes
 from megatron.planner.traffic import link_bytes
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
 # More would make files of many megabytes; those of the beginning are told.

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import kind_of_module
 from megatron.planner.plan import ForwardStep, as_rank, pipeline_of, saved_by, with_known_rows
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.setup import get_model
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Sequence
 
 from megatron.planner.layer_facts import LayerKind
-from megatron.training.flops import num_floating_point_operations
+from megatron.training.compute.flops import num_floating_point_operations
 
 # Forward, and a backward of two products for each of its own.
 _PASSES = 3

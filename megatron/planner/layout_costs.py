@@ -53,10 +53,11 @@ from megatron.planner.stage_memory import (
     stash_bytes,
 )
 from megatron.planner.step_time import GRADS, PARAMS, StepTime, estimate_step
-from megatron.training.arguments import config_from_args, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.compute.devices import Device
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.data_parallel import ddp_config_of
-from megatron.training.device_table import Device
-from megatron.training.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 # By whether they are experts': bytes of parameters and of gradients.

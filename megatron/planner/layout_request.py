@@ -12,15 +12,11 @@ from megatron.planner.layer_facts import layer_kinds
 from megatron.planner.layer_flops import layer_flops
 from megatron.planner.layout_space import Recompute, Space
 from megatron.planner.quick_plan import check_counted
-from megatron.training.arguments import (
-    config_from_args,
-    core_transformer_config_from_args,
-    parse_args,
-    validate_args,
-)
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.parser import build_parser
-from megatron.training.command_line.registry import flag_table
 from megatron.training.setup import setup_tokenizer
 
 # Sequences of a step for each GPU where the user says nothing: large runs have about as many.

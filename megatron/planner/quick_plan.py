@@ -17,7 +17,8 @@ from megatron.planner.stage_memory import (
     standing_bytes,
     stash_bytes,
 )
-from megatron.training.arguments import config_from_args, core_transformer_config_from_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron.planner.traffic import RING_SHARES, Traffic
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 

@@ -1,6 +1,6 @@
 """A training step of one rank without memory and without other ranks, to see what it sends.
 
-The step is the run's own, from forward to the parameters' gathers; see step_runner.py. What it would read from the
+The step is the run's own, from forward to the parameters' gathers; see megatron/training/step/runner.py. What it would read from the
 device is answered with zeros, as there are no values: no gradient is bad, no step void. Where the number of rows of an
 expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
 starts, and until they know each other's order of launches and names of losses, is left out.
@@ -38,10 +38,10 @@ from megatron.planner.step_time import ChunkWork
 from megatron.planner.traffic import Traffic, merged
 from megatron.planner.work import WorkRecorder
 from megatron.planner.working_memory import LiveBytes
-from megatron.training.exit_conditions import LOCAL_REASONS
 from megatron.training.setup import setup_steps
-from megatron.training.step_runner import StepRunner
-from megatron.training.step_statistics import StatisticsExchange, Totals
+from megatron.training.step.exit_conditions import LOCAL_REASONS
+from megatron.training.step.runner import StepRunner
+from megatron.training.step.statistics import StatisticsExchange, Totals
 
 # The part of a step that follows its passes.
 _UPDATE = "update"

@@ -6,8 +6,8 @@ from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.planner.plan import Plan
 from megatron.planner.rates import ranks_in_node
 from megatron.planner.step_time import GRADS, PARAMS, Overlap, StageLoad, StepTime, estimate_step
+from megatron.training.compute.devices import Device
 from megatron.training.data_parallel import ddp_config_of
-from megatron.training.device_table import Device
 
 # Said wherever a time is shown.
 ASSUMPTIONS = (

@@ -18,7 +18,7 @@ from megatron.planner.step_time import (
     StageLoad,
 )
 from megatron.planner.traffic import Traffic, merged
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 
 @dataclass(frozen=True)

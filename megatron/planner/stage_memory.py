@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipelin
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
 from megatron.planner.activations import EXPERTS
 from megatron.planner.layer_facts import LayerKind, ModelFacts, PartFacts, Place
-from megatron.training.expert_schedule import stash_events
+from megatron.training.step.expert_memory import stash_events
 
 # Rounds of microbatches after which a schedule only repeats itself, until its end.
 _ROUNDS = 3

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders,
 from megatron.core.pipeline_parallel.timeline import Span, timeline
 from megatron.planner.rates import Kernels, compute_seconds, message_seconds, seconds_by_kind
 from megatron.planner.traffic import Traffic
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 FORWARD, BACKWARD, GRADS, PARAMS, OPTIMIZER = "forward", "backward", "grad reduce", "param gather", "optimizer"
 PIPELINE = "pipeline"

@@ -8,29 +8,28 @@ import sys
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from megatron.training.command_line.config_builder import config_from_args, core_transformer_config_from_args
+from megatron.training.command_line.config_builder import core_transformer_config_from_args
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
+from megatron.training.command_line.flags import (
+    Flag,
+    FlagState,
+    FlagTable,
+    flag_table,
+    no_effect_notice,
+    refusal,
+)
+from megatron.training.command_line.model_presets import preset_file, table_of_models, tiny
 from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
-from megatron.training.command_line.refusals import AGREED_VALUES, no_effect_notice, refusal
-from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.refusals import AGREED_VALUES
 from megatron.training.command_line.validation import read_launcher, validate_args
-from megatron.training.command_line.values import text_of_value, yaml_of_value
-from megatron.training.command_line.yaml_config import config_text, read_config_file, shown_flags
-from megatron.training.model_presets import preset_file, table_of_models, tiny
+from megatron.training.command_line.values import text_of_value
+from megatron.training.command_line.yaml_config import config_text, read_config_file
 
 __all__ = [
-    "MODEL_SHAPE_DESTS",
-    "CommandLineError",
-    "config_from_args",
-    "config_values",
     "core_transformer_config_from_args",
     "parse_args",
     "validate_args",
 ]
-
-# Arguments that say where a process or a run is, not how it was set up.
-_OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 
 def parse_args(
@@ -66,20 +65,6 @@ def parse_args(
     # Last: --world-size of the planner has the same name as what the launcher says.
     read_launcher(args)
     return args
-
-
-def config_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a run by name in the arguments, as JSON values: what --print-config shows, scripts' own too."""
-    table = flag_table()
-    known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
-    # What a script added, and what follows from the flags, such as the padded vocabulary.
-    silent = {*table.by_dest, *_OF_ONE_RANK}
-    others = {name: value for name, value in vars(args).items() if name not in silent and _is_plain(value)}
-    return {**known, **others}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.training.checkpoint_folder import find_checkpoint
 from megatron.training.command_line.errors import is_first_rank
-from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
 from megatron.training.run_values import load_run_values
 
 _ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint
 from megatron.core.dist_checkpointing.group_errors import every_rank
 from megatron.core.group_collectives import gather_objects
-from megatron.training.console import print_rank_0
+from megatron.training.callbacks.lines import print_rank_0
 
 _MAX_NAMED = 8
 

@@ -30,6 +30,7 @@ from megatron.core.group_collectives import gather_objects, union_over_model
 from megatron.core.optimizer.state_dict import fresh_state, is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpoint_args import args_to_json, check_same_optimizer
 from megatron.training.checkpoint_folder import (
     FoundCheckpoint,
@@ -46,14 +47,11 @@ from megatron.training.checkpoint_folder import (
 )
 from megatron.training.checkpoint_keys import Strictness, check_unused, lacking_keys
 from megatron.training.config import CheckpointConfig
-from megatron.training.console import print_rank_0
-from megatron.training.initialize import seed_ranks
 from megatron.training.model_weights import ModelWeights, frozen_tensors
 from megatron.training.new_parts import NewParts
-from megatron.training.rng_state import load_rng, rng_sharded_state
-from megatron.training.run_values import load_run_values
+from megatron.training.rng_state import load_rng, rng_sharded_state, seed_ranks
+from megatron.training.run_values import TrainState, load_run_values
 from megatron.training.tied_weights import EMBEDDING, OUTPUT, Tying, require_same_two
-from megatron.training.train_state import TrainState
 
 __all__ = [
     "begin_save_checkpoint",

@@ -19,7 +19,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 
 _ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
 

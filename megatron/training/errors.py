@@ -13,12 +13,12 @@ from pathlib import Path
 from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.core.distributed.consistency import WeightMismatchError
-from megatron.training.arguments import CommandLineError
-from megatron.training.failure_board import lost_another_rank, place_of
-from megatron.training.memory_need import is_lack_of_memory
-from megatron.training.recovery_state import LossSpikeError
-from megatron.training.step_runner import ExpertOverflowError
-from megatron.training.step_statistics import NonFiniteLossError
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.error_broadcast import lost_another_rank, place_of
+from megatron.training.meters.memory import is_lack_of_memory
+from megatron.training.recovery import LossSpikeError
+from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.statistics import NonFiniteLossError
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1

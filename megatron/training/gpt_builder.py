@@ -7,7 +7,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.command_line.config_builder import flags_named_in_errors
-from megatron.training.memory_need import check_weights_fit
+from megatron.training.meters.memory import check_weights_fit
 
 
 def build_gpt(

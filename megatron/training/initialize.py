@@ -4,8 +4,10 @@ Builds no model and reads no data; training.py does.
 """
 
 import argparse
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,21 +16,22 @@ from megatron.core import parallel_state
 from megatron.core.device import (
     default_device,
     prepare_device,
-    seed_all,
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_generator import DEFAULT_ORDER
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.training.arguments import config_from_args, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpoint_args import load_args_from_checkpoint
+from megatron.training.checkpoint_folder import complete_iterations, find_checkpoint
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.config import DistributedConfig
-from megatron.training.console import print_rank_0
-from megatron.training.failure_board import FailureBoard
+from megatron.training.error_broadcast import FailureBoard
 from megatron.training.global_vars import publish_run
-from megatron.training.joining import common_settings, join_process_group
-from megatron.training.restarts import continue_after_restart, keep_global_batch_size
+from megatron.training.rng_state import seed_generators
+from megatron.training.run_values import load_run_values
+from megatron.training.startup_handshake import common_settings, join_process_group
 
 
 def initialize_megatron(
@@ -64,7 +67,7 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # All copies draw the same weights; seed_ranks parts them once that is done.
-    _seed(args.seed, groups)
+    seed_generators(args.seed, groups)
     publish_run(args)
     return args
 
@@ -118,22 +121,47 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
-
-    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
-    """
-    _seed(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
-
-
-def _seed(seed: int, groups: ProcessGroupCollection) -> None:
-    seed_all(seed)
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
-    )
-
-
 def silence_library_notices() -> None:
     """Hides notices of libraries that no user can act on."""
     # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
     warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
+
+
+# Set by torchrun on its ranks, and by examples/supervise.py, which starts torchrun itself anew.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
+# What chose where the first start began, or left parts of that behind.
+_OF_FIRST_START = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
+
+
+def continue_after_restart(args: argparse.Namespace) -> str | None:
+    """In a restart, points --load of `args` at what the run has saved since its first start; returns a line to print.
+
+    Nothing changes in a first start, without --save, or before the run's first checkpoint: then the restart
+    begins where the first start began. Call between parse_args and validate_args, on every rank by itself.
+    """
+    count = sum(int(os.environ.get(name, "0")) for name in RESTART_COUNTS)
+    if count == 0 or args.save is None or args.skip_train or not complete_iterations(Path(args.save)):
+        return None
+    args.load = args.save
+    vars(args).update(_OF_FIRST_START)
+    return f"  restart {count}: going on from --save {args.save}"
+
+
+def keep_global_batch_size(args: argparse.Namespace) -> str | None:
+    """Sets an unset --global-batch-size to that of the run in --load; returns a line to print where it does.
+
+    Else it would follow the number of ranks, and a run that goes on with fewer would train on other batches. As
+    continue_after_restart; a checkpoint that cannot be read is for the load to complain about.
+    """
+    schedules = (args.global_batch_size, args.step_batch_size_schedule, args.rampup_batch_size)
+    if args.load is None or args.finetune or any(value is not None for value in schedules):
+        return None
+    try:
+        found = find_checkpoint(args.load, step=args.ckpt_step)
+        stored = None if found is None or found.is_release else load_run_values(found.path)["args"]
+    except (ValueError, OSError):
+        return None
+    if stored is None or stored.get("global_batch_size") is None:
+        return None
+    args.global_batch_size = stored["global_batch_size"]
+    return f"  --global-batch-size {args.global_batch_size}: as in the checkpoint of --load"

@@ -8,6 +8,7 @@ batches, and the end of a run in samples, move on with them; the learning rate d
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,14 +16,20 @@ from megatron.core.distributed import DistributedDataParallel, NonFiniteGradient
 from megatron.core.distributed.consistency import check_weight_hashes_sync
 from megatron.core.group_collectives import any_rank_sync
 from megatron.training.callbacks import StepReport
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpoint_folder import complete_iterations
-from megatron.training.console import print_rank_0
-from megatron.training.recovery_state import WINDOW, LossSpikeError, is_spike
 from megatron.training.run import TrainingRun
 from megatron.training.setup import position_data
-from megatron.training.step_statistics import NonFiniteLossError
+from megatron.training.step.statistics import NonFiniteLossError
+
+# So many losses make a median, and a median that a spike may be told by.
+WINDOW, _FEWEST = 100, 20
 
 NON_FINITE = (NonFiniteLossError, NonFiniteGradientError)
+
+
+class LossSpikeError(RuntimeError):
+    """A loss is far above those before it, and the run may not go back once more; raised on every rank."""
 
 
 def check_weight_hashes(run: TrainingRun) -> None:
@@ -75,6 +82,11 @@ def watch_loss(run: TrainingRun, report: StepReport) -> bool:
     )
     _go_back(run, error, leaves_out="the data since then is left out", position=run.state.consumed_train_samples)
     return True
+
+
+def is_spike(loss: float, recent: Sequence[float], *, factor: float) -> bool:
+    """Whether a loss is more than `factor` times the median of the recent ones, of which there must be enough."""
+    return len(recent) >= _FEWEST and loss > factor * statistics.median(recent)
 
 
 def _positions_until(run: TrainingRun, end: int) -> set[int]:

@@ -9,10 +9,10 @@ import random
 import numpy
 import torch
 
-from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
+from megatron.core.device import default_device, rng_state_bytes, seed_all, set_rng_state_bytes
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 _PREFIX = "rng."
 # In the order of rng_state_bytes; the second only where there is a GPU.
@@ -81,3 +81,18 @@ def capture_rng() -> RngState:
         **dict(zip(_TORCH, rng_state_bytes(default_device()), strict=False)),
         **streams,
     }
+
+
+def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
+    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
+
+    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
+    """
+    seed_generators(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
+
+
+def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
+    seed_all(seed)
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
+    )

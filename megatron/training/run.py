@@ -16,15 +16,38 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoint
-from megatron.training.config import CheckpointConfig, TrainingConfig
-from megatron.training.exit_conditions import ExitConditions
-from megatron.training.expert_memory import ExpertMemory
-from megatron.training.fault_config import FaultConfig
-from megatron.training.meters import Meter
-from megatron.training.recovery_state import Recovery
+from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
+from megatron.training.meters.meters import Meter
+from megatron.training.run_values import TrainState
 from megatron.training.saves import RunSaves
-from megatron.training.step_runner import StepRunner
-from megatron.training.train_state import TrainState
+from megatron.training.step.exit_conditions import ExitConditions
+from megatron.training.step.expert_memory import ExpertMemory
+from megatron.training.step.runner import StepRunner
+
+# Steps that are left out one after the other say that the model is broken, not the data.
+_MOST_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass
+class Recovery:
+    """What a run remembers of its bad steps; the same on all ranks.
+
+    left_out: data positions, in samples, whose batches are left out when they come. num_skipped_in_a_row: bad steps
+    since the last good one.
+    """
+
+    config: FaultConfig = field(default_factory=FaultConfig)
+    num_rewinds: int = 0
+    num_skipped_in_a_row: int = 0
+    left_out: set[int] = field(default_factory=set)
+
+    def may_skip(self) -> bool:
+        """Whether the last of the bad steps in a row, which is counted already, may be left out."""
+        return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MOST_SKIPPED_IN_A_ROW
+
+    def may_go_back(self) -> bool:
+        """Whether the run may go back once more."""
+        return self.num_rewinds < self.config.max_rewinds
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from megatron.core.dist_checkpointing import CheckpointError, PendingSave, StagingMemory
-from megatron.training.console import print_rank_0
+from megatron.training.callbacks.lines import print_rank_0
 
 # Of a rank that ends by an error: for what it is writing, and for the other ranks' parts of the same checkpoint.
 _ABANDON_SECONDS = 30.0

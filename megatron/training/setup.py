@@ -32,34 +32,30 @@ from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_siz
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback
+from megatron.training.callbacks.build import setup_callbacks
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
-from megatron.training.command_line.config_builder import with_flag_names
+from megatron.training.command_line.config_builder import config_from_args, with_flag_names
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.config import CheckpointConfig, TrainingConfig
-from megatron.training.console import print_rank_0
+from megatron.training.compute.flops import count_parameters
+from megatron.training.config import CheckpointConfig, FaultConfig, LoggingConfig, TrainingConfig
 from megatron.training.data_parallel import join_schedule, wrap_chunks
-from megatron.training.deferred_finalizer import DeferredFinalizer
-from megatron.training.exit_conditions import ExitConditions
-from megatron.training.expert_memory import ExpertMemory, build_expert_memory
-from megatron.training.fault_config import FaultConfig
-from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
-from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
-from megatron.training.held_memory import persistent_fit
-from megatron.training.initialize import seed_ranks
-from megatron.training.logging_config import LoggingConfig
-from megatron.training.meters import build_meters
-from megatron.training.recovery_state import Recovery
-from megatron.training.run import TrainingRun
+from megatron.training.meters.memory import persistent_fit
+from megatron.training.meters.meters import build_meters
+from megatron.training.rng_state import seed_ranks
+from megatron.training.run import Recovery, TrainingRun
+from megatron.training.run_values import TrainState
 from megatron.training.saves import RunSaves
-from megatron.training.setup_callbacks import setup_callbacks
-from megatron.training.step_runner import StepRunner
-from megatron.training.step_statistics import StatisticsExchange
-from megatron.training.train_state import TrainState
+from megatron.training.step.exit_conditions import ExitConditions
+from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
+from megatron.training.step.graph import build_step_graph, build_step_update, graph_device
+from megatron.training.step.runner import StepRunner
+from megatron.training.step.statistics import StatisticsExchange
+from megatron.training.step.update import DeferredFinalizer
 
 
 def setup_run(

@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,15 +18,13 @@ from torch import nn
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.trace_ranges import trace_range
-from megatron.training.arguments import config_from_args
-from megatron.training.callbacks import Callback, RunStart, StepReport
+from megatron.training.callbacks import Callback, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import TrainingConfig
-from megatron.training.console import print_rank_0
+from megatron.training.error_broadcast import FailureBoard
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.evaluation import evaluate_test, evaluate_validation
-from megatron.training.exit_conditions import ExitConditions, ExitReason
-from megatron.training.failure_board import FailureBoard
-from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group, read_arguments
 from megatron.training.recovery import (
     NON_FINITE,
@@ -38,7 +36,8 @@ from megatron.training.recovery import (
 )
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
-from megatron.training.step_statistics import raise_non_finite_loss
+from megatron.training.step.exit_conditions import ExitConditions, ExitReason
+from megatron.training.step.statistics import raise_non_finite_loss, total_reports
 
 __all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
 
@@ -220,3 +219,60 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         decoupled_learning_rate=decoupled_learning_rate,
     )
     return report, statistics.exit_reason
+
+
+@trace_range("evaluate")
+def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float] | None:
+    """Mean of each loss over `iterations` global batches; the model is left in training mode.
+
+    None where the exit signal came meanwhile, on any rank: the rest of the batches is not read.
+    """
+    reports, is_broken_off = [], False
+    for chunk in run.model:
+        chunk.eval()
+    with run.timers.paused():
+        for _ in range(iterations):
+            if is_broken_off := run.exit_conditions.signalled_anywhere_sync():
+                break
+            reports += run.steps.evaluate_sync(
+                iterator, num_microbatches=run.batches.final_num_microbatches, iteration=run.state.iteration
+            )
+    for chunk in run.model:
+        chunk.train()
+    if is_broken_off:
+        return None
+    return run.steps.statistics.reduce_sync(total_reports(reports)).losses
+
+
+def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
+    """Evaluates the validation split and reports it; nothing happens for a run without one.
+
+    False where the exit signal broke it off: it is then as if it had not begun, for the run that resumes.
+    """
+    iterations = run.training.eval_iters
+    if run.valid_iterator is None or iterations == 0:
+        return True
+    run.callbacks.on_evaluation_start(run.state.iteration)
+    losses = evaluate(run, run.valid_iterator, iterations=iterations)
+    if losses is None:
+        return False
+    run.state.consumed_valid_samples += iterations * run.evaluation_batch_size
+    run.state.evaluated_iteration = run.state.iteration
+    _report(run, "validation", losses=losses, final=final)
+    return True
+
+
+def evaluate_test(run: TrainingRun) -> None:
+    """Evaluates the test split and reports it; nothing happens for a run without one, or that gets the exit signal."""
+    iterations = run.training.eval_iters
+    if run.test_iterator is None or iterations == 0:
+        return
+    run.callbacks.on_evaluation_start(run.state.iteration)
+    losses = evaluate(run, run.test_iterator, iterations=iterations)
+    if losses is not None:
+        _report(run, "test", losses=losses, final=True)
+
+
+def _report(run: TrainingRun, split: str, *, losses: dict[str, float], final: bool) -> None:
+    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final)
+    run.callbacks.on_evaluation_end(report)

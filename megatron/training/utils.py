@@ -9,7 +9,7 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.utils import Blend
 from megatron.core.parallel_state import existing_process_groups, get_data_parallel_group
 from megatron.core.transformer.context_parallel import slice_batch
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 
 
 def get_ltor_masks_and_position_ids(

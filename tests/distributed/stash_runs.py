@@ -11,7 +11,7 @@ from unittest.mock import patch
 from megatron.core.transformer.moe.paged_stash import Counter, StashEvent
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
 from megatron.training.callbacks import Callback, StepReport
-from megatron.training.expert_memory import ExpertMemory
+from megatron.training.step.expert_memory import ExpertMemory
 from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 

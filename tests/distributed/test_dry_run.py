@@ -30,7 +30,7 @@ from megatron.planner.rehearsal import by_pass
 from megatron.planner.traffic import Traffic, merged
 from megatron.planner.working_memory import LiveBytes
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.held_memory import HeldMemoryMeter
+from megatron.training.meters.memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.training.evaluation import evaluate_validation
 from megatron.training.run import TrainingRun
+from megatron.training.training import evaluate_validation
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import ROUTER, Trained, argv_of, stash, train_here

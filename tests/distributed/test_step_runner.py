@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
-from megatron.training.expert_memory import ExpertMemory
-from megatron.training.kept_batches import KeptBatches
 from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
-from megatron.training.step_runner import ExpertOverflowError
+from megatron.training.step.expert_memory import ExpertMemory
+from megatron.training.step.runner import ExpertOverflowError, KeptBatches
 from megatron.training.training import train, train_step
 from tests.counts import slow, soak_only
 from tests.distributed.stash_runs import ROUTER, stash

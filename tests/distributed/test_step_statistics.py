@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
-from megatron.training.exit_conditions import ExitReason
-from megatron.training.step_statistics import (
+from megatron.training.step.exit_conditions import ExitReason
+from megatron.training.step.statistics import (
     NonFiniteLossError,
     Overflow,
     StatisticsExchange,

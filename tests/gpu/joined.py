@@ -5,7 +5,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.device import default_device, prepare_device
 from megatron.training.config import DistributedConfig
-from megatron.training.joining import join_process_group
+from megatron.training.startup_handshake import join_process_group
 
 
 def join() -> torch.device:

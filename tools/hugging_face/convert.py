@@ -30,8 +30,7 @@ from megatron.training.checkpoint_folder import (
     complete_iterations,
     write_release_tracker,
 )
-from megatron.training.run_values import load_run_values
-from megatron.training.train_state import TrainState
+from megatron.training.run_values import TrainState, load_run_values
 from tools.export_safetensors import NOT_WEIGHTS
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
 from tools.hugging_face.families import Family

@@ -15,8 +15,7 @@ from megatron.core.config_field import field_problems, field_spec
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flag_table import FlagState, FlagTable, field_dest
-from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
+from megatron.training.command_line.flags import CONFIG_CLASSES, FlagState, FlagTable, field_dest, flag_table
 
 ConfigT = TypeVar("ConfigT")
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
-from megatron.training.command_line.refusals import refusal
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, refusal
 from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}

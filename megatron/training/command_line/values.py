@@ -6,7 +6,7 @@ Bounds are not checked here: the configuration dataclass that receives a value c
 import enum
 from typing import Any
 
-from megatron.training.command_line.flag_table import Flag
+from megatron.training.command_line.flags import Flag
 from megatron.training.command_line.refusals import VALUE_REFUSALS
 
 _KIND_NAMES = {"int": "an integer", "float": "a number"}

@@ -16,7 +16,7 @@ from megatron.planner.step_time import (
     estimate_step,
 )
 from megatron.planner.traffic import Traffic
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 # Round figures: 10^12 products, 10^9 bytes of memory, 10^9 in a node and half of that between nodes, a second.
 DEVICE = Device(

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 from megatron.training.config import CheckpointConfig
-from megatron.training.train_state import TrainState
+from megatron.training.run_values import TrainState
 from tests.unit_tests.core.optimizer.reference import wrap
 
 ARGS = {

@@ -1,0 +1,1 @@
+"""The arithmetic of a model, and the devices that do it."""
