@@ -1,7 +1,7 @@
 """A training step of one rank without memory and without other ranks, to see what it sends.
 
-The step is the run's own, from forward to the parameters' gathers; see megatron/training/step/runner.py. What it would read from the
-device is answered with zeros, as there are no values: no gradient is bad, no step void. Where the number of rows of an
+The step is the run's own, from forward to the parameters' gathers; see training/step/runner.py. What it would read from the
+device is answered with zeros, as there are no values: no gradient is bad, no step discarded. Where the number of rows of an
 expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
 starts, and until they know each other's order of launches and names of losses, is left out.
 """
@@ -142,7 +142,7 @@ class _Experts:
             assert layer.expert_step is not None
             layer.expert_step.begin()
 
-    def void_flags(self) -> Tensor:
+    def overflow_flags(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:

@@ -128,7 +128,7 @@ def lost_another_rank(error: BaseException) -> bool:
     )
 
 
-class FailureBoard:
+class ErrorBroadcast:
     """Where a failing rank leaves a note for the others, who would learn no more than that a connection was lost.
 
     1. A rank that fails leaves its error as the cause, then closes its connections.
@@ -160,7 +160,7 @@ class FailureBoard:
         then leaves last.
         """
         self._store, self._rank, self._world_size, self._hosts_store = store, rank, world_size, hosts_store
-        self._thread = threading.Thread(target=self._watch, args=(watched,), name="failure board", daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(watched,), name="error broadcast", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -283,7 +283,7 @@ def _answer(ask: Callable[[], str]) -> str | None:
     """What `ask` returns; None where it takes so long that the server of the store must hang."""
     answers: list[str] = []
     # A request to a process that is stopped, or to a node that is, blocks for ever.
-    thread = threading.Thread(target=lambda: answers.append(ask()), name="failure board's question", daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(ask()), name="error broadcast's question", daemon=True)
     thread.start()
     thread.join(_ANSWER_SECONDS)
     return answers[0] if answers else None

@@ -27,7 +27,7 @@ from megatron.training.checkpoint_args import load_args_from_checkpoint
 from megatron.training.checkpoint_folder import complete_iterations, find_checkpoint
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.config import DistributedConfig
-from megatron.training.error_broadcast import FailureBoard
+from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.global_vars import publish_run
 from megatron.training.rng_state import seed_generators
 from megatron.training.run_values import load_run_values
@@ -40,7 +40,7 @@ def initialize_megatron(
     *,
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
-    board: FailureBoard | None = None,
+    broadcast: ErrorBroadcast | None = None,
 ) -> argparse.Namespace:
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
@@ -61,7 +61,7 @@ def initialize_megatron(
         device,
         rank=args.rank,
         settings=common_settings(args),
-        board=board,
+        broadcast=broadcast,
     )
     groups = build_groups(args)
     for notice in filter(None, notices):

@@ -55,7 +55,7 @@ def skip_step(run: TrainingRun, error: RuntimeError) -> None:
     run.recovery.num_skipped_in_a_row += 1
     if not run.recovery.may_skip():
         raise error
-    run.steps.forget_gradients()
+    run.steps.discard_gradients()
     print_rank_0(f"  iteration {run.state.iteration + 1} is skipped: {error}")
 
 
@@ -113,7 +113,7 @@ def _go_back(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position
         raise type(error)(f"{error}. The run cannot go back: it has saved no checkpoint in --save {save} yet")
     recovery.num_rewinds += 1
     came_from = run.state.iteration
-    run.steps.forget_gradients()
+    run.steps.discard_gradients()
     run.load_checkpoint(
         replace(run.checkpoint, load=save, finetune=False, ckpt_step=None, no_load_optim=False, no_load_rng=False)
     )

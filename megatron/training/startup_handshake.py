@@ -26,7 +26,7 @@ from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.values import yaml_of_value
 from megatron.training.command_line.yaml_config import shown_flags
 from megatron.training.config import DistributedConfig
-from megatron.training.error_broadcast import FailureBoard, record_collectives
+from megatron.training.error_broadcast import ErrorBroadcast, record_collectives
 
 Settings = Mapping[str, str]
 
@@ -47,7 +47,7 @@ _OF_ONE_MACHINE = frozenset(
 
 
 def join_process_group(
-    config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, board: FailureBoard | None
+    config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
 ) -> None:
     """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
 
@@ -66,13 +66,13 @@ def join_process_group(
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    meeting = MeetingPoint.of_environment()
+    meeting = Rendezvous.of_environment()
     meeting_store = meeting.connect(timeout)
     # The same processes may meet again and again, as when a script trains twice: each time by entries of its own.
     visit = _visit(meeting_store, meeting.rank)
     store = dist.PrefixStore(visit, meeting_store)
-    if board is not None:
-        board.connect(
+    if broadcast is not None:
+        broadcast.connect(
             dist.PrefixStore("failures", store),
             rank=meeting.rank,
             world_size=meeting.world_size,
@@ -100,7 +100,7 @@ def _backend(config: DistributedConfig, device: torch.device) -> str:
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class Rendezvous:
     """Where a launcher says that the processes of a run meet. serves: this process is the server of the store."""
 
     host: str
@@ -111,7 +111,7 @@ class MeetingPoint:
     attempt: str
 
     @classmethod
-    def of_environment(cls) -> "MeetingPoint":
+    def of_environment(cls) -> "Rendezvous":
         """Reads what torchrun, or somebody in its place, has set. Raises ValueError where a part is missing."""
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if missing:

@@ -23,7 +23,7 @@ from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import TrainingConfig
-from megatron.training.error_broadcast import FailureBoard
+from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.initialize import initialize_megatron, leave_process_group, read_arguments
 from megatron.training.recovery import (
@@ -81,8 +81,11 @@ def pretrain(
             read(), model_provider, reread=read, forward_step_func=forward_step_func, config_overrides=config_overrides
         )
         return
-    with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
-        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)
+    with (
+        ExitStack() as afterwards,
+        ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast,
+    ):
+        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, broadcast=broadcast)
         exits = ExitConditions(config_from_args(TrainingConfig, args))
         # To the end: a signal after the last save must not end ranks that wait for each other in an evaluation.
         afterwards.enter_context(exits.listening())

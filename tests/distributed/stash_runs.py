@@ -111,7 +111,7 @@ class _Watch(Callback):
         counters = figures.counters
         self._trained.pages.append(
             StepPages(
-                figures.voids,
+                figures.num_discards,
                 figures.pages_wanted,
                 counters[Counter.HIGH_WATER_DEVICE] + counters[Counter.HIGH_WATER_HOST],
                 counters[Counter.DROPPED_ACT] + counters[Counter.DROPPED_GATE_UP],

@@ -12,6 +12,6 @@ def join() -> torch.device:
     """Initializes process groups as the program does; the device of this rank."""
     device = default_device()
     prepare_device(device)
-    join_process_group(DistributedConfig(), device, rank=0, settings={}, board=None)
+    join_process_group(DistributedConfig(), device, rank=0, settings={}, broadcast=None)
     parallel_state.initialize_model_parallel()
     return device

@@ -90,7 +90,7 @@ class _Totals(NamedTuple):
     dropped_act: int = 0
 
 
-class _Rungs(NamedTuple):
+class _LevelCounts(NamedTuple):
     """Counts of a rank's fallbacks in a step, lightest first."""
 
     spilled_pages: int = 0
@@ -126,7 +126,7 @@ class _Buffers(NamedTuple):
     capacity_factor: float = 0.0
     balanced_rows: int = 0
     buffer_rows: int = 0
-    voids: int = 0
+    num_discards: int = 0
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Interval:
     fullest: StepFigures | None = None
     most_rows: dict[int, int] = field(default_factory=dict)
     rows_factors: list[float] = field(default_factory=list)
-    rungs: list[_Rungs] = field(default_factory=list)
+    rungs: list[_LevelCounts] = field(default_factory=list)
     pages_factors: list[float] = field(default_factory=list)
 
     def add(self, step: StepFigures) -> None:
@@ -160,13 +160,13 @@ class _Interval:
             step.capacity_factor,
             step.balanced_rows,
             step.buffer_rows,
-            self.buffers.voids + step.voids,
+            self.buffers.num_discards + step.num_discards,
         )
         for layer, rows in zip(step.passes, step.rows, strict=True):
             self.most_rows[layer] = max(rows, self.most_rows.get(layer, 0))
         self.rows_factors.append(step.factor_needed)
         self.pages_factors.append(step.pages_wanted / max(1, step.balanced_pages))
-        self.rungs.append(_Rungs(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.voids))
+        self.rungs.append(_LevelCounts(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.num_discards))
         self._keep_fullest(step, counters)
         if own.dropped_gate_up or own.dropped_act:
             self.factor_to_keep_all = max(self.factor_to_keep_all, _factor_to_keep_all(step))
@@ -211,7 +211,7 @@ class _Rank:
     most_rows: list[int]
     rows_factors: list[float]
     pages_factors: list[float]
-    rungs: list[_Rungs]
+    rungs: list[_LevelCounts]
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
@@ -225,10 +225,10 @@ class _Rank:
         totals, pool = _Totals(*take(len(_Totals._fields))), _Pool(*take(len(_Pool._fields)))
         buffers = _Buffers(next(rest), *take(len(_Buffers._fields) - 1))
         rows, by_step = take(num_layers), list(rest)
-        width = len(_Rungs._fields)
+        width = len(_LevelCounts._fields)
         steps = len(by_step) // (2 + width)
         counts = [int(count) for count in by_step[2 * steps :]]
-        rungs = [_Rungs(*counts[start : start + width]) for start in range(0, len(counts), width)]
+        rungs = [_LevelCounts(*counts[start : start + width]) for start in range(0, len(counts), width)]
         return cls(factor, totals, pool, buffers, rows, by_step[:steps], by_step[steps : 2 * steps], rungs)
 
 
@@ -270,12 +270,12 @@ class StashMeter:
         most_rows = [max(rows) for rows in zip(*(rank.most_rows for rank in ranks), strict=True)]
         return StashReport(
             steps=len(since.rows_factors),
-            void_steps=max(rank.buffers.voids for rank in ranks),  # all ranks ran them again together
+            void_steps=max(rank.buffers.num_discards for rank in ranks),  # all ranks ran them again together
             capacity_factor=buffers.capacity_factor,
             factors_needed=_most_by_step([rank.rows_factors for rank in ranks]),
             balanced_rows=buffers.balanced_rows,
             buffer_rows=buffers.buffer_rows,
-            rungs=_rungs_by_kind([rank.rungs for rank in ranks]),
+            rungs=_counts_by_level([rank.rungs for rank in ranks]),
             rows={layer: rows for layer, rows in enumerate(most_rows, 1) if rows},
             pool=self._with_timeline(_pool_report(ranks), ranks, own=since.fullest),
         )
@@ -322,16 +322,16 @@ def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
     return tuple(float(f"{max(step):.7g}") for step in zip(*ranks, strict=True))
 
 
-def _rungs_by_kind(ranks: list[list[_Rungs]]) -> dict[str, list[int]]:
+def _counts_by_level(ranks: list[list[_LevelCounts]]) -> dict[str, list[int]]:
     """Returns how often each kind occurred in each step, over ranks, without kinds that never occurred.
 
     A step that runs again does so on all ranks, and counts once.
     """
     steps = [
-        _Rungs(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))
+        _LevelCounts(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))
         for step in zip(*ranks, strict=True)
     ]
-    kinds = {name: list(counts) for name, counts in zip(_Rungs._fields, zip(*steps, strict=True), strict=True)}
+    kinds = {name: list(counts) for name, counts in zip(_LevelCounts._fields, zip(*steps, strict=True), strict=True)}
     return {name: counts for name, counts in kinds.items() if any(counts)}
 
 

@@ -1,1 +1,1 @@
-"""One training step: passes, statistics over ranks, update; and the memory of experts that it may have to grow."""
+"""One training step: passes, statistics over ranks, update, and the expert memory that a discarded step grows."""

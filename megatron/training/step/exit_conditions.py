@@ -1,6 +1,6 @@
-"""When training ends before its last iteration: a signal, a time limit, an iteration interval.
+"""Conditions that end training before its last iteration: a signal, a time limit, an iteration interval.
 
-Each rank only notes its own reason; the training step sums the notes over ranks, so that all stop at the same step.
+Each rank knows only its own reasons. The training step sums them over ranks, so that all ranks stop at the same step.
 """
 
 import enum
@@ -22,25 +22,25 @@ from megatron.training.config import TrainingConfig
 
 
 class ExitReason(enum.Enum):
-    """Why a run stops early; of several reasons at once the first in this order counts."""
+    """Reason why a run stops early. If several hold, the first in this order counts."""
 
     SIGNAL = "the exit signal"
     DURATION = "--exit-duration-in-mins"
     INTERVAL = "--exit-interval"
 
 
-# The reasons that ranks may see at different moments, so that they have to tell each other.
+# The reasons that ranks may notice at different steps, so that they have to exchange them.
 LOCAL_REASONS = (ExitReason.SIGNAL, ExitReason.DURATION)
 
 
 class ExitConditions:
-    """This rank's reasons to stop, asked once a step."""
+    """This rank's reasons to stop, checked once per step."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.config = config
         self._signalled = False
         self._start = time.monotonic()
-        # Of another signal torchrun knows nothing: it does not kill ranks that take long after it.
+        # torchrun forwards SIGTERM alone, and kills ranks that take too long after it.
         handles_sigterm = config.exit_signal_handler and config.exit_signal == signal.SIGTERM
         self._shutdown_seconds = shutdown_seconds() if handles_sigterm else math.inf
 
@@ -52,9 +52,9 @@ class ExitConditions:
         return [self._signalled, out_of_time]
 
     def signalled_anywhere_sync(self) -> bool:
-        """Whether the exit signal has come on any rank; costs nothing without --exit-signal-handler. Collective.
+        """Whether any rank has received the exit signal; costs nothing without --exit-signal-handler. Collective.
 
-        NOTE: reads what was sent, from the host where that can send.
+        NOTE: reads the reduced flag, which is on the host if a group can send from there.
         """
         if not self.config.exit_signal_handler or group_size(dist.group.WORLD) == 1:
             return self._signalled
@@ -63,7 +63,7 @@ class ExitConditions:
         return bool(flag)
 
     def warn_of_slow_save(self, *, step_seconds: float, save_seconds: float | None) -> None:
-        """Prints a line, once, if torchrun would kill the ranks before a step and a save are done."""
+        """Prints a warning, once, if torchrun would kill the ranks before a step and a save are done."""
         if save_seconds is None or step_seconds + save_seconds <= self._shutdown_seconds:
             return
         print_rank_0(
@@ -80,7 +80,7 @@ class ExitConditions:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catches the exit signal while the body runs, where --exit-signal-handler asks for it."""
+        """Catches the exit signal while the body runs, if --exit-signal-handler is given."""
         if not self.config.exit_signal_handler:
             yield
             return

@@ -1,6 +1,6 @@
 """ExpertMemory: plans, checks and grows the buffers and pages of a rank's static expert layers from step to step.
 
-expert_step.py has the work of a layer within a step, sizing.py computes sizes, step_runner.py decides on retries.
+expert_step.py has the work of a layer within a step, sizing.py computes sizes, runner.py decides on retries.
 """
 
 import argparse
@@ -73,17 +73,18 @@ _MAX_PLANS = 8
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step of one rank.
+    """Figures of a complete training step on this rank, on the host. meters/stash.py gathers them over ranks.
 
-    layout, counters, tail_bytes: of the pool, counters as at the end of the step; None, empty and 0 without a stash.
-    tail_bytes: of the pages given out in the step, what no row fills. rows: live rows of each expert forward, in order;
-    passes: their layers, from 1 over the whole model. balanced_rows: live rows of a pass if all experts were chosen
-    equally often. pages_wanted: the step's peak of held pages, had every tensor got its own; balanced_pages: the same
-    of the longest step planned so far, if every pass had balanced_rows. capacity_factor: that of this step's buffers;
-    buffer_rows: C, 0 on a stage without experts; factor_needed: the least that its most demanding dispatch would have
-    done with. voids: how often the step ran anew because rows or pages were lacking. events: the stage's passes of
-    expert groups in order; specs: what one group stashes; reserve: pages that each forward leaves free, () for none;
-    prefetch_groups: how many groups give their pages back ahead of their backward. Empty and 0 without a stash.
+    rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
+    live rows of a pass if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
+    factor_needed: the smallest factor that would have sufficed. buffer_rows: C; 0 on a stage without experts.
+    num_discards: how often the step was discarded and retried.
+    With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes of the
+    pages that the step allocated. pages_wanted: peak of held pages if every tensor had got pages. balanced_pages: that
+    peak for the longest step planned so far, if every pass had balanced_rows. events: passes of expert groups, in
+    order. specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for none.
+    prefetch_groups: number of groups that release their pages ahead of their backward. Without a stash, layout is None
+    and the others are empty or 0.
     """
 
     layout: PoolLayout | None
@@ -96,7 +97,7 @@ class StepFigures:
     balanced_pages: int
     capacity_factor: float
     factor_needed: float
-    voids: int
+    num_discards: int
     events: tuple[StashEvent, ...]
     specs: tuple[TensorSpec, ...]
     buffer_rows: int
@@ -105,7 +106,10 @@ class StepFigures:
 
 
 def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[GroupKey, int]:
-    """Live rows of each expert forward of a step. passes: layers of the forwards, in order; rows: as many, or more."""
+    """Returns the live rows of each expert forward of a step.
+
+    passes: layer numbers of the forwards, in order. rows: rows of these forwards; may be longer.
+    """
     forwards: Multiset[int] = Multiset()
     found = {}
     for layer, count in zip(passes, rows):
@@ -114,8 +118,8 @@ def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[GroupKey, 
     return found
 
 
-class Lack(NamedTuple):
-    """Required and available size in a rank's step: capacity factors, or numbers of pages.
+class Shortfall(NamedTuple):
+    """Required and available size in a discarded step of a rank: capacity factors, or numbers of pages.
 
     pages_for: the tensors that lacked pages, in words; None for a capacity factor.
     """
@@ -140,18 +144,18 @@ class ExpertSchedule:
         self.events = lru_cache(maxsize=16)(self._events)
 
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
-        """The passes of a training step whose tensors wait for backward, in order."""
+        """The passes of a training step whose tensors are saved for backward, in order."""
         orders = stage_orders(self._pipeline, num_microbatches, group_size=self._microbatch_group_size)
         return stash_events(kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed)))
 
 
 def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
-    """The events of a schedule as the stash has them; without groups that run again, see kept_events."""
+    """Converts the events of a schedule to the stash's; events: without recomputed groups, see kept_events."""
     return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
 
 
 def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
-    """Number of each layer that runs again as a whole -> number of the segment that it runs again with."""
+    """Maps the number of each layer that is recomputed as a whole to the number of its segment."""
     blocks = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TransformerBlock)]
     segments = [
         [block.layers.offset + index + 1 for index in segment.layers]
@@ -191,7 +195,7 @@ class ExpertMemory:
 
     1. prepare: allocates pages for a step of the run, after a checkpoint with learned sizes was loaded.
     2. begin_step: fixes the order of the step's passes and empties buffers and pages.
-    3. void_flags: whether rows or pages were missing. If so on any rank, call grow_sync and then begin_step again.
+    3. overflow_flags: whether rows or pages were missing. If so on any rank, call grow_sync and then begin_step again.
     4. end_step: reads and records the needs of the step.
     step: the ExpertStep that the layers share. last_step: figures of the last complete training step. epoch: increases
     when steps captured in a CUDA graph can no longer be replayed, because shapes, the pool, the stash for a number of
@@ -228,7 +232,7 @@ class ExpertMemory:
         # Whether steps follow the schedule's order of groups.
         self._is_planned = True
         self._is_training = True
-        self._voids = 0
+        self._num_discards = 0
         # Number of microbatches that the stash is planned for; None if sizes may have changed since.
         self._num_microbatches: int | None = None
         self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
@@ -279,7 +283,7 @@ class ExpertMemory:
             self.stash.reset(enabled=self._is_training)
             self.epoch += self.stash.order.events is not order
 
-    def void_flags(self) -> Tensor:
+    def overflow_flags(self) -> Tensor:
         """Returns whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
         missing = self.step.rows_missing > 0
         void = torch.zeros_like(missing) if self.stash is None else self.stash.void.view(1) > 0
@@ -290,7 +294,7 @@ class ExpertMemory:
         if self._is_training:
             self.last_step = self._figures_sync()
             self._remember(self.last_step)
-            self._voids = 0
+            self._num_discards = 0
             if self.stash is not None:
                 self._follow(self.stash)
 
@@ -311,18 +315,18 @@ class ExpertMemory:
         Raises ExpertOverflowError on all ranks under the policy "error". NOTE: reads the device.
         """
         # The figures of a step do not include evaluations.
-        self._voids += self._is_training
+        self._num_discards += self._is_training
         everyone = gather_objects(self._needed_sizes_sync(), dist.group.WORLD)
-        lacking = lacking_words([lack for lack, _ in everyone])
+        shortfalls = describe_shortfalls([shortfall for shortfall, _ in everyone])
         grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))
         if self._config.moe_paged_stash_overflow_policy == "error":
             raise ExpertOverflowError(
-                f"iteration {iteration} is void: {lacking}. --moe-paged-stash-overflow-policy is error: give "
+                f"iteration {iteration} overflowed: {shortfalls}. --moe-paged-stash-overflow-policy is error: give "
                 f"{_as_flags(grown, self._config)}, or another policy"
             )
         self.adopt(grown)
         growth = _as_flags(grown, self._config) or "more pages are reserved for the experts' inputs"
-        return f"from now on {growth}; {lacking}"
+        return f"from now on {growth}; {shortfalls}"
 
     def adopt(self, sizes: LearnedSizes) -> None:
         """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller. Collective."""
@@ -439,7 +443,7 @@ class ExpertMemory:
         most = max(before, self._attempted_share, *self._recent_shares)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
 
-    def _needed_sizes_sync(self) -> tuple[Lack | None, LearnedSizes]:
+    def _needed_sizes_sync(self) -> tuple[Shortfall | None, LearnedSizes]:
         """Returns this rank's shortfall and the sizes that would have been enough. NOTE: reads the device.
 
         Missing rows grow the capacity factor, missing pages the pool.
@@ -449,7 +453,7 @@ class ExpertMemory:
             # Beyond largest_factor no routing needs more rows, and buffers would not become larger.
             largest = self._dispatchers[0].budget.largest_factor
             grown = LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
-            return Lack(needed, self._capacity_factor), grown
+            return Shortfall(needed, self._capacity_factor), grown
         if self.stash is None or not self.stash.is_void_sync():
             return None, LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
@@ -458,14 +462,14 @@ class ExpertMemory:
         )
         layout = self.stash.pool.layout
         what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
-        lack = Lack(wanted, layout.num_pages, pages_for=what)
+        shortfall = Shortfall(wanted, layout.num_pages, pages_for=what)
         self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
         is_short = self._expected_share() > self.stash.reserved_share
         if self._has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
             # The pool is large enough, but gate_up and act took pages because fewer rows were expected. The reserve
             # for the rows just learned is enough.
-            return lack, LearnedSizes()
-        return lack, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
+            return shortfall, LearnedSizes()
+        return shortfall, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def _figures_sync(self) -> StepFigures:
         """Returns the figures of the step. NOTE: reads the device, which has finished the step."""
@@ -484,7 +488,7 @@ class ExpertMemory:
             capacity_factor=self._capacity_factor,
             # Sizes of buffers are rounded up, so a factor may suffice for a slightly larger need.
             factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
-            voids=self._voids,
+            num_discards=self._num_discards,
             events=tuple(needs.events),
             specs=tuple(needs.specs),
             reserve=self.stash.reserve if self.stash is not None and self._has_rungs and self._is_planned else (),
@@ -542,16 +546,16 @@ _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer
 
 
 def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
-    """This rank's pool; None where the stage stashes nothing, and so has no layout. Collective over all ranks.
+    """Allocates this rank's pool; returns None for a stage without a layout, which stashes nothing. Collective.
 
-    Raises on every rank if one has too little memory: on that one a ValueError that names the flag and what helps, on
-    the others a RemoteRankError.
+    Raises on every rank if one has too little memory: there a ValueError that names the flag to change, on the others a
+    RemoteRankError.
     """
     pool = None
     with all_ranks_agree(), flags_named_in_errors():
         try:
             if layout is not None:
-                # Setup has called it already; it answers whether the heap is kept.
+                # Setup has called it already. Called here to learn whether the heap is kept.
                 is_kept = device.type == "cpu" and keep_cpu_heap()
                 pool = PagePool(device, layout, keeps_restored=not is_kept)
         except TierMemoryError as error:
@@ -564,27 +568,31 @@ def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     if error.tier is Tier.HOST:
         return (
             f"{_CPU} is {config.moe_paged_stash_buffer_size_factor_cpu}: {wanted} of page-locked host memory cannot be "
-            "had; give a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
+            "allocated; give a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
             "(ulimit -l)"
         )
     given = config.moe_paged_stash_buffer_bytes
     name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
     asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
     return (
-        f"{name} is {asked}: {wanted} for pages cannot be had on the device; give a smaller one, and {_CPU} for pages "
-        "on the host"
+        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; give a smaller one, and {_CPU} for "
+        "pages on the host"
     )
 
 
-def lacking_words(ranks: Sequence[Lack | None]) -> str:
+def describe_shortfalls(ranks: Sequence[Shortfall | None]) -> str:
     """Describes the shortfalls: one clause for each kind, with its ranks and the largest need.
 
     ranks: shortfall of each rank, in the order of ranks; None if it had none.
     """
     clauses = []
-    for pages_for in dict.fromkeys(lack.pages_for for lack in ranks if lack is not None):
-        found = {rank: lack for rank, lack in enumerate(ranks) if lack is not None and lack.pages_for == pages_for}
-        needed, given, _ = max(found.values(), key=lambda lack: lack.needed / max(1, lack.given))
+    for pages_for in dict.fromkeys(shortfall.pages_for for shortfall in ranks if shortfall is not None):
+        found = {
+            rank: shortfall
+            for rank, shortfall in enumerate(ranks)
+            if shortfall is not None and shortfall.pages_for == pages_for
+        }
+        needed, given, _ = max(found.values(), key=lambda shortfall: shortfall.needed / max(1, shortfall.given))
         who = f"{'rank' if len(found) == 1 else 'ranks'} {', '.join(map(str, found))}"
         up_to = "" if len(found) == 1 else "up to "
         if pages_for is None:

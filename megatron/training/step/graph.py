@@ -1,7 +1,7 @@
-"""What of a training step keeps account on the host while a CUDA graph runs its passes, and the graph of a run.
+"""Builds the CUDA graphs of a run's steps, and restores the host's state after each replay.
 
-What a participant is, is graphs/capture.py's; how passes are captured, full_cuda_graph.py's; how parts of layers are,
-transformer/cuda_graphs.py's.
+graphs/capture.py defines participants. full_cuda_graph.py captures whole passes, transformer/cuda_graphs.py parts of
+layers.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def build_step_graph(
     timers: Timers,
     memory: ExpertMemory | None,
 ) -> FullCudaGraphWrapper | CudaGraphManager | None:
-    """The graph of a run's training steps, or those of its layers' parts; None unless the flags ask for any."""
+    """Builds the graph of whole training steps, or of parts of layers; returns None unless the flags request one."""
     if device is None:
         return None
     graph: FullCudaGraphWrapper | CudaGraphManager
@@ -74,7 +74,7 @@ def _graphed_passes(
     memory: ExpertMemory | None,
 ) -> FullCudaGraphWrapper:
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
-    participants: list[GraphParticipant] = [PassesOfStep(finalize, timers), GraphedReductions(chunks)]
+    participants: list[GraphParticipant] = [GraphedPasses(finalize, timers), GraphedReductions(chunks)]
     follow_up = None
     if isinstance(update, GraphedUpdate):
         follow_up = update.follow
@@ -113,7 +113,7 @@ def build_step_update(
         finalize,
         optimizer,
         timers=timers,
-        void_flags=None if memory is None else memory.void_flags,
+        overflow_flags=None if memory is None else memory.overflow_flags,
         checks_losses=args.check_for_nan_in_loss_and_grad,
     )
 
@@ -146,10 +146,10 @@ def graph_device() -> GraphDevice:
     return CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
 
 
-class PassesOfStep(GraphParticipant):
-    """Restores the schedule's arguments for the loop and pauses timers, neither of which a graph can hold.
+class GraphedPasses(GraphParticipant):
+    """Restores the arguments that finalize gradients, and pauses timers; a graph can hold neither.
 
-    Whoever runs a step again drops its gradients.
+    The caller that retries a step drops its gradients.
     """
 
     def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:
@@ -170,9 +170,10 @@ class PassesOfStep(GraphParticipant):
 
 @dataclass(frozen=True)
 class _Account:
-    """passes: numbers of the layers whose forwards ran, in order. rows: [n], int64, on the device, live rows of each.
+    """State of ExpertStep after a capture.
 
-    stash: here so that its memory, which the graph reads, lives as long.
+    passes: numbers of the layers whose forwards ran, in order. rows: [n], int64, on the device, live rows of each.
+    stash: kept here so that its memory, which the graph reads, lives as long as the graph.
     """
 
     passes: list[int]
@@ -181,7 +182,7 @@ class _Account:
 
 
 class GraphedExperts(GraphParticipant):
-    """The experts' memory, whose begin_step precedes each capture and replay, and whatever follows a broken capture."""
+    """Restores the experts' state after a replay. ExpertMemory.begin_step precedes each capture and replay."""
 
     def __init__(self, memory: ExpertMemory) -> None:
         self._memory = memory

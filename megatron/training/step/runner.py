@@ -1,6 +1,6 @@
 """StepRunner: runs forward and backward of a step, and retries them from the same start while any rank overflowed.
 
-expert_memory.py implements StepMemory, which detects overflows and grows. training.py runs the optimizer's step.
+expert_memory.py implements StepMemory, which detects overflows and grows. update.py runs the optimizer's step.
 
 [Note: discarded steps]
 Experts in buffers of a fixed size may receive more rows than a buffer holds (expert overflow), or find no page for an x
@@ -33,19 +33,18 @@ from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Report
 from megatron.training.step.update import StepUpdate
 
 
-class KeptBatches(Iterator[Any]):
-    """Reads on in `source`, and after `rewind` from the first batch that it has read.
+class RetryBatches(Iterator[Any]):
+    """Iterates over `source` and keeps the batches of a step, so that `rewind` can replay them for a retry.
 
-    Who reads gets dicts, lists and tuples of his own, which he may take apart, with the source's tensors in them, which
-    he must not change. Where reading from the source drew random numbers, reading a second time leaves the generators
-    as it did; elsewhere it leaves them alone, and may be done ahead of passes that it came between the first time.
-    Nothing is copied, but all microbatches of a step stay on the host until it counts: with
-    --create-attention-mask-in-dataloader masks of B x S x S bytes each, which borders of documents do without.
+    The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
+    modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
+    read. All microbatches of a step stay on the host until the step counts. Nothing is copied, but with
+    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries need none.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        # With the generators' states behind the read, where it drew.
+        # With the generators' state after the read, if the read drew random numbers.
         self._kept: list[tuple[Any, RngState | None]] = []
         self._num_read = 0
 
@@ -53,7 +52,7 @@ class KeptBatches(Iterator[Any]):
         if self._num_read == len(self._kept):
             before = capture_rng()
             batch = next(self._source)
-            # A source may draw its batches, of which nothing is drawn a second time.
+            # A source may draw random numbers to choose its batches. A replay draws nothing.
             after = capture_rng()
             self._kept.append((batch, None if same_rng(before, after) else after))
         elif (drawn := self._kept[self._num_read][1]) is not None:
@@ -62,12 +61,12 @@ class KeptBatches(Iterator[Any]):
         return with_own_containers(self._kept[self._num_read - 1][0])
 
     def rewind(self) -> None:
-        """Goes back to the first batch."""
+        """Returns to the first batch of the step."""
         self._num_read = 0
 
 
 def with_own_containers(batch: Any) -> Any:
-    """The same tensors in dicts, lists and tuples of its own."""
+    """Returns new dicts, lists and tuples around the same tensors."""
     return tree_map(_same, batch)
 
 
@@ -77,7 +76,7 @@ def _same(leaf: Any) -> Any:
 
 # A retry has the sizes that the discarded attempt needed, or sizes grown by a fixed share. A step that still overflows
 # after this many retries would never succeed.
-_MAX_RERUNS = 8
+_MAX_RETRIES = 8
 
 # (reports of this rank's passes, its overflow flags) -> the statistics of the step over all ranks.
 _Judge = Callable[[Reports, torch.Tensor | None], StepStatistics]
@@ -94,7 +93,7 @@ class StepMemory(Protocol):
         """Called before the passes of a step or of an evaluation's iteration, and before each retry."""
         ...
 
-    def void_flags(self) -> torch.Tensor:
+    def overflow_flags(self) -> torch.Tensor:
         """Returns [2], fp64, on the device: 1 for an expert overflow on this rank, and 1 for a stash overflow; else 0.
 
         Called after the passes, once or more.
@@ -118,7 +117,7 @@ class StepGraph(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why something could not be captured; None while everything could."""
+        """Reason why something could not be captured; None while everything could."""
         ...
 
     @property
@@ -174,14 +173,14 @@ class StepRunner:
         StatisticsExchange. Raises ExpertOverflowError on all ranks.
         """
 
-        def judge(reports: Reports, void_flags: torch.Tensor | None) -> StepStatistics:
+        def judge(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
             # Asked after each attempt, because a signal may arrive during a discarded one.
             reasons = exit_reasons()
             return self.statistics.reduce_step_sync(
                 reports,
                 self.model,
                 exit_reasons=reasons,
-                void_flags=void_flags,
+                overflow_flags=overflow_flags,
                 with_load=iteration % self.args.log_interval == 0,
             )
 
@@ -202,10 +201,10 @@ class StepRunner:
         would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
         """
 
-        def judge(_: Reports, void_flags: torch.Tensor | None) -> StepStatistics:
-            if void_flags is None:
+        def judge(_: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
+            if overflow_flags is None:
                 return StepStatistics({}, None)
-            return self.statistics.reduce_sync({}, void_flags=void_flags)
+            return self.statistics.reduce_sync({}, overflow_flags=overflow_flags)
 
         reports, _ = self._run_sync(
             iterator, judge, num_microbatches=num_microbatches, iteration=iteration, forward_only=True
@@ -225,29 +224,29 @@ class StepRunner:
         if self.memory is None and not may_break_off:
             reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
             return reports, judge(reports, None)
-        start = _Start(iterator)
+        start = _StepStart(iterator)
         grown: list[str] = []
         while True:
             reports = self._run_from(
                 start, num_microbatches=num_microbatches, iteration=iteration, forward_only=forward_only
             )
-            statistics = judge(reports, None if self.memory is None else self.memory.void_flags())
+            statistics = judge(reports, None if self.memory is None else self.memory.overflow_flags())
             if self.memory is None:
                 return reports, statistics
-            if not statistics.overflow.is_void:
+            if not statistics.overflow.occurred:
                 self.memory.end_step()
                 return reports, statistics
             if not forward_only:
-                self.forget_gradients()
-            if len(grown) == _MAX_RERUNS:
-                raise ExpertOverflowError(_growth_in_vain(statistics.overflow, grown, iteration=iteration))
+                self.discard_gradients()
+            if len(grown) == _MAX_RETRIES:
+                raise ExpertOverflowError(_growth_failed(statistics.overflow, grown, iteration=iteration))
             grown.append(self.memory.grow_sync(iteration=iteration))
             what = "an evaluation after iteration" if forward_only else "iteration"
-            print_rank_0(f"  {what} {iteration} was void and runs again ({statistics.overflow}): {grown[-1]}")
+            print_rank_0(f"  {what} {iteration} overflowed ({statistics.overflow}), retrying: {grown[-1]}")
             # Last, because growing may have drawn random numbers.
-            start.go_back()
+            start.restore()
 
-    def _run_from(self, start: "_Start", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
+    def _run_from(self, start: "_StepStart", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
         """Runs the passes over the batches of `start`; if their capture fails, runs them eagerly. Collective."""
 
         def run() -> Reports:
@@ -265,14 +264,14 @@ class StepRunner:
                 f"  iteration {iteration} could not be captured as a CUDA graph ({error}): it and all that follow run "
                 "without one. tools/check_capture.py with these flags names the lines"
             )
-        self.forget_gradients()
-        start.go_back()
+        self.discard_gradients()
+        start.restore()
         return run()
 
-    def forget_gradients(self) -> None:
+    def discard_gradients(self) -> None:
         """Drops the gradients of a discarded step, including reductions in flight. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
-        # Resets each scheduler once, through any of its chunks; this begins an iteration, as zero_grad does.
+        # Resets each scheduler once, through any of its chunks. This begins an iteration, as zero_grad does.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()
         if self.update is not None:
@@ -315,23 +314,23 @@ class StepRunner:
         return [copies.get(chunk) for chunk in range(num_chunks)]
 
 
-class _Start:
+class _StepStart:
     """State at the start of a step: its batches, None for a stage that reads none, and the random generators."""
 
     def __init__(self, iterator: Iterator[Any] | None) -> None:
-        self.batches = None if iterator is None else KeptBatches(iterator)
+        self.batches = None if iterator is None else RetryBatches(iterator)
         self._generators = capture_rng()
 
-    def go_back(self) -> None:
+    def restore(self) -> None:
         """Restores the start, so that a retry reads the same batches and draws the same random numbers."""
         restore_rng(self._generators)
         if self.batches is not None:
             self.batches.rewind()
 
 
-def _growth_in_vain(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
+def _growth_failed(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
     return (
-        f"iteration {iteration} is void after {len(grown)} reruns ({overflow}), nothing was updated in it. Growing did "
-        f"not help: {'; '.join(grown)}. Set --moe-expert-rank-capacity-factor higher where rows are over budget, "
-        "--moe-paged-stash-buffer-size-factor-cuda or -cpu where inputs are without pages"
+        f"iteration {iteration} still overflows after {len(grown)} retries ({overflow}); it updated nothing. Growing did "
+        f"not help: {'; '.join(grown)}. Raise --moe-expert-rank-capacity-factor against expert overflow, "
+        "--moe-paged-stash-buffer-size-factor-cuda or -cpu against stash overflow"
     )

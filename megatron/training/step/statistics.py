@@ -27,7 +27,7 @@ Totals = dict[str, torch.Tensor]
 
 @runtime_checkable
 class RecordsAuxLosses(Protocol):
-    """A model whose layers add losses of their own; a script's model need not be one."""
+    """A model whose layers add auxiliary losses. The model of a script need not be one."""
 
     aux_losses: AuxLossRecorder
     config: TransformerConfig
@@ -39,29 +39,29 @@ class NonFiniteLossError(RuntimeError):
 
 @dataclass(frozen=True)
 class Overflow:
-    """On how many ranks the experts of a step lost something; what such a step computed is void on all of them.
+    """Numbers of ranks on which a step overflowed. All ranks discard a step that overflowed on any of them.
 
-    over_budget: rows that had no place in a buffer of a fixed size. without_pages: inputs that could not be stashed.
+    expert: ranks with rows beyond an expert buffer. stash: ranks with no page for an input that backward needs.
     """
 
-    over_budget: int = 0
-    without_pages: int = 0
+    expert: int = 0
+    stash: int = 0
 
     @property
-    def is_void(self) -> bool:
-        """Whether any rank lost anything."""
-        return self.over_budget + self.without_pages > 0
+    def occurred(self) -> bool:
+        """Whether any rank overflowed."""
+        return self.expert + self.stash > 0
 
     def __str__(self) -> str:
-        return f"ranks with rows over budget: {self.over_budget}, with inputs without pages: {self.without_pages}"
+        return f"ranks with expert overflow: {self.expert}, with stash overflow: {self.stash}"
 
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Mean losses over the global batch, and why any rank wants to stop; None: go on.
+    """Mean losses over the global batch, and the reason of any rank to stop; None to continue.
 
-    overflow: if it is void, so is the rest. per_layer: name to layer number, from 1, to value. expert_load: layer
-    number to tokens per expert of this step over all ranks. Both are None where they were not asked for.
+    overflow: if it occurred, the other fields are meaningless. per_layer: name to layer number, from 1, to value.
+    expert_load: layer number to tokens per expert of this step over all ranks. Both are None unless requested.
     """
 
     losses: dict[str, float]
@@ -77,7 +77,7 @@ class StepStatistics:
 
 
 def total_reports(reports: Reports) -> Totals:
-    """Sums over microbatches. reports: name to a tensor [] (a mean) or [2] (sum, count), fp32 -> [2], fp64."""
+    """Sums over microbatches. reports: name to a tensor [] (a mean) or [2] (sum, count), fp32. Returns [2], fp64."""
     return {name: _total([report[name] for report in reports]) for name in (reports[0] if reports else {})}
 
 
@@ -87,15 +87,16 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 class StatisticsExchange:
-    """Sums what ranks know of a step over all of them, in one all-reduce.
+    """Sums the statistics of a step over all ranks, in one all-reduce.
 
-    1. A rank puts its sums where their names stand in a vector, and marks whether it has a name that stands nowhere.
-    2. If any rank has, as in the first step, all exchange names and sum again: which losses other stages have is not
-       known, and a loss function may come to report another one.
+    1. Each rank writes its sums into a vector that has a place for each known name, and marks whether it has a name
+       without a place.
+    2. If any rank has one, as in the first step, all ranks exchange names and sum again. Pipeline stages report
+       different losses, and a loss function may start to report another one later.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """group: all ranks of the run; None for this one alone."""
+        """group: all ranks of the run; None for a single process."""
         self._group = group
         self._names: tuple[str, ...] = ()
 
@@ -105,19 +106,19 @@ class StatisticsExchange:
         model: Sequence[nn.Module],
         *,
         exit_reasons: Sequence[bool],
-        void_flags: torch.Tensor | None = None,
+        overflow_flags: torch.Tensor | None = None,
         with_load: bool = False,
     ) -> StepStatistics:
-        """The statistics of a training step, with what the model's layers recorded, which is taken from them.
+        """Returns the statistics of a training step, and clears the losses that the model's layers recorded.
 
-        with_load: experts' loads too, as under --moe-per-layer-logging; alike on all ranks.
-        reports: as for total_reports, fp32. void_flags: as for reduce_sync, [2], fp64. NOTE: reads the device, see
-        there.
+        with_load: adds the experts' loads, as --moe-per-layer-logging does; the same on all ranks.
+        reports: as for total_reports, fp32. overflow_flags: as for reduce_sync, [2], fp64. NOTE: reads the device, see
+        reduce_sync.
         """
         auxiliary, layers = _take_auxiliary_losses(model, with_load=with_load)
         totals = {**total_reports(reports), **auxiliary}
         return self.reduce_sync(
-            totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, void_flags=void_flags
+            totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, overflow_flags=overflow_flags
         )
 
     @trace_range("StatisticsExchange.reduce_sync")
@@ -128,23 +129,23 @@ class StatisticsExchange:
         optional: Collection[str] = (),
         exit_reasons: Sequence[bool] = (),
         layers: LayerTotals | None = None,
-        void_flags: torch.Tensor | None = None,
+        overflow_flags: torch.Tensor | None = None,
     ) -> StepStatistics:
         """Sums `totals`, [2] fp64 each, over the ranks and reads the result. Collective.
 
-        Ranks may have different names: stages before the last have no losses of the loss function. Tensor-parallel
-        ranks all have the same: sum and count are added alike, so means stay.
-        A loss of no token at all is 0 (every one of them was masked), unless it is `optional`: then it is left out (a
-        model without experts has no z-loss).
-        exit_reasons: which of LOCAL_REASONS hold on this rank. layers: what each layer recorded, where that is wanted.
-        void_flags: [2], fp64, on the device, in the order of Overflow: 1 where this rank lost something; None on all
-        ranks where nothing can be lost.
-        NOTE: reads the device. A step does so here for all losses together, for the gradient norm (clip_grads.py), for
-        what ranks agree on (iteration.py) and, unless the check for NaN is off, for this rank's gradients
-        (consistency.py); zeros of gradients and the parameters' norm, where they are logged, take a read each.
+        Ranks may have different names, because stages before the last have no losses of the loss function.
+        Tensor-parallel ranks have the same names and values. Sum and count are both multiplied, so means stay the same.
+        A loss over no token is 0, because all tokens were masked. An `optional` loss over no token is left out, because
+        the model does not have it (a model without experts has no z-loss).
+        exit_reasons: which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested.
+        overflow_flags: [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks
+        if nothing can overflow.
+        NOTE: reads the device. A step reads it here for all losses together, for the gradient norm (clip_grads.py), for
+        the scheduler's agreement (iteration.py) and, unless the check for NaN is off, for this rank's gradients
+        (consistency.py). If they are logged, zeros of gradients and the parameters' norm take one read each.
         """
         required = totals.keys() - set(optional)
-        extras = [] if void_flags is None else [void_flags]
+        extras = [] if overflow_flags is None else [overflow_flags]
         if layers is not None:
             # Exact up to 2^53 tokens.
             extras += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
@@ -163,7 +164,7 @@ class StatisticsExchange:
         reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1:marks]) if count > 0]
         exit_reason = reasons[0] if reasons else None
         overflow = Overflow()
-        if void_flags is not None:
+        if overflow_flags is not None:
             overflow, rest = Overflow(int(rest[0]), int(rest[1])), rest[2:]
         if layers is None:
             return StepStatistics(losses, exit_reason, overflow)
@@ -177,8 +178,8 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool],
         extras: Sequence[torch.Tensor],
     ) -> list[float]:
-        """Sums over all ranks: 1 for each with a new name; for each exit reason and then for each name the ranks where
-        it holds, or is required; sum and count of each name; the extras, [N] fp64 each.
+        """Returns sums over all ranks: the number with a new name; the number per exit reason; the number that requires
+        each name; sum and count of each name; the extras, [N] fp64 each.
         """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)
@@ -196,7 +197,7 @@ class StatisticsExchange:
         if group_size(self._group) > 1:
             found = [None] * group_size(self._group)
             dist.all_gather_object(found, list(own), group=self._group)
-        # The last stage first, so that the log names the model's own loss before those of its routers.
+        # The last stage first, so that the log names the model's own loss before the losses of its routers.
         every = [name for names in reversed(found) for name in names]
         self._names = tuple(dict.fromkeys([*self._names, *every]))
 
@@ -212,7 +213,7 @@ def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tu
     for chunk in unwrap_model(list(model)):
         if not isinstance(chunk, RecordsAuxLosses):
             continue
-        # Before the totals are taken, which starts both anew. A chunk's rows of other chunks' layers are zero.
+        # Before take_totals, which clears both. A chunk's rows for layers of other chunks are zero.
         wants_losses = chunk.config.moe_per_layer_logging
         if wants_losses or (with_load and chunk.config.num_moe_experts):
             its = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
@@ -225,9 +226,9 @@ def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tu
 def _layer_figures(
     layers: LayerTotals, values: list[float]
 ) -> tuple[dict[str, dict[int, float]] | None, dict[int, list[int]]]:
-    """Mean losses, None where they were not asked for, and tokens per expert by layer, of those that have them.
+    """Returns mean losses, None unless requested, and tokens per expert of each layer that has experts.
 
-    values: `layers` summed and flattened.
+    values: `layers` summed over ranks and flattened.
     """
     num_layers, num_experts = layers.tokens_per_expert.shape
     per_layer: dict[str, dict[int, float]] = {}
@@ -252,12 +253,12 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
     where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
     raise NonFiniteLossError(
         f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. "
-        "The model was not updated; --no-check-for-nan-in-loss-and-grad goes on regardless"
+        "The model was not updated; --no-check-for-nan-in-loss-and-grad continues regardless"
     )
 
 
 def _bad_microbatches_sync(reports: Reports) -> list[str]:
-    """NOTE: reads every loss, which only an error does."""
+    """Describes each loss that is not finite. NOTE: reads every loss, which happens only before an error."""
     return [
         f"microbatch {index} ({name} is {float(value.flatten()[0])})"
         for index, report in enumerate(reports)

@@ -1,6 +1,6 @@
-"""What follows the passes of a step that counts: gradients are finalized and parameters updated, eagerly or in a graph.
+"""Finalizes gradients and updates parameters after the passes of a step, eagerly or in a CUDA graph.
 
-How, is megatron.core.distributed's and the optimizer's; when a step counts is step_runner.py's.
+runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer do the work.
 """
 
 from collections.abc import Callable
@@ -23,38 +23,38 @@ from megatron.training.step.statistics import Reports, total_reports
 
 
 class DeferredFinalizer:
-    """Stands in for finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
+    """Replaces finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
 
     def __init__(self, finalize: Callable[..., None] | None) -> None:
-        """finalize: a script's own; None for finalize_model_grads."""
+        """finalize: the function of a script; None for finalize_model_grads."""
         self._finalize, self.is_default = finalize or finalize_model_grads, finalize is None
-        self._waiting: tuple[Any, ...] | None = None
+        self._handed_over: tuple[Any, ...] | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Keeps what the schedule hands over after the last backward: the chunks and their number of tokens."""
-        self._waiting = arguments
+        """Keeps the arguments that the schedule passes after the last backward: chunks and their number of tokens."""
+        self._handed_over = arguments
 
     def forget(self) -> None:
-        """Drops what the last backward handed over: its gradients count nowhere."""
-        self._waiting = None
+        """Drops the arguments of the last backward, whose gradients are discarded."""
+        self._handed_over = None
 
     def replayed(self, handed_over: tuple[Any, ...]) -> None:
-        """Says that a CUDA graph has run the passes whose schedule handed this over, in the same memory."""
-        self._waiting = handed_over
+        """Restores the arguments of the passes that a CUDA graph has replayed in the same memory."""
+        self._handed_over = handed_over
 
     @property
     def handed_over(self) -> tuple[Any, ...]:
-        """What the schedule gave after the last backward."""
-        assert self._waiting is not None, "no backward pass since the last step"
-        return self._waiting
+        """The arguments that the schedule passed after the last backward."""
+        assert self._handed_over is not None, "no backward pass since the last step"
+        return self._handed_over
 
     def finish(self) -> None:
         """Finalizes the gradients of the last backward. Collective."""
         self._finalize(*self.take())
 
     def take(self) -> tuple[Any, ...]:
-        """What the schedule gave after the last backward, for whom finalizes it in another way."""
-        arguments, self._waiting = self.handed_over, None
+        """Returns and drops the arguments of the last backward; for callers that finalize gradients differently."""
+        arguments, self._handed_over = self.handed_over, None
         return arguments
 
 
@@ -72,17 +72,17 @@ class StepUpdate:
             return self._optimizer.step()
 
     def forget(self) -> None:
-        """Drops the gradients of void passes."""
+        """Drops the gradients of discarded passes."""
         self._finalize.forget()
 
 
 class GraphedUpdate(StepUpdate, GraphParticipant):
-    """Makes the update a part of the graph of the passes, where the device decides whether it happens.
+    """Makes the update a part of the graph of the passes, in which the device decides whether it happens.
 
-    `follow` is the wrapper's follow_up. What only counts once the host knows that a step was
-    not void, as the biases of routers, stays outside.
-    void_flags: the experts', see StepMemory; None where nothing can be lost. checks_losses: a loss that is not finite
-    makes the step void as well, as it ends the run before its update.
+    `follow` is the wrapper's follow_up. State that changes only once the host knows that the step counts, such as the
+    biases of routers, is updated outside of the graph.
+    overflow_flags: see StepMemory; None if nothing can overflow. checks_losses: whether a loss that is not finite also
+    discards the step, because it ends the run before the update.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         optimizer: MegatronOptimizer,
         *,
         timers: Timers,
-        void_flags: Callable[[], Tensor] | None,
+        overflow_flags: Callable[[], Tensor] | None,
         checks_losses: bool,
     ) -> None:
         super().__init__(finalize, optimizer, timers=timers)
-        self._void_flags, self._checks_losses = void_flags, checks_losses
+        self._void_flags, self._checks_losses = overflow_flags, checks_losses
         self._captured: DeviceStep | None = None
         self._done: DeviceStep | None = None  # by the graph, and not settled yet
 
@@ -110,14 +110,14 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         with self._timers("all-grads-sync", log_level=1):
             chunks = [require_wrapped(chunk) for chunk in self._finalize.take()[0]]
             for chunk in chunks:
-                # The sums are there: ranks tell each other whether all gradients were finite.
+                # The graph has summed the gradients. Ranks still have to agree whether all of them were finite.
                 chunk.finish_grad_sync()
             end_model_step(chunks, chunks[0].pg_collection)
         with self._timers("optimizer", log_level=1):
             return self._optimizer.settle_step_sync(done)
 
     def forget(self) -> None:
-        """Drops a void step, of which the device has updated nothing."""
+        """Drops a discarded step, for which the device has updated nothing."""
         super().forget()
         self._done = None
 
@@ -132,7 +132,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._captured = self._optimizer.step_on_device(self._discard(reports))
 
     def _discard(self, reports: Reports) -> Tensor:
-        """Tells whether the step must be discarded: [], fp64, above 0 if it is void on any rank."""
+        """Returns whether to discard the step: [], fp64, above 0 if it overflowed or is not finite on any rank."""
         discard = torch.zeros((), dtype=torch.float64, device=default_device())
         if self._void_flags is not None:
             discard = self._void_flags().sum()

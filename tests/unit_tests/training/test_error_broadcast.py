@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.agreement import RemoteRankError
 from megatron.training import error_broadcast
-from megatron.training.error_broadcast import FailureBoard, PendingCollective
+from megatron.training.error_broadcast import ErrorBroadcast, PendingCollective
 
 OPERATIONS = ("all_reduce", "all_gather")
 
@@ -19,9 +19,9 @@ def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
     """Returns the error of a rank that loses its connection in a collective, after others have lost theirs."""
     # The watching thread would end this process, so it gets a store that always fails.
     unwatched = Mock(check=Mock(side_effect=RuntimeError))
-    with pytest.raises(RemoteRankError) as caught, FailureBoard(describe=str, leave=lambda: None) as board:
-        board.connect(store, rank=rank, world_size=2, watched=unwatched, hosts_store=False)
-        board._waited_in = PendingCollective(OPERATIONS[rank], "world", (0, 1), 3, 60.0, 60.0, False)
+    with pytest.raises(RemoteRankError) as caught, ErrorBroadcast(describe=str, leave=lambda: None) as broadcast:
+        broadcast.connect(store, rank=rank, world_size=2, watched=unwatched, hosts_store=False)
+        broadcast._waited_in = PendingCollective(OPERATIONS[rank], "world", (0, 1), 3, 60.0, 60.0, False)
         if delay:
             # Until rank 0 has told that it lost the connection.
             store.wait(["num lost"], timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""Where ranks meet: a port that another program has, entries of earlier attempts, the failure board's connection."""
+"""Where ranks meet: a port that another program has, entries of earlier attempts, the error broadcast's connection."""
 
 import contextlib
 import socket
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron.training import startup_handshake
 from megatron.training.config import DistributedConfig
-from megatron.training.error_broadcast import FailureBoard
-from megatron.training.startup_handshake import MeetingPoint, join_process_group
+from megatron.training.error_broadcast import ErrorBroadcast
+from megatron.training.startup_handshake import Rendezvous, join_process_group
 
 
 def _say_nothing(connection: socket.socket) -> None:
@@ -55,8 +55,8 @@ def _quietly(answer: Callable[[socket.socket], None], connection: socket.socket)
         answer(connection)
 
 
-def _rank(rank: int, port: int) -> MeetingPoint:
-    return MeetingPoint("127.0.0.1", port, rank, world_size=2, serves=rank == 0, attempt="0")
+def _rank(rank: int, port: int) -> Rendezvous:
+    return Rendezvous("127.0.0.1", port, rank, world_size=2, serves=rank == 0, attempt="0")
 
 
 @pytest.mark.parametrize("answer", [_say_nothing, _hang_up, _answer_as_a_web_server_does])
@@ -102,10 +102,10 @@ def test_a_restarted_run_finds_no_entries_of_its_earlier_attempts() -> None:
 
 
 class _ConnectedError(Exception):
-    """Ends a meeting once its failure board is connected."""
+    """Ends a meeting once its error broadcast is connected."""
 
 
-class _AskingBoard(FailureBoard):
+class _AskingBroadcast(ErrorBroadcast):
     """Asks for failures, as its thread does, while another thread waits for an entry of the store."""
 
     has_answer = False
@@ -134,7 +134,7 @@ def test_failures_are_asked_for_while_the_main_thread_waits_for_the_store(monkey
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in {**address, "TORCH_FR_BUFFER_SIZE": "100"}.items():
         monkeypatch.setenv(name, value)
-    board = _AskingBoard(describe=str, leave=lambda: None)
+    broadcast = _AskingBroadcast(describe=str, leave=lambda: None)
     with pytest.raises(_ConnectedError):
-        join_process_group(DistributedConfig(), torch.device("cpu"), rank=0, settings={}, board=board)
-    assert board.has_answer
+        join_process_group(DistributedConfig(), torch.device("cpu"), rank=0, settings={}, broadcast=broadcast)
+    assert broadcast.has_answer

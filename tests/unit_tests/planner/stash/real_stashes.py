@@ -81,7 +81,7 @@ def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tu
     while True:
         for rank in ranks:
             rank.run_step(tokens)
-        if not any(rank.memory.void_flags().any() for rank in ranks):
+        if not any(rank.memory.overflow_flags().any() for rank in ranks):
             break
         voids += 1
         with _gathering([rank.memory._needed_sizes_sync() for rank in ranks]):

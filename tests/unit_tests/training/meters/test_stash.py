@@ -66,7 +66,7 @@ def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages:
         balanced_pages=50,
         capacity_factor=1.5,
         factor_needed=1 + chosen.random(),
-        voids=int(step == 2),
+        num_discards=int(step == 2),
         events=events,
         specs=SPECS,
         reserve=((0, 0, 0),) * len(rows),

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resi
 from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.step.expert_memory import ExpertMemory, Lack, build_expert_memory, lacking_words
+from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
 from megatron.training.step.runner import ExpertOverflowError
 from tests.harness import run_on_ranks
 
@@ -73,7 +73,7 @@ class Toy:
             model=self.model,
             num_microbatches=num_microbatches,
         )
-        return [flag > 0 for flag in self.memory.void_flags().tolist()]
+        return [flag > 0 for flag in self.memory.overflow_flags().tolist()]
 
     def step(self, num_microbatches: int = 2) -> int:
         """How often it ran."""
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_whole_buffers_and_counts_those_of_the_plan(
     for ours, theirs in zip(toy.grads, whole.grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     figures = toy.memory.last_step
-    assert figures is not None and figures.layout is not None and figures.voids == runs - 1
+    assert figures is not None and figures.layout is not None and figures.num_discards == runs - 1
     resident = resident_groups(figures.events)
     group_rows = GroupRows(figures.specs, num_rows=2 * TOKENS)
     planned = simulate(
@@ -253,8 +253,8 @@ def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
 
 
 def test_what_was_lacking_is_said_once_with_the_ranks_and_the_worst_of_them() -> None:
-    rows, pages = Lack(1.06, 1.01), Lack(90, 60, pages_for="inputs")
-    lacking = lacking_words([rows, None, rows._replace(needed=1.3), pages])
+    rows, pages = Shortfall(1.06, 1.01), Shortfall(90, 60, pages_for="inputs")
+    lacking = describe_shortfalls([rows, None, rows._replace(needed=1.3), pages])
     assert lacking == (
         "ranks 0, 2: experts needed a capacity factor of up to 1.300, not 1.010; "
         "rank 3: no pages for inputs: 90 are needed at once, of 60 in the pool"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.training.step.runner import KeptBatches
+from megatron.training.step.runner import RetryBatches
 
 
 def _drawn_batches() -> Iterator[dict[str, float]]:
@@ -14,7 +14,7 @@ def _drawn_batches() -> Iterator[dict[str, float]]:
 
 
 def test_a_second_read_leaves_random_numbers_as_the_first_one_did() -> None:
-    batches = KeptBatches(_drawn_batches())
+    batches = RetryBatches(_drawn_batches())
     first = [(next(batches), torch.rand(()).item(), random.random()) for _ in range(3)]
     batches.rewind()
     again = [(next(batches), torch.rand(()).item(), random.random()) for _ in range(3)]
@@ -22,7 +22,7 @@ def test_a_second_read_leaves_random_numbers_as_the_first_one_did() -> None:
 
 
 def test_a_second_read_draws_nothing_where_the_first_one_drew_nothing() -> None:
-    batches = KeptBatches(iter([1, 2]))
+    batches = RetryBatches(iter([1, 2]))
     assert [next(batches), next(batches)] == [1, 2]
     batches.rewind()
     state = torch.get_rng_state()
