@@ -1,8 +1,8 @@
 """A training step of one rank without memory and without other ranks, to see what it sends.
 
-The step is the run's own, from forward to the parameters' gathers; see training/step/runner.py. What it would read from the
-device is answered with zeros, as there are no values: no gradient is bad, no step discarded. Where the number of rows of an
-expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
+The step is the run's own, from forward to the parameters' gathers; see training/step/runner.py. What it would read from
+the device is answered with zeros, as there are no values: no gradient is bad, no step void. Where the number of rows of
+an expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
 starts, and until they know each other's order of launches and names of losses, is left out.
 """
 

@@ -1,6 +1,6 @@
-"""What ranks tell each other when one of them fails: notes in the rendezvous store, beside all collectives.
+"""ErrorBroadcast: ranks send each other their errors through the rendezvous store, independent of collectives.
 
-Which errors end a run in one line for the user: errors.py. That ranks start alike: joining.py.
+errors.py decides which errors end a run with one line. startup_handshake.py compares the ranks' settings before.
 """
 
 import json
@@ -25,10 +25,10 @@ from torch.distributed.distributed_c10d import _world
 
 from megatron.core.agreement import RemoteRankError
 
-# Entries that torch keeps, and writes out at each look: 100 take 1 ms a second, 500 take 16.
+# Entries that torch's flight recorder keeps. Dumping them every second costs 1 ms for 100 entries, 16 ms for 500.
 _BUFFER_SIZE = "100"
 _OVERDUE_SHARE = 0.95
-# One for the host's library and one for the GPU's. torch before 2.12 may lack the first.
+# Recorders of the host's library and of the GPU's. torch before 2.12 may lack the first.
 _RECORDERS = tuple(
     vars(_distributed_c10d)[name]
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -38,9 +38,9 @@ _RECORDERS = tuple(
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective that has begun here and not ended. number: how many of its group began, with this one.
+    """A collective that is in progress on this rank. number: sequence number in its group.
 
-    is_on_gpu: the GPU's library runs it, which ends the process when it has taken too long, without an exception.
+    is_on_gpu: whether NCCL runs it, which ends the process without an exception after a timeout.
     """
 
     operation: str
@@ -53,7 +53,7 @@ class PendingCollective:
 
     @property
     def is_overdue_on_gpu(self) -> bool:
-        """Whether the GPU's library is about to lose its patience with it."""
+        """Whether NCCL's timeout is about to end the process."""
         return self.is_on_gpu and self.seconds > _OVERDUE_SHARE * self.limit_seconds > 0
 
     def __str__(self) -> str:
@@ -62,15 +62,18 @@ class PendingCollective:
 
 
 def record_collectives() -> None:
-    """Switches the recorder on, which a user's own TORCH_FR_BUFFER_SIZE overrules; before the first process group."""
+    """Enables torch's flight recorder, unless TORCH_FR_BUFFER_SIZE is set. Called before the first process group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _BUFFER_SIZE)
 
 
 def oldest_pending() -> PendingCollective | None:
-    """The one that began first of those under way, from any thread; None where there is none, or no record."""
+    """Returns the collective in progress that started first, from any thread; None without one, or without a record.
+
+    gloo does not record transfers between two ranks.
+    """
     found = []
     for dump in _RECORDERS:
-        # All of them: that only those under way are wanted is not heeded for the host's library.
+        # All entries, because the host's recorder ignores a request for active ones only.
         record = json.loads(dump())
         found += [entry for entry in record.get("entries", []) if not entry.get("retired", False)]
     found = [entry for entry in found if entry["state"] != "completed"]
@@ -92,72 +95,72 @@ def _collective(entry: dict[str, Any]) -> PendingCollective:
 
 
 def _ranks_of(name: str) -> tuple[int, ...]:
-    # Another thread may make groups meanwhile.
+    # A copy, because another thread may create groups.
     groups = [group for group, its_name in list(_world.pg_names.items()) if its_name == name]
     return tuple(dist.get_process_group_ranks(groups[0])) if groups else ()
 
 
-# How gloo words the end of a connection and of its patience; torch has no class for them.
+# Messages of gloo about lost connections and timeouts, for which torch has no exception class.
 _LOST_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 # Keys in the store.
 _CAUSE, _LOST, _NUM_LOST = "cause", "lost {}", "num lost"
 _NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num parted"
 _EXIT_CODE = 1
-_GRACE_SECONDS = 2.0  # for a rank to fail by itself, which ends it in better order than its thread can
-_PATIENCE_SECONDS = 8.0  # for all ranks to say that they lost another one
-_ANSWER_SECONDS = 20.0  # for the server of the store to answer all of a search, whose own waits are shorter
-_LONG_SECONDS = 1.0  # a collective that takes longer is worth a word
+_GRACE_SECONDS = 2.0  # for the main thread to fail by itself, which ends the rank in better order
+_PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost another one
+_ANSWER_SECONDS = 20.0  # for the store to answer all requests of a search, whose own waits are shorter
+_LONG_SECONDS = 1.0  # collectives that take longer are mentioned
 _WAITS_SHOWN = 3
 _NO_ANSWER = "rank 0 or its node hangs: the store there does not answer"
-_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs: its look at the notes and the grace
+_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs to read the cause and wait the grace period
 _FIRST_PAUSE_SECONDS, _POLL_SECONDS = 0.01, 0.1  # ranks that end well do so within milliseconds of each other
-_REQUESTS_PER_SECOND = 4000  # what the server of the store is asked for by all ranks while nothing happens
+_REQUESTS_PER_SECOND = 4000  # to the store, from all ranks together, while nothing happens
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error was raised, for a person: "in FUNCTION (FILE:LINE)"."""
+    """Describes where an error was raised: "in FUNCTION (FILE:LINE)"."""
     # Innermost first.
     return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
 
 
 def lost_another_rank(error: BaseException) -> bool:
-    """Whether the error says no more than that another rank has ended or does not answer."""
+    """Whether the error means only that another rank has ended or does not answer."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_WORDS)
     )
 
 
 class ErrorBroadcast:
-    """Where a failing rank leaves a note for the others, who would learn no more than that a connection was lost.
+    """Context manager of a run that sends the error of a failing rank to the others.
 
-    1. A rank that fails leaves its error as the cause, then closes its connections.
-    2. A rank that loses another one says so and waits for the cause. A rank that was killed leaves none: it is the
-       one that says nothing while all others do. Each of these says in which collective it waited, if it did for long.
-    3. A thread on each rank looks for notes: a rank that waits for the failed one by way of others, or inside a GPU
-       kernel, is not told by its connections. The thread ends the process.
+    Without it, the others would only learn that a connection was lost.
+    1. A rank that fails stores its error as the cause, then closes its connections.
+    2. A rank that loses another one reports this, with the collective in which it waited for long, and waits for the
+       cause. A killed rank stores none. It is the rank that reports nothing while all others do.
+    3. A thread on each rank polls the store, because a rank that waits for the failed one indirectly, or inside a GPU
+       kernel, does not notice lost connections. The thread then ends the process.
 
-    Used by `with` around all that a run does. An error that leaves the body is told to the other ranks; one that only
-    says that another rank was lost becomes a RemoteRankError that names it. Until `connect`, and in a run of one
-    process, there is nobody to tell.
+    An error that leaves the body is sent to the other ranks. An error that only means that another rank was lost
+    becomes a RemoteRankError that names it. Before `connect`, and in a run of one process, nothing is sent.
     """
 
     def __init__(self, *, describe: Callable[[BaseException], str], leave: Callable[[], None]) -> None:
-        """describe: what to tell of an error, in one line. leave: destroys the process groups; called at the end."""
+        """describe: returns the line to send about an error. leave: destroys the process groups; called at the end."""
         self._describe, self._leave = describe, leave
         self._store: dist.Store | None = None
         self._rank, self._world_size, self._hosts_store = 0, 1, False
         self._leaving = threading.Event()
         self._main_thread = threading.get_ident()
-        # Since the last look at it: a collective that has failed meanwhile is over, and no longer known as the one.
+        # As of the last poll, because a collective that has failed is no longer in progress.
         self._waited_in: PendingCollective | None = None
         self._thread: threading.Thread | None = None
 
     def connect(self, store: dist.Store, *, rank: int, world_size: int, watched: dist.Store, hosts_store: bool) -> None:
-        """Notes go to `store` from now on.
+        """Connects this rank to the others through `store`.
 
-        watched: the same by a connection of its own, for the thread. hosts_store: the server is in this process, which
-        then leaves last.
+        watched: the same store over a separate connection, for the thread. hosts_store: whether the store's server is
+        in this process, which then leaves last.
         """
         self._store, self._rank, self._world_size, self._hosts_store = store, rank, world_size, hosts_store
         self._thread = threading.Thread(target=self._watch, args=(watched,), name="error broadcast", daemon=True)
@@ -173,7 +176,7 @@ class ErrorBroadcast:
                 self._take_leave(self._store, error)
         finally:
             if self._thread is not None:
-                # It must not meet the end of the interpreter inside a request, unless nobody will ever answer that.
+                # The thread must not be inside a request when the interpreter ends, unless it will never be answered.
                 self._thread.join(_PATIENCE_SECONDS)
             self._leave()
 
@@ -189,32 +192,32 @@ class ErrorBroadcast:
             self._part(store)
             raise RemoteRankError(f"{cause}; this rank was {doing}") from error
         else:
-            # What a RemoteRankError says, its own rank tells.
+            # The rank that a RemoteRankError names sends the cause itself.
             if not isinstance(error, RemoteRankError):
                 self._tell(store, f"rank {self._rank} failed: {self._describe(error)}")
             self._leave()
             self._part(store)
 
     def _tell(self, store: dist.Store, text: str) -> None:
-        # The first cause stays. Where the server has ended, there is nobody to tell.
+        # The first cause is kept. Nothing is sent if the store's server has ended.
         with suppress(RuntimeError):
             store.compare_set(_CAUSE, "", text)
 
     def _cause(self, store: dist.Store, *, then: Callable[[], None]) -> str:
-        """Why another rank was lost, as far as the notes tell; calls `then` once this rank has left its own."""
+        """Returns why another rank was lost, as far as ranks have reported; calls `then` after this rank's report."""
         try:
             store.set(_LOST.format(self._rank), json.dumps(self._waited_in and asdict(self._waited_in)))
             store.add(_NUM_LOST, 1)
             then()
             _wait_until(lambda: store.check([_CAUSE]) or store.add(_NUM_LOST, 0) >= self._world_size - 1)
-            # One rank looks for all: with thousands, each looking for each would take minutes.
+            # One rank searches for all. With thousands of ranks, a search by each would take minutes.
             if not store.check([_CAUSE]) and store.add(_NUM_SEARCHING, 1) == 1:
                 if self._waited_in is not None:
-                    # Where all wait for each other none is silent: the last one only comes a moment later.
+                    # If ranks wait for each other, none is silent, but the last report arrives a moment later.
                     _wait_until(lambda: store.add(_NUM_LOST, 0) == self._world_size, _GRACE_SECONDS)
                 silent = [rank for rank in range(self._world_size) if not store.check([_LOST.format(rank)])]
                 store.add(_NUM_SILENT, len(silent))
-                self._tell(store, _verdict(silent, self._waits(store, silent)))
+                self._tell(store, _describe_silent_ranks(silent, self._waits(store, silent)))
             store.wait([_CAUSE], timedelta(seconds=_PATIENCE_SECONDS))
             return store.get(_CAUSE).decode()
         except dist.DistStoreError:
@@ -223,21 +226,21 @@ class ErrorBroadcast:
             return "rank 0 or its node has ended: connections to another rank and to the store there were lost"
 
     def _waits(self, store: dist.Store, silent: list[int]) -> dict[int, PendingCollective]:
-        """In which collective each rank waits that says so; only those with a silent rank in it, if there is one."""
+        """Returns the collective in which each rank waited; only those with a silent rank, if ranks are silent."""
         others = [rank for rank in range(self._world_size) if rank not in silent]
         notes = [json.loads(note) for note in store.multi_get([_LOST.format(rank) for rank in others])]
         waits = {rank: PendingCollective(**note) for rank, note in zip(others, notes) if note is not None}
         return {rank: wait for rank, wait in waits.items() if not silent or set(silent) & set(wait.ranks)}
 
     def _part(self, store: dist.Store) -> None:
-        """Says that this rank needs the store no more; its host waits until all that live have said so."""
-        # Where the host has ended meanwhile, there is nobody to tell.
+        """Reports that this rank no longer needs the store; its host waits for the reports of all live ranks."""
+        # The host may have ended.
         with suppress(RuntimeError):
             store.add(_NUM_PARTED, 1)
             if not self._hosts_store:
                 return
             _wait_until(lambda: store.add(_NUM_PARTED, 0) + store.add(_NUM_SILENT, 0) >= self._world_size)
-            # A rank that says nothing may hang rather than have been killed: its thread ends it once it has read why.
+            # A silent rank may hang rather than have been killed. Its thread ends it once it has read the cause.
             _wait_until(lambda: store.add(_NUM_PARTED, 0) >= self._world_size, _SILENT_SECONDS)
 
     # In the thread.
@@ -248,12 +251,12 @@ class ErrorBroadcast:
                 pending = oldest_pending()
                 self._waited_in = pending if pending is not None and pending.seconds > _LONG_SECONDS else None
                 if self._waited_in is not None and self._waited_in.is_overdue_on_gpu:
-                    # The GPU's library would end the process without a word to the others.
+                    # NCCL would end the process without a report to the others.
                     break
                 if self._leaving.wait(max(1.0, self._world_size / _REQUESTS_PER_SECOND)):
                     return
         except RuntimeError:
-            # The main thread finds out by itself, or has nothing more to find out.
+            # The store is gone. The main thread notices by itself, or has ended.
             return
         if self._leaving.wait(_GRACE_SECONDS):
             return
@@ -266,8 +269,8 @@ class ErrorBroadcast:
             os._exit(_EXIT_CODE)
 
 
-def _verdict(silent: list[int], waits: dict[int, PendingCollective]) -> str:
-    """What became of the ranks that say nothing, and who waited for them in what; waits: by rank."""
+def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective]) -> str:
+    """Describes silent ranks, and the collectives in which others waited for them; waits: by rank."""
     parts = []
     for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_WAITS_SHOWN]:
         ranks = ", ".join(str(rank) for rank, wait in waits.items() if str(wait) == text)
@@ -280,9 +283,9 @@ def _verdict(silent: list[int], waits: dict[int, PendingCollective]) -> str:
 
 
 def _answer(ask: Callable[[], str]) -> str | None:
-    """What `ask` returns; None where it takes so long that the server of the store must hang."""
+    """Returns the result of `ask`; None if it takes so long that the store's server must hang."""
     answers: list[str] = []
-    # A request to a process that is stopped, or to a node that is, blocks for ever.
+    # A request to a stopped process or node blocks forever.
     thread = threading.Thread(target=lambda: answers.append(ask()), name="error broadcast's question", daemon=True)
     thread.start()
     thread.join(_ANSWER_SECONDS)
@@ -301,7 +304,7 @@ def _frames_of_thread(thread: int) -> list[FrameType]:
 
 
 def _place(frames: list[FrameType]) -> str:
-    """What a rank was doing, for a person: the function of this project, and the one of torch that it called."""
+    """Describes the innermost function of this project in a stack, and the function of torch that it called."""
     libraries = tuple(str(Path(module.__file__).parent) for module in (torch, numpy, threading) if module.__file__)
     own = next((frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)), None)
     if own is None:

@@ -1,6 +1,6 @@
-"""Start and end of a run's processes: arguments, torch.distributed, process groups, seeds.
+"""Starts and ends a run's processes: arguments, restarts, torch.distributed, process groups, seeds.
 
-Builds no model and reads no data; training.py does.
+setup.py builds the model and reads data.
 """
 
 import argparse
@@ -44,8 +44,8 @@ def initialize_megatron(
 ) -> argparse.Namespace:
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
-    Works under torchrun and in a plain process, which becomes a group of one. board: where ranks tell each other of
-    failures from the moment that they have met. Raises ValueError for bad arguments, and for ranks whose differ.
+    Works under torchrun and in a plain process, which becomes a group of one. broadcast: gets connected, so
+    that ranks send each other their errors. Raises ValueError for bad arguments, and for ones that differ by rank.
     """
     notices: list[str | None] = []
     args = read_arguments(
@@ -66,7 +66,7 @@ def initialize_megatron(
     groups = build_groups(args)
     for notice in filter(None, notices):
         print_rank_0(notice)
-    # All copies draw the same weights; seed_ranks parts them once that is done.
+    # The same on all replicas, which draw the same weights. seed_ranks then separates them.
     seed_generators(args.seed, groups)
     publish_run(args)
     return args
@@ -80,9 +80,9 @@ def read_arguments(
     argv: Sequence[str] | None = None,
     notices: list[str | None] | None = None,
 ) -> argparse.Namespace:
-    """The arguments of the run, with those of its checkpoint where flags ask for them, checked on this rank alone.
+    """Parses and validates the arguments on this rank, with arguments of the checkpoint if flags request them.
 
-    notices: takes what the first rank is to say of them, or None. Raises ValueError for bad arguments.
+    notices: receives lines for the first rank to print. Raises ValueError for bad arguments.
     """
     args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
     found = [continue_after_restart(args), keep_global_batch_size(args)]
@@ -94,9 +94,9 @@ def read_arguments(
 
 
 def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
-    """The process groups of the layout that args say, over all ranks that there are. Collective.
+    """Builds the process groups of the layout of `args` over all ranks. Collective.
 
-    Raises ValueError for sizes that do not fit.
+    Raises ValueError for sizes that do not fit the number of ranks.
     """
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
@@ -113,7 +113,7 @@ def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
 
 
 def leave_process_group() -> None:
-    """Ends what initialize_megatron began; safe where it never got that far."""
+    """Reverts initialize_megatron, even if it failed halfway."""
     publish_run(None)
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
@@ -122,22 +122,22 @@ def leave_process_group() -> None:
 
 
 def silence_library_notices() -> None:
-    """Hides notices of libraries that no user can act on."""
+    """Hides warnings of libraries that users cannot act on."""
     # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
     warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
 
 
-# Set by torchrun on its ranks, and by examples/supervise.py, which starts torchrun itself anew.
+# Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
-# What chose where the first start began, or left parts of that behind.
+# Flags about the checkpoint that the first start loaded, with their values for a restart.
 _OF_FIRST_START = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
 
 
 def continue_after_restart(args: argparse.Namespace) -> str | None:
-    """In a restart, points --load of `args` at what the run has saved since its first start; returns a line to print.
+    """In a restart, sets --load of `args` to the run's own checkpoints in --save; returns a line to print.
 
-    Nothing changes in a first start, without --save, or before the run's first checkpoint: then the restart
-    begins where the first start began. Call between parse_args and validate_args, on every rank by itself.
+    Changes nothing in a first start, without --save, or before the run's first checkpoint, when the restart begins
+    where the first start began. Called between parse_args and validate_args, on each rank separately.
     """
     count = sum(int(os.environ.get(name, "0")) for name in RESTART_COUNTS)
     if count == 0 or args.save is None or args.skip_train or not complete_iterations(Path(args.save)):
@@ -148,10 +148,10 @@ def continue_after_restart(args: argparse.Namespace) -> str | None:
 
 
 def keep_global_batch_size(args: argparse.Namespace) -> str | None:
-    """Sets an unset --global-batch-size to that of the run in --load; returns a line to print where it does.
+    """Sets an unset --global-batch-size to the value of the checkpoint in --load; returns a line to print if it does.
 
-    Else it would follow the number of ranks, and a run that goes on with fewer would train on other batches. As
-    continue_after_restart; a checkpoint that cannot be read is for the load to complain about.
+    Otherwise it would depend on the number of ranks, and a run resumed with fewer ranks would train on other batches.
+    Called as continue_after_restart. Ignores an unreadable checkpoint, which its load reports.
     """
     schedules = (args.global_batch_size, args.step_batch_size_schedule, args.rampup_batch_size)
     if args.load is None or args.finetune or any(value is not None for value in schedules):

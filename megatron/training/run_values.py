@@ -1,6 +1,6 @@
-"""The JSON part of a training run's checkpoint: read, and refused where it is not what a run writes.
+"""The JSON part of a run's checkpoint: TrainState, and checks of values that were read.
 
-What is done with it is checkpointing.py's; the arguments in it are checkpoint_args.py's.
+The package checkpointing writes and loads checkpoints. Weights, optimizer and generators are stored as tensors.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from megatron.training.command_line.flags import Flag, flag_table
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
-    """Where a run is; every field is the same on all ranks.
+    """Counters of a run that a checkpoint stores; every field is the same on all ranks.
 
-    iteration: training steps done. consumed_train_samples, consumed_valid_samples: the data position, over all ranks.
-    skipped_iterations: steps without an update since the start (fp16 overflow); nan_iterations: those with a loss that
-    was not finite. evaluated_iteration: the step after which the validation split was last evaluated. learned_sizes: to
-    what the run grew buffers and pages of its experts, and why. recent_losses: those that a spike is told by.
+    iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position, over all ranks.
+    skipped_iterations: steps without an update since the start (fp16 overflow). nan_iterations: steps with a loss that
+    was not finite. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
+    to which the run has grown buffers and pages of its experts. recent_losses: reference for loss spikes.
     """
 
     iteration: int = 0
@@ -34,13 +34,13 @@ class TrainState:
     learned_sizes: LearnedSizes = LearnedSizes()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Returns all fields as JSON values."""
         return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what state_dict gave; a field that is not in `state` keeps its value.
+        """Sets the fields from the result of state_dict; a field that is not in `state` keeps its value.
 
-        Raises ValueError, with nothing changed, for a value that state_dict does not give.
+        Raises ValueError, with nothing changed, for a value that state_dict cannot return.
         """
         taken: dict[str, Any] = {}
         for field in dataclasses.fields(self):
@@ -68,13 +68,13 @@ def _list_of_numbers(name: str, value: Any) -> list[float]:
 
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
-# Arguments that follow from others, which models are built from.
+# Derived arguments that models are built from.
 _DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 
 
 def load_run_values(folder: Path) -> dict[str, Any]:
-    """The JSON part of a training run's checkpoint; raises ValueError if something else wrote the checkpoint."""
+    """Reads the JSON part of a run's checkpoint. Raises ValueError if another program wrote the checkpoint."""
     values = load_common(folder)
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
@@ -110,12 +110,12 @@ def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
 
 
 def _is_scaler(scaler: Any) -> bool:
-    """The trackers count down as well: hysteresis is below 0 after more bad steps than it allows."""
+    """Whether these are finite numbers with a positive scale. Trackers may be negative, as hysteresis counts down."""
     return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
-    """Raises ValueError naming one of a run's arguments that no flag leaves so, by its type; others are passed over."""
+    """Raises ValueError for an argument whose type its flag cannot produce. Ignores arguments without a flag."""
     for name, value in args.items():
         flag = flag_table().by_dest.get(name)
         if name in _DERIVED:
@@ -126,12 +126,12 @@ def check_arguments(args: Mapping[str, Any]) -> None:
 
 
 def _may_be(flag: Flag, value: Any) -> bool:
-    """Whether a flag may have left this value in the arguments, by its type; bounds are checked where it is used."""
+    """Whether a flag can produce a value of this type. Bounds are checked by the code that uses the value."""
     if value is None:
         return True
     if flag.constant is not None:
         return isinstance(value, bool)
-    # Values of other types have parsers of their own, and are checked by the configuration that takes them.
+    # Values of other types have their own parsers, and are checked by the configuration that receives them.
     if flag.type_name not in (*_NUMBERS, "str"):
         return not isinstance(value, (dict, bool))
     items = value if flag.takes_list and isinstance(value, list) else [value]
@@ -139,7 +139,7 @@ def _may_be(flag: Flag, value: Any) -> bool:
 
 
 def _what_may_be(flag: Flag) -> str:
-    """The values that _may_be allows, in words; None is there for every flag."""
+    """Describes the values that _may_be allows, in addition to None."""
     if flag.constant is not None:
         return "bool"
     if flag.type_name not in (*_NUMBERS, "str"):
@@ -154,7 +154,7 @@ def _is_of(type_name: str, value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer, 0 or more, of a size that a counter has."""
+    """Whether a value is an integer from 0 to the largest int64."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 

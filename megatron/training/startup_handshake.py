@@ -1,6 +1,6 @@
-"""How the processes of a run find each other, and make sure that they were started alike, before any group is made.
+"""Startup handshake: the processes of a run find each other and compare their settings before they form any group.
 
-What they tell each other later, when one fails, is failure_board.py's.
+error_broadcast.py sends errors between them later.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from megatron.training.error_broadcast import ErrorBroadcast, record_collectives
 
 Settings = Mapping[str, str]
 
-# What torch needs, besides the number of processes, for them to find each other.
+# Environment variables that torch needs for the rendezvous, in addition to WORLD_SIZE.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _ALL_IS_WELL = "all is well"
-# A store answers at once; one that thousands of ranks ask together, a little later.
+# A store answers immediately, or a little later if thousands of ranks ask at the same time.
 _ANSWER_WITHIN = timedelta(seconds=10)
 _RETRY_SECONDS = 0.2
 _SETTINGS_SHOWN, _RANKS_SHOWN = 5, 8
-# Arguments that may differ between machines, or that each rank reads for itself: only whether there is a value counts.
+# Arguments that may differ between machines. Only whether they are given is compared.
 _OF_ONE_MACHINE = frozenset(
     """
     data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
@@ -51,9 +51,9 @@ def join_process_group(
 ) -> None:
     """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
 
-    rank: of --fake-process-group, whose groups send nothing: no settings are compared, no board is connected; torchrun
-    says others' ranks. settings: see `common_settings`. board: gets connected, where there are others. Raises
-    CommandLineError on every rank where settings differ, OSError naming the ranks that did not come in time.
+    rank: used with --fake-process-group only, whose groups send nothing, so that no settings are compared and no
+    broadcast is connected. settings: see `common_settings`. broadcast: gets connected if there are other ranks. Raises
+    CommandLineError on every rank if settings differ, and OSError that names ranks that did not arrive in time.
     """
     if dist.is_initialized():
         return
@@ -68,7 +68,7 @@ def join_process_group(
         return
     meeting = Rendezvous.of_environment()
     meeting_store = meeting.connect(timeout)
-    # The same processes may meet again and again, as when a script trains twice: each time by entries of its own.
+    # The same processes may meet several times, if a script trains twice. Each time they use separate entries.
     visit = _visit(meeting_store, meeting.rank)
     store = dist.PrefixStore(visit, meeting_store)
     if broadcast is not None:
@@ -94,14 +94,14 @@ def _backend(config: DistributedConfig, device: torch.device) -> str:
     if backend == "nccl" and device.type != "cuda":
         raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
     if backend == "nccl" and config.use_gloo_process_groups:
-        # What is on the host, such as errors and file lists, then need not wait for the GPU's work.
+        # Host data, such as errors and file lists, then need not wait for the GPU's work.
         return "cpu:gloo,cuda:nccl"
     return backend
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a launcher says that the processes of a run meet. serves: this process is the server of the store."""
+    """Rendezvous of a run from the launcher's environment. serves: whether this process hosts the store."""
 
     host: str
     port: int
@@ -112,7 +112,7 @@ class Rendezvous:
 
     @classmethod
     def of_environment(cls) -> "Rendezvous":
-        """Reads what torchrun, or somebody in its place, has set. Raises ValueError where a part is missing."""
+        """Reads the environment of torchrun or another launcher. Raises ValueError if a variable is missing."""
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if missing:
             raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
@@ -122,13 +122,13 @@ class Rendezvous:
             port=int(os.environ["MASTER_PORT"]),
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
-            # torchrun's agent on the first node serves, and outlives the ranks.
+            # torchrun's agent on the first node hosts a store that outlives the ranks.
             serves=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
 
     def connect(self, timeout: timedelta) -> dist.Store:
-        """A connection to the store. Raises OSError where nobody serves it in time, or another program has its port."""
+        """Connects to the store. Raises OSError if it does not answer in time, or if another program has its port."""
         if self.serves:
             try:
                 _serve(self.host, self.port, world_size=self.world_size)
@@ -141,8 +141,8 @@ class Rendezvous:
                 f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is answered by another program than this run's "
                 "rank 0 or its torchrun: give a MASTER_PORT that nobody uses"
             )
-        # Whatever a run before torchrun's restart has left is not this one's. Nodes that join a run restart it too, and
-        # torchrun does not count that.
+        # Separates this attempt from entries of earlier ones. torchrun does not count restarts by nodes that join, so
+        # the number of ranks is part of the name.
         return dist.PrefixStore(f"attempt {self.attempt} of {self.world_size} ranks", store)
 
     def _cannot_serve(self, error: dist.DistNetworkError) -> str:
@@ -154,7 +154,7 @@ class Rendezvous:
         return f"cannot listen at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
 
     def _wait_for_listener(self, timeout: timedelta) -> None:
-        """Waits until somebody listens at the port, who need not be of this run."""
+        """Waits until a process listens at the port, which may belong to another run."""
         end = time.monotonic() + timeout.total_seconds()
         while True:
             try:
@@ -165,23 +165,23 @@ class Rendezvous:
                         f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
                         f"{_minutes(timeout)}, where rank 0 or its torchrun should be"
                     ) from error
-                # Nothing tells when another machine begins to listen.
+                # There is no event for another machine that begins to listen.
                 time.sleep(_RETRY_SECONDS)
             else:
                 return
 
     def _connect_to_listener(self, timeout: timedelta) -> dist.Store | None:
-        """A connection to who listens; None where it is no store, so that it never answers or not as one does."""
+        """Connects to the listening process; returns None if it is not a store."""
         found: list[dist.Store] = []
 
         def connect() -> None:
             with contextlib.suppress(dist.DistNetworkError):
-                # Who has come is counted by agree_on_settings, which can name the others.
+                # agree_on_settings counts the ranks that arrive, and can name the missing ones.
                 found.append(
                     dist.TCPStore(self.host, self.port, self.world_size, False, _ANSWER_WITHIN, wait_for_workers=False)
                 )
 
-        # torch waits for ever for an answer, and cannot be interrupted.
+        # torch waits forever for an answer, and cannot be interrupted.
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(_ANSWER_WITHIN.total_seconds())
@@ -192,22 +192,22 @@ class Rendezvous:
 
 @functools.cache
 def _serve(host: str, port: int, *, world_size: int) -> dist.Store:
-    # Until the process ends: ranks that meet again could still find a server that is about to close.
+    # Kept until the process ends, because ranks that meet again could find a server that is about to close.
     return dist.TCPStore(host, port, world_size, True, wait_for_workers=False, multi_tenant=True)
 
 
 def _visit(store: dist.Store, rank: int) -> str:
-    """Prefix for this meeting of the ranks; all processes find the same, unless two of them have one rank."""
+    """Returns the prefix for this meeting of the ranks, the same on all processes unless two have the same rank."""
     process = f"{socket.gethostname()} {os.getpid()}"
     visits = f"visits of rank {rank}"
     if store.compare_set(f"process of rank {rank}", "", process).decode() == process:
         return f"visit {store.add(visits, 1)}"
-    # Another process with this number: agree_on_settings tells both.
+    # Another process has this rank, which agree_on_settings reports on both.
     return f"visit {max(store.add(visits, 0), 1)}"
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the settings that all ranks must share, by flag, as text: everything but where files are."""
+    """Returns the settings that all ranks must share, by flag, as text: all but paths of files."""
     settings = {"WORLD_SIZE": str(args.world_size), "the version of torch": str(torch.__version__)}
     for flag in shown_flags(args, flag_table()):
         value = vars(args)[flag.dest]
@@ -217,14 +217,14 @@ def common_settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:
-    """Waits until all ranks have come, and compares what they were started with; each rank sends a few requests.
+    """Waits until all ranks have arrived, and compares their settings, with a few requests per rank.
 
-    Raises CommandLineError, with the same text on every rank, naming ranks that differ from most others; OSError
-    naming those that did not come within the store's timeout.
+    Raises CommandLineError, with the same message on every rank, that names ranks that differ from most others, and
+    OSError that names ranks that did not arrive within the store's timeout.
     """
     text = json.dumps(settings)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    # Equal ones overwrite each other.
+    # Equal settings have the same key.
     store.set(digest, text)
     if store.add(f"processes of rank {rank}", 1) > 1:
         store.set("verdict", f"RANK is {rank} in several processes: each needs its own; torchrun sets it")
@@ -244,11 +244,11 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
 
 
 def _difference(store: dist.Store, world_size: int) -> str:
-    """Which ranks have other settings than most, and which settings; nothing where all are equal."""
+    """Describes the ranks and settings that differ from the majority; empty if all are equal."""
     ranks: dict[str, list[int]] = {}
     for rank, known in enumerate(store.multi_get([f"rank {rank}" for rank in range(world_size)])):
         ranks.setdefault(known.decode(), []).append(rank)
-    # Where there are as many of each, rank 0 is right.
+    # In a tie, the settings of rank 0 count.
     usual = max(ranks, key=lambda digest: len(ranks[digest]))
     expected = json.loads(store.get(usual))
     parts = []

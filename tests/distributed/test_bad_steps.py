@@ -94,7 +94,7 @@ def _train(flags: Flags, folder: Path, *, poison: str | None, leaves_out: bool =
     with started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run:
         run.callbacks = CallbackList((seen,))
         if leaves_out:
-            run.recovery.left_out.add((BAD_STEP - 1) * BATCH)
+            run.recovery.skipped_positions.add((BAD_STEP - 1) * BATCH)
         train(run)
     return seen
 

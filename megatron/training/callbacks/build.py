@@ -1,4 +1,4 @@
-"""Builds the callbacks of a run from its arguments: logs and display on rank 0, the rest where it belongs."""
+"""Builds the callbacks of a run from its arguments: logs and display on rank 0, profiles on the ranks of the flags."""
 
 import argparse
 import functools
@@ -24,7 +24,7 @@ from megatron.training.config import GarbageCollectionConfig, LoggingConfig, Pro
 
 
 def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
-    """All callbacks of this rank, those of the script last; size: the model's, as count_parameters gives it."""
+    """Builds all callbacks of this rank, followed by the script's; size: the result of count_parameters."""
     return CallbackList((*_first_rank_callbacks(args, size), *_every_rank_callbacks(args), *extra))
 
 
@@ -77,10 +77,10 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
     console = Console(highlight=False, soft_wrap=True)
     write: Callable[[str], None] = print_rank_0
     callbacks: list[Callback] = []
-    # None where the launcher closed it.
+    # stdout is None if the launcher has closed it.
     if sys.stdout is not None and sys.stdout.isatty():
         callbacks.append(ProgressBar(console))
-        # Through the same console, so that lines scroll above the bar instead of through it.
+        # Through the same console, so that lines scroll above the bar.
         write = functools.partial(console.print, markup=False)
     callbacks.append(ConsoleLog(logging.log_interval, write=write))
     folder = logging.tensorboard_dir or args.save

@@ -1,4 +1,4 @@
-"""The log of a run on the console: training, validation and checkpoint lines, and a progress bar on terminals.
+"""Console output of a run: training, validation and checkpoint lines, and a progress bar on terminals.
 
 Fields and their order are Megatron-LM's, as users' parsers expect them.
 """
@@ -43,15 +43,15 @@ class ConsoleLog(Callback):
         self.write(format_evaluation_line(report))
 
     def on_save(self, iteration: int) -> None:
-        """Says that the checkpoint is on disk."""
+        """Prints that the checkpoint is on disk."""
         self.write(f"  successfully saved checkpoint from iteration {iteration:7d}")
 
     def on_train_end(self) -> None:
-        """Prints the steps of an interval that the end of the run cut short."""
+        """Prints the steps of the last, incomplete interval."""
         self._flush()
 
     def on_run_end(self) -> None:
-        """The same where an error ended the run before on_train_end."""
+        """Prints the steps of an interval that an error cut short."""
         self._flush()
 
     def _flush(self) -> None:
@@ -63,7 +63,7 @@ class ConsoleLog(Callback):
 
 
 def format_training_line(reports: list[StepReport], train_iters: int) -> str:
-    """One log line for consecutive steps; field names and order are Megatron-LM's."""
+    """Formats the log line of consecutive steps. Names and order of its fields are Megatron-LM's."""
     last = reports[-1]
     seconds = sum(report.seconds for report in reports)
     fields = [
@@ -103,7 +103,7 @@ def _stash_fields(stash: StashReport) -> list[str]:
 
 
 def _pool_fields(pool: PoolReport) -> list[str]:
-    """Tiers, and how much went elsewhere, where there are any."""
+    """Formats the use of the pool's tiers, and a description of spilled and recomputed tensors if there are any."""
     tiers = [("device", pool.device_high_water, pool.device_pages), ("host", pool.host_high_water, pool.host_pages)]
     held = [f"{most}/{pages} ({100 * most / pages:.0f}%) {name}" for name, most, pages in tiers if pages]
     words = shortage_words(pool)
@@ -111,7 +111,7 @@ def _pool_fields(pool: PoolReport) -> list[str]:
 
 
 def shortage_words(pool: PoolReport) -> str:
-    """Says in words what was spilled and recomputed since the last log line, and why; empty if nothing was."""
+    """Describes what was spilled and recomputed since the last log line, and why; empty if nothing was."""
     spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
     found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
     found += [
@@ -121,23 +121,23 @@ def shortage_words(pool: PoolReport) -> str:
     ]
     if not found:
         return ""
-    # Rows that spilled would do so again with the factor that keeps all tensors.
+    # The factor that keeps all tensors does not avoid spills.
     needed = max(pool.factor_to_keep_all, *(pool.factors_needed if pool.spilled_pages else ()), 0.0)
     if not needed or (pool.device_pages and needed <= pool.factor):
-        # Pages were not the reason: the order of the step was not known yet, or the pool has grown since.
+        # The reason was not a lack of pages: the order of the step was not known yet, or the pool has grown since.
         return ", ".join(found)
     shown, given = f"{rounded_up(needed):.2f}", f"{pool.factor:.2f}"
     if shown == given:
         shown, given = f"{needed:.5f}", f"{pool.factor:.5f}"
-    # Without pages on the device, the factor is of the host's pages.
+    # Without pages on the device, the factor refers to the host's pages.
     reason = f"too few pages (factor needed {shown}{f', given {given}' if pool.device_pages else ''})"
-    # More pages would not have kept the recomputed tensors where no factor would have.
+    # If no factor would have kept the recomputed tensors, only the spills are explained by too few pages.
     num_explained = len(found) if pool.factor_to_keep_all else 1
     return ", ".join([*found[:num_explained], reason, *found[num_explained:]])
 
 
 def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
-    """Operations a second over the whole interval, where the steps know theirs."""
+    """Formats mean operations per second over the interval, if the steps report them."""
     fields = []
     means = {
         name: sum((vars(report)[name] or 0.0) * report.seconds for report in reports) / seconds
@@ -145,7 +145,7 @@ def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
         if vars(reports[-1])[name] is not None
     }
     if "tflops" in means:
-        # A CPU's share of one would read as nothing.
+        # One digit would show a CPU's throughput as 0.0.
         digits = 1 if means["tflops"] >= 1 else 4
         fields.append(f" throughput per GPU (TFLOP/s/GPU): {means['tflops']:.{digits}f}")
     if "mfu" in means:
@@ -154,7 +154,7 @@ def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
 
 
 def mean_losses(reports: list[StepReport]) -> dict[str, float]:
-    """Mean of each loss over the steps that have it and updated the model; of skipped steps nothing is shown."""
+    """Returns the mean of each loss over the steps that report it, without skipped steps."""
     values: dict[str, list[float]] = {}
     for report in reports:
         for name, value in ({} if report.skipped else report.losses).items():
@@ -163,7 +163,7 @@ def mean_losses(reports: list[StepReport]) -> dict[str, float]:
 
 
 def format_evaluation_line(report: EvaluationReport) -> str:
-    """One line with each value of the split, and the perplexity of those that are losses."""
+    """Formats the values of an evaluated split, and the perplexity of each loss."""
     where = f"iteration {report.iteration}"
     if report.final:
         where += f" on {report.split} set"
@@ -176,17 +176,17 @@ def format_evaluation_line(report: EvaluationReport) -> str:
 
 
 def is_loss(name: str) -> bool:
-    """Whether a script's value of that name is a loss, by its last word: an accuracy has no perplexity."""
+    """Whether a value is a loss, and so has a perplexity, judged by the end of its name."""
     return name.endswith("loss")
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), cut off at exp(20) as an untrained model's is of no interest."""
+    """Returns exp(loss), limited to exp(20) because the perplexity of an untrained model is meaningless."""
     return math.exp(min(20.0, loss))
 
 
 class ProgressBar(Callback):
-    """Shows iterations, the latest losses and tokens per second."""
+    """Shows iterations, the latest losses and tokens per second at the bottom of a terminal, below log lines."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -197,7 +197,7 @@ class ProgressBar(Callback):
         self._validation = ""
 
     def on_train_start(self, start: RunStart) -> None:
-        """Draws the bar at the iteration that the run starts from."""
+        """Draws the bar at the first iteration of the run."""
         self._progress.start()
         self._task = self._progress.add_task(
             "training", total=start.train_iters, completed=start.iteration, figures="waiting for the first step"
@@ -210,16 +210,16 @@ class ProgressBar(Callback):
         self._draw("training", completed=report.iteration)
 
     def on_evaluation_start(self, iteration: int) -> None:
-        """Says why the bar stands still."""
+        """Shows that an evaluation runs."""
         self._draw("evaluating", completed=iteration)
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Keeps the latest validation loss in view."""
+        """Shows the latest validation loss."""
         self._validation = f"  {report.split} {report.losses.get('lm loss', float('nan')):.3f}"
         self._draw("training", completed=report.iteration)
 
     def on_run_end(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restores the terminal."""
         self._progress.stop()
 
     def _draw(self, description: str, *, completed: int) -> None:

@@ -1,4 +1,4 @@
-"""Lines that a run writes: to the console, from the first rank, and to files that may fill up a disk."""
+"""Output line by line: to the console from the first rank, and to files that survive a full disk or a killed run."""
 
 from pathlib import Path
 
@@ -6,30 +6,30 @@ import torch.distributed as dist
 
 
 def print_rank_0(message: str) -> None:
-    """Prints on the first rank only, at once."""
+    """Prints on the first rank only, and flushes."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
 class LineFile:
-    """Appends lines at once: a killed run leaves complete ones, and perhaps a part of the last.
+    """Appends lines without a buffer: a killed run leaves complete lines, and perhaps a part of the last one.
 
-    Where the disk is full, lines wait until there is room again, and the run goes on.
+    While the disk is full, lines are kept in memory and the run continues.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Without a buffer it is known what the file has: the rest of a line follows where the disk took a part.
+        # Unbuffered, so that the number of written bytes is known, and a partly written line can be completed.
         self._file = path.open("ab", buffering=0)
-        self._waiting = b""
+        self._pending = b""
         self._is_failing = False
 
     def write(self, lines: bytes) -> None:
-        """Appends `lines`, behind those that wait; a line says when that begins to fail."""
-        self._waiting += lines
+        """Appends `lines` after those that are pending. Prints a warning when writing begins to fail."""
+        self._pending += lines
         try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
@@ -37,7 +37,7 @@ class LineFile:
             self._is_failing = True
 
     def close(self) -> None:
-        """Tries once more what waits; lines that still cannot be written are lost."""
-        if self._waiting:
+        """Closes the file. Pending lines are tried once more, and lost if they still cannot be written."""
+        if self._pending:
             self.write(b"")
         self._file.close()

@@ -1,4 +1,4 @@
-"""What a run records of its process, or does to it, at chosen steps: profiles, memory history, garbage collection."""
+"""Callbacks about the process: profiles and memory histories of chosen steps, and manual garbage collection."""
 
 import gc
 import json
@@ -54,7 +54,7 @@ class TorchProfile(Callback):
                 self._write()
 
     def on_run_end(self) -> None:
-        """Writes what was recorded if the run ended before."""
+        """Writes the recorded steps if the run ends early."""
         if self._profile is not None:
             self._write()
 
@@ -68,7 +68,7 @@ class TorchProfile(Callback):
 
 
 class NsysProfile(Callback):
-    """Brackets the steps for `nsys profile --capture-range=cudaProfilerApi`; for GPUs alone."""
+    """Marks the steps for `nsys profile --capture-range=cudaProfilerApi`, on GPUs only."""
 
     def __init__(self, config: ProfilingConfig) -> None:
         self.config = config
@@ -85,7 +85,7 @@ class NsysProfile(Callback):
 
 
 class CudaMemoryHistory(Callback):
-    """Writes what the GPU's allocator did since the start, at most its last 100,000 actions, at every log interval.
+    """Writes the last 100,000 actions of the GPU's allocator at every log interval, for https://pytorch.org/memory_viz.
 
     Not run on a GPU yet.
     """
@@ -99,12 +99,12 @@ class CudaMemoryHistory(Callback):
         start_cuda_memory_history()
 
     def on_step_end(self, report: StepReport) -> None:
-        """Replaces the file: a run that ends for want of memory leaves the last one."""
+        """Replaces the file, so that a run that runs out of memory leaves the latest history."""
         if report.iteration % self.log_interval == 0:
             self._write()
 
     def on_run_end(self) -> None:
-        """Writes the end, also where an error ended the run."""
+        """Writes the history at the end, even after an error."""
         self._write()
 
     def _write(self) -> None:
@@ -112,9 +112,9 @@ class CudaMemoryHistory(Callback):
 
 
 class CpuMemoryHistory(Callback):
-    """Writes what torch took and gave back on the CPU in the steps that the profiler's flags name.
+    """Writes torch's allocations and releases on the CPU in the steps of the profiler's flags.
 
-    The allocator of the CPU keeps no record, so torch's profiler does.
+    The CPU's allocator keeps no history, so torch's profiler records it.
     """
 
     def __init__(self, path: Path, config: ProfilingConfig) -> None:
@@ -147,14 +147,14 @@ class CpuMemoryHistory(Callback):
 
 
 def snapshot_of_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The memory events of a profiler's trace in the form of torch.cuda.memory snapshots, sizes in bytes.
+    """Converts the memory events of a profiler's trace to a snapshot in the format of torch.cuda.memory, in bytes.
 
-    Each action carries the names of the operators and ranges that it happened in, innermost first.
+    Each action has the names of the operators and ranges around it, innermost first.
     """
     actions: list[dict[str, Any]] = []
     open_ranges: list[tuple[float, str]] = []  # end and name, of one thread at a time
     thread = None
-    # A range comes before what it contains: at equal starts the longer one is outside.
+    # Outer ranges first: of ranges with the same start, the longer one is the outer.
     for event in sorted(filter(_is_of_interest, events), key=lambda e: (str(e["tid"]), e["ts"], -e.get("dur", 0))):
         if event["tid"] != thread:
             thread, open_ranges = event["tid"], []
@@ -185,19 +185,19 @@ def _action(event: dict[str, Any], *, names: list[str]) -> dict[str, Any]:
 
 
 def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
-    """Pickles it as the viewer reads it; a file that is there is replaced as a whole."""
+    """Pickles a snapshot in the viewer's format; replaces an existing file atomically."""
     with replaced_file(path) as file:
         pickle.dump(snapshot, file)
 
 
 class ManualGC(Callback):
-    """Switches automatic collection off for the run; collects where the configuration says."""
+    """Disables automatic garbage collection, and collects at the configured steps, at the same time on all ranks."""
 
     def __init__(self, config: GarbageCollectionConfig) -> None:
         self.config = config
 
     def on_train_start(self, start: RunStart) -> None:
-        """Collects what the setup left; from here on nothing else does."""
+        """Disables automatic collection, and collects the garbage of the setup."""
         gc.disable()
         gc.collect()
 
@@ -217,5 +217,5 @@ class ManualGC(Callback):
             gc.collect(generation=0)
 
     def on_run_end(self) -> None:
-        """Leaves the process as it was."""
+        """Enables automatic collection again."""
         gc.enable()

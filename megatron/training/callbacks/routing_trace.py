@@ -1,13 +1,13 @@
-"""The routing trace, a file of how many tokens chose which expert, and no word of the tokens: its lines and reader.
+"""The routing trace: a file with the number of tokens that chose each expert. Format, writing callback and reader.
 
-JSON lines, each in a gzip member of its own where the file's name ends in .gz. A header describes the steps after it,
-until the next one; a run that resumes with other settings writes its own. A step has
+The file has JSON lines, each compressed as a separate gzip member if the file's name ends in .gz. A header describes
+the steps that follow, until the next header; a run that resumes with other settings writes a new header. A step has
 
     {"iteration": 7, "tokens": {"2": [M][R][E] whole numbers, ...}}
 
-by the number of the layer, from 1: tokens that chose each of E experts, before a capacity drops any, in each of the M
-micro-batches of each of the R ranks of a pipeline stage. The ranks that share experts stand next to each other: of
-expert-model-parallel size n and expert-tensor-parallel size t, each n * t.
+with the number of a layer, from 1, and the tokens that chose each of E experts, before a capacity drops any, in each of
+the M micro-batches on each of the R ranks of a pipeline stage. Ranks that share experts are adjacent: groups of n * t
+for expert-model-parallel size n and expert-tensor-parallel size t.
 """
 
 import argparse
@@ -33,8 +33,10 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingHeader:
-    """What the counts are of: layers with experts out of num_layers; tokens of a rank's micro-batch, topk experts each;
-    the layout of the run; its moe_expert_rank_capacity_factor, None without; the shape of an expert.
+    """Model and layout of the steps that follow in a trace.
+
+    layers: numbers of the layers with experts, of num_layers. tokens_of_microbatch: per rank. capacity_factor:
+    moe_expert_rank_capacity_factor, or None. itemsize: bytes of a parameter.
     """
 
     layers: list[int]
@@ -80,7 +82,7 @@ class RoutingHeader:
         )
 
     def line(self, iteration: int) -> bytes:
-        """The header of a run that goes on from this iteration."""
+        """Returns the line of the header, for steps after `iteration`."""
         return _line({"routing_trace": FORMAT, "iteration": iteration, **asdict(self)})
 
     @classmethod
@@ -98,7 +100,7 @@ class RoutingHeader:
 
 @dataclass(frozen=True)
 class RoutingStep:
-    """One step of a trace. tokens: layer number -> [M, R, E], int64."""
+    """A step of a trace. tokens: layer number to counts [M, R, E], int64."""
 
     header: RoutingHeader
     iteration: int
@@ -106,16 +108,16 @@ class RoutingStep:
 
 
 def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
-    """A step as the trace has it; tokens: layer number -> [M, R, E], int64, on the host."""
+    """Returns the line of a step; tokens: layer number to counts [M, R, E], int64, on the host."""
     return _line(
         {"iteration": iteration, "tokens": {layer: counts.numpy().tolist() for layer, counts in tokens.items()}}
     )
 
 
 def read_routing(path: Path | str) -> Iterator[RoutingStep]:
-    """The steps of a trace, one at a time; a last line that is cut short is left out.
+    """Yields the steps of a trace, without a last line that was cut short.
 
-    Raises ValueError, which names the line, for a file that is no trace, OSError for one that cannot be read.
+    Raises ValueError, which names the line, for a file that is not a trace, and OSError for an unreadable file.
     """
     header = None
     for number, line in enumerate(read_lines(Path(path)), 1):
@@ -135,7 +137,7 @@ def read_routing(path: Path | str) -> Iterator[RoutingStep]:
 
 
 def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> dict[int, np.ndarray]:
-    """Layer number -> [M, R, E], int64, as `step_line` wrote it. Raises ValueError for anything else."""
+    """Returns layer number to counts [M, R, E], int64. Raises ValueError for a record that step_line cannot write."""
     refusal = ValueError(
         f"{where} must have, for each of the layers {header.layers}, tokens [M][R][{header.num_experts}], whole numbers"
     )
@@ -154,14 +156,14 @@ def last_header(path: Path) -> RoutingHeader | None:
     """Returns the header that applies to steps appended to this trace; None without one. Raises as read_routing."""
     found = None
     for number, line in enumerate(read_lines(path), 1):
-        # `line` puts the word first: steps, which are long, need not be parsed.
+        # `line` writes this key first, so that steps, which are long, need not be parsed.
         if line.startswith(b'{"routing_trace"'):
             found = RoutingHeader.from_record(json.loads(line), f"{path}, line {number}")
     return found
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a trace as they were written, until the end or until where the file was cut."""
+    """Yields the decompressed lines of a trace, up to its end or to the place where a kill cut it off."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
             yield from file
@@ -170,7 +172,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def encoded(line: bytes, path: Path) -> bytes:
-    """A line as the file holds it: whatever was written before, it can be appended."""
+    """Returns a line as it is appended to the file: as a separate gzip member if the name ends in .gz."""
     return gzip.compress(line, compresslevel=6, mtime=0) if path.suffix == ".gz" else line
 
 
@@ -179,10 +181,10 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 class RoutingLog(Callback):
-    """One line a step, written at once; lines past the iteration that a run resumes from are dropped first."""
+    """Writes a line per step, after dropping the lines past the iteration that a run resumes from."""
 
     def __init__(self, path: Path, header: RoutingHeader) -> None:
-        """Raises ValueError for a path that cannot be written, and for a file that is there and is no trace."""
+        """Raises ValueError for a path that cannot be written, and for an existing file that is not a trace."""
         self.path, self.header = path, header
         self._file: LineFile | None = None
         try:
@@ -197,7 +199,7 @@ class RoutingLog(Callback):
             )
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the file at the iteration that the run starts from."""
+        """Opens the file at the first iteration of the run, and writes the header unless it is still valid."""
         keep_lines_until(self.path, start.iteration, read=read_lines, encode=partial(encoded, path=self.path))
         is_described = self.path.exists() and last_header(self.path) == self.header
         self._file = LineFile(self.path)
@@ -205,7 +207,7 @@ class RoutingLog(Callback):
             self._write(self.header.line(start.iteration))
 
     def on_rewind(self, iteration: int) -> None:
-        """Drops the lines of steps that come again."""
+        """Drops the lines of steps that are repeated."""
         self.on_run_end()
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 

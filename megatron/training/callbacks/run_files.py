@@ -1,6 +1,6 @@
-"""Files in a run's folder: the description `run.json`, a line per step in `steps.jsonl`, jobs in `progress.txt`.
+"""Files in a run's folder: `run.json` with its settings, `steps.jsonl` with a line per step, and `progress.txt`.
 
-The console's lines are in console.py, TensorBoard's points in tensorboard.py.
+console.py prints to the console, and tensorboard.py writes files for TensorBoard.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from megatron.training.compute.flops import num_floating_point_operations
 
 
 class RunFile(Callback):
-    """Writes `folder/run.json` at the start: the latest start's settings, and when and where each start was."""
+    """Writes `folder/run.json` at the start: the settings of the latest start, and time and place of all starts."""
 
     def __init__(self, folder: Path, *, record: dict[str, Any]) -> None:
         self.path = folder / "run.json"
         self.record = record
 
     def on_train_start(self, start: RunStart) -> None:
-        """A run from step 0 replaces the file; one that goes on adds to its list of starts."""
+        """Replaces the file at step 0; a resumed run is added to the file's list of starts."""
         starts = _read_starts(self.path) if start.iteration > 0 else []
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         environment = self.record["environment"]
@@ -48,7 +48,7 @@ class RunFile(Callback):
 
 
 def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, Any]:
-    """Environment, flags and size of the model as JSON values; size: as count_parameters gives it."""
+    """Returns environment, flags and size of the model as JSON values; size: the result of count_parameters."""
     parameters, active = size
     flops_per_token = num_floating_point_operations(args, 1) / args.seq_length
     return {
@@ -59,7 +59,7 @@ def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, A
 
 
 def environment() -> dict[str, Any]:
-    """What the run runs on; the commit is that of this code where it is a git checkout."""
+    """Returns the versions, device, host and number of processes of the run, and the commit of a git checkout."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -80,7 +80,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _read_starts(path: Path) -> list[Any]:
-    """The starts of an earlier run; none where there is no file, or one that is not ours."""
+    """Returns the recorded starts; an empty list without a file, or for a file that no run has written."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -89,7 +89,7 @@ def _read_starts(path: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
-# Fields of a report that a line has under the same name where the step knows them.
+# Fields of a report that a line has under the same name unless they are None.
 _OPTIONAL = (
     "num_zeros",
     "params_norm",
@@ -108,25 +108,25 @@ _OPTIONAL = (
 
 
 class JsonlLog(Callback):
-    """Appends to `folder/steps.jsonl`; lines past the iteration that a run resumes from are dropped first."""
+    """Appends to `folder/steps.jsonl`, after dropping the lines past the iteration that a run resumes from."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "steps.jsonl"
         self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the file at the iteration that the run starts from."""
+        """Opens the file at the first iteration of the run."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         keep_lines_until(self.path, start.iteration)
         self._file = LineFile(self.path)
 
     def on_rewind(self, iteration: int) -> None:
-        """Drops the lines of steps that come again."""
+        """Drops the lines of steps that are repeated."""
         self.on_run_end()
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes the step's line at once: a killed run leaves complete lines."""
+        """Writes the step's line immediately, so that a killed run leaves complete lines."""
         losses = {name.replace(" ", "_"): value for name, value in report.losses.items()}
         known = {name: vars(report)[name] for name in _OPTIONAL if vars(report)[name] is not None}
         if report.rank_times is not None:
@@ -150,7 +150,7 @@ class JsonlLog(Callback):
         )
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the split's loss under `validation_loss` or `test_loss`, a script's other values as `test_NAME`."""
+        """Writes the loss as `validation_loss` or `test_loss`, and a script's other values as `test_NAME`."""
         words = {name: "loss" if name == "lm loss" else name.replace(" ", "_") for name in report.losses}
         values = {f"{report.split}_{words[name]}": value for name, value in report.losses.items()}
         self._write({"iteration": report.iteration, **values})
@@ -167,7 +167,7 @@ class JsonlLog(Callback):
 
 
 def _json_value(value: Any) -> Any:
-    """Numbers that JSON does not know become text: strict readers stay able to read the line."""
+    """Converts numbers that JSON lacks to text, so that strict readers can parse the line."""
     if isinstance(value, dict):
         return {name: _json_value(inner) for name, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -176,7 +176,7 @@ def _json_value(value: Any) -> Any:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Line by line: with the load of many experts a log is larger than memory."""
+    """Yields lines one at a time, because a log with the load of many experts may exceed memory."""
     with path.open("rb") as file:
         yield from file
 
@@ -188,9 +188,9 @@ def keep_lines_until(
     read: Callable[[Path], Iterable[bytes]] = lines_of,
     encode: Callable[[bytes], bytes] = bytes,
 ) -> None:
-    """Rewrites the log without lines of later iterations, nor a last line that a kill cut short.
+    """Rewrites the log without lines of later iterations, and without a last line that a kill cut short.
 
-    encode: what a line becomes in the file, and read undoes.
+    encode: the inverse of read, for one line.
     """
     if not path.exists():
         return
@@ -217,14 +217,14 @@ _FLOPS = re.compile(r"Floating-point operations: ([\d.eE+]+)")
 
 @dataclass
 class Stretch:
-    """Jobs in a row on as many devices: when the first began, and the operations spent before."""
+    """Consecutive jobs on the same number of devices. start: of the first job. flops: operations spent before it."""
 
     start: datetime
     flops: float
 
 
 class ProgressFile(Callback):
-    """Appends a line at the start of a job and at each checkpoint, in the columns that Megatron's users know."""
+    """Appends a line to `progress.txt` at the start of a job and at each checkpoint, in Megatron-LM's columns."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.path = folder / "progress.txt"
@@ -237,21 +237,21 @@ class ProgressFile(Callback):
         self._file: LineFile | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Writes that a job starts."""
+        """Writes the line of a job's start."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(self.path)
-        # By now the checkpoint, if any, is loaded.
+        # The checkpoint, if any, is loaded by now.
         self._samples = self._args.consumed_train_samples
         self._job = Stretch(datetime.now(), self._samples * self._flops_per_sample)
         self._append("Starting job")
         self._stretch = last_stretch(self.path.read_text(encoding="utf-8"), self.num_devices) or self._job
 
     def on_step_end(self, report: StepReport) -> None:
-        """Remembers the samples read."""
+        """Records the number of consumed samples."""
         self._samples = report.consumed_samples
 
     def on_save(self, iteration: int) -> None:
-        """Writes what the checkpoint took."""
+        """Writes throughput, operations and tokens up to the checkpoint."""
         flops = self._samples * self._flops_per_sample
         self._append(
             f"Saved checkpoint\tIteration: {iteration}\t"
@@ -272,7 +272,7 @@ class ProgressFile(Callback):
         return (flops - since.flops) / seconds / 1e12 / self.num_devices
 
     def _append(self, text: str) -> None:
-        # What SLURM calls the job, so that the line finds its log.
+        # SLURM's job number, to find the log of the line.
         job = os.environ.get("SLURM_JOB_ID", "")
         line = f"{datetime.now().strftime(_TIME_FORMAT)}\tJob ID: {job}\t# GPUs: {self.num_devices}\t{text}\n"
         assert self._file is not None, "the file is opened by on_train_start"
@@ -280,7 +280,7 @@ class ProgressFile(Callback):
 
 
 def last_stretch(text: str, num_devices: int) -> Stretch | None:
-    """The latest jobs on `num_devices` devices without others between; None if the file ends with others."""
+    """Returns the latest consecutive jobs on `num_devices` devices; None if the last job used another number."""
     stretch: Stretch | None = None
     flops = 0.0
     for found in map(_LINE.fullmatch, text.splitlines()):

@@ -1,4 +1,4 @@
-"""Scalars of the run for TensorBoard, under the tags that Megatron users' dashboards know."""
+"""Writes scalars of a run for TensorBoard, with Megatron-LM's tags."""
 
 import torch.distributed as dist
 
@@ -13,7 +13,7 @@ class TensorBoardLog(Callback):
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         try:
-            # Optional, and a second to import: only runs that ask for it pay.
+            # An optional package that takes a second to import.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
@@ -26,18 +26,18 @@ class TensorBoardLog(Callback):
         self._writer: SummaryWriter | None = None
 
     def on_train_start(self, start: RunStart) -> None:
-        """Opens the event file; points of an earlier run past the start are hidden by `purge_step`."""
+        """Opens the event file. `purge_step` hides the points of an earlier run past the start."""
         self._writer = self._open(
             self._folder, purge_step=start.iteration + 1, max_queue=self.config.tensorboard_queue_size
         )
 
     def on_rewind(self, iteration: int) -> None:
-        """Hides the points of steps that come again."""
+        """Hides the points of steps that are repeated."""
         self.on_run_end()
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes losses, learning rate, norm, speed, and what flags add; what log lines sum up whenever it comes."""
+        """Writes the step's scalars, and whenever the report has them the expert buffers' figures of a log line."""
         scalars: dict[str, float | None] = {**_stash_scalars(report)}
         if report.iteration % self.config.tensorboard_log_interval == 0:
             scalars |= self._scalars_of_step(report)
@@ -76,14 +76,14 @@ class TensorBoardLog(Callback):
         return scalars
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Writes the values of the split, and their perplexity if asked to."""
+        """Writes the values of the split, and the perplexity of losses if the flags request it."""
         for name, value in report.losses.items():
             self._add(f"{name} {report.split}", value, step=report.iteration)
             if self.config.log_validation_ppl_to_tensorboard and is_loss(name):
                 self._add(f"{name} {report.split} ppl", perplexity(value), step=report.iteration)
 
     def on_run_end(self) -> None:
-        """Writes what is buffered and closes the file."""
+        """Writes buffered points and closes the file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
@@ -100,7 +100,7 @@ class TensorBoardLog(Callback):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        # The thread that writes has ended by it, and tells whoever gives it more.
+        # The error has ended the writer's thread, so later calls would raise it again.
         self._writer = None
         print_rank_0(
             f"WARNING: cannot write to {self._folder}: {error}: no more points for TensorBoard from this start"

@@ -14,7 +14,7 @@ from megatron.training.command_line.config_builder import problems_of_config
 
 
 def check_graphs(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags under which a part of what would be captured reads the device, or changes from step to step."""
+    """Yields flags under which captured work would read the device, or would change from step to step."""
     if args.cuda_graph_modules and args.cuda_graph_impl != "local":
         yield (
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
@@ -26,7 +26,7 @@ def check_graphs(args: argparse.Namespace) -> Iterator[str]:
     for name, is_set, why in _graph_conflicts(args):
         if is_set:
             value = vars(args)[name]
-            # None: a short form of the flag was given.
+            # None means that a short form of the flag was given.
             shown = "given" if value in (True, None) else " ".join(value) if isinstance(value, list) else value
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} is {shown} and --cuda-graph-impl is {args.cuda_graph_impl}: {why}"
@@ -167,7 +167,7 @@ _OFFLOADED = "what is kept for backward goes to the host, gathered parameters am
 
 
 def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
-    """Yields contradictions with what needs whole parameters, or exists only for buckets of gradients."""
+    """Yields flags that need whole parameters or gradient buckets, which --use-torch-fsdp2 does not have."""
     if not args.use_torch_fsdp2:
         if not args.torch_fsdp2_reshard_after_forward:
             yield (
@@ -186,7 +186,7 @@ def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns settings that contradict --use-torch-fsdp2: in words, whether set, and the reason."""
+    """Returns settings that contradict --use-torch-fsdp2: description, whether set, and the reason."""
     stages = args.pipeline_model_parallel_size
     return [
         (
@@ -223,7 +223,7 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
 
 
 def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
-    """Sets what distributed_fused_adam and --optimizer-in-backward imply; yields what contradicts them."""
+    """Sets the arguments that distributed_fused_adam and --optimizer-in-backward imply; yields contradicting flags."""
     yield from _check_in_backward(args)
     args.shard_gradients = args.optimizer == "distributed_fused_adam"
     if not args.shard_gradients:
@@ -304,7 +304,7 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_faults(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags that prevent skipping steps, going back or comparing replicas.
+    """Yields flags that prevent skipping steps, rewinding to a checkpoint, or comparing replicas.
 
     Sets --timing-log-level 1 where --log-straggler needs it.
     """
@@ -323,7 +323,7 @@ def check_faults(args: argparse.Namespace) -> Iterator[str]:
         rewinds.append(f"--loss-spike-rewind is {args.loss_spike_rewind:g}")
     for words in rewinds:
         if args.save is None or args.save_interval is None:
-            yield (f"{words}: needs --save and --save-interval: it goes back to a checkpoint")
+            yield f"{words}: needs --save and --save-interval: it goes back to a checkpoint"
         if args.no_save_optim or args.no_save_rng:
             yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
         if args.cuda_graph_impl != "none":

@@ -1,6 +1,6 @@
-"""All flags in one table: the known ones of known_flags.json, and which configuration fields make some of them work.
+"""The table of all flags: flags of configuration fields, which work, and the other flags of known_flags.json.
 
-Parsing is in parser.py; the texts about flags that do not work are in refusals.py.
+parser.py parses them. refusals.py has the texts about flags that do not work.
 """
 
 import dataclasses
@@ -81,14 +81,14 @@ def load_known_flags() -> KnownFlags:
 
 
 def known_flag(row: dict[str, Any]) -> KnownFlag:
-    """The typed form of one JSON row."""
+    """Converts a JSON row to a KnownFlag."""
     # JSON has no tuples; rows are compared and hashed.
     lists = {key: tuple(row[key]) for key in ("flags", "choices") if row.get(key) is not None}
     return KnownFlag(**{**row, **lists})
 
 
 class FlagState(enum.Enum):
-    """How a flag is treated when it is given."""
+    """Treatment of a flag that is given."""
 
     WORKS = "works"
     NO_EFFECT = "no effect"
@@ -103,7 +103,7 @@ _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag as parser, YAML reader, help and docs see it.
+    """A flag, as used by parser, YAML reader, help and docs.
 
     constant: what the flag stores where it takes no value, else None. parse: turns one word into one value.
     unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
@@ -136,7 +136,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class FlagTable:
-    """All flags, working ones first in the order of their classes; `by_dest` leaves refused ones out."""
+    """All flags: working ones first, in the order of their classes. `by_dest` excludes refused flags."""
 
     flags: tuple[Flag, ...]
 
@@ -173,7 +173,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
 
 
 def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
-    """Whether a known flag gives a working one's field the value that it has anyway."""
+    """Whether a known flag sets the field of a working flag to its default."""
     return flag is not None and _CONSTANTS.get(row.action) is (not flag.constant)
 
 
@@ -183,7 +183,7 @@ def _opposite(flag: Flag, row: KnownFlag) -> Flag:
 
 
 def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
-    """The flags of the fields that `config_class` shows on the command line: its own, then inherited ones."""
+    """Returns the flags of a configuration class: of its own fields, then of inherited ones."""
     hints = typing.get_type_hints(config_class)
     flags: list[tuple[int, Flag]] = []
     for field in dataclasses.fields(config_class):
@@ -234,13 +234,13 @@ def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
 
 
 def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any]:
-    """Keywords of Flag that follow from a field's annotation: how many words it takes and what they become."""
+    """Returns the arguments of Flag that follow from a field's annotation: number of words, type and parser."""
     kinds = [one for one in _alternatives(hint) if one is not type(None)]
     # Two states need no value, whatever the default; `bool | None` counts as two.
     if bool in kinds:
         return {"type_name": "flag", "constant": default is not True}
     common: dict[str, Any] = {"nargs": spec.nargs, "choices": spec.choices}
-    # The field knows how to read a word; guessing from its annotation could only disagree.
+    # The field has its own parser, which the annotation cannot express.
     if spec.parse is not None:
         return {"type_name": "value", "parse": spec.parse, **common}
     lists = [one for one in kinds if typing.get_origin(one) in (list, tuple)]
@@ -286,7 +286,7 @@ def _state_of_known(row: KnownFlag) -> FlagState:
     return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
 
 
-# Defaults that do not say what is done here: a script that gives them by name would train another model.
+# Defaults that differ from the behaviour here: a script that gives them expects another model.
 _DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
 
 
@@ -333,7 +333,7 @@ CONFIG_CLASSES: tuple[type, ...] = (
     DryRunConfig,
 )
 
-# What --use-checkpoint-args takes over: names in the parsed arguments that decide the shape of the weights.
+# Arguments that --use-checkpoint-args takes from the checkpoint, because they determine the shape of the weights.
 MODEL_SHAPE_DESTS: tuple[str, ...] = (
     "num_layers",
     "hidden_size",
@@ -407,7 +407,7 @@ def flag_table() -> FlagTable:
 
 
 def refusal(flag: Flag) -> str:
-    """Why a flag is refused and what to use instead, to be read after the flag's name."""
+    """Returns why a flag is refused and what to use instead, as the end of a message that starts with the flag."""
     for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
         if re.match(pattern, flag.flags[0]):
             return f"not supported; {sentence}"
@@ -415,7 +415,7 @@ def refusal(flag: Flag) -> str:
 
 
 def no_effect_notice(flags: list[Flag]) -> str:
-    """One line that names the accepted flags which change nothing here."""
+    """Returns a line that names accepted flags without an effect."""
     hints = [(flag.flags[0], NO_EFFECT_HINTS.get(flag.flags[0])) for flag in flags]
     names = [name if hint is None else f"{name} ({hint})" for name, hint in hints]
     return f"note: no effect here: {', '.join(names)}"

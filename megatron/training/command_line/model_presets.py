@@ -1,6 +1,6 @@
-"""Named models: the flags of each are a file in configs/, which --model reads and --model-scale tiny shrinks; pure.
+"""Named models for --model, each with its flags in a file in configs/, and their tiny versions for --model-scale.
 
-Which other flags go over them is decided in arguments.py.
+arguments.py defines the precedence of other flags.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from megatron.training.command_line.parser import did_you_mean
 PRESETS = Path(__file__).resolve().parents[3] / "configs"
 INDEX_FILE = "index.yaml"
 
-# A tiny model: wide enough for every kernel, and of each kind of layer at least two.
+# Sizes of a tiny model: wide enough for every kernel, and with at least two layers of each kind.
 _TINY_LAYERS = 4
 _TINY_WIDTH = 64
 _TINY_FFN = 96
@@ -40,7 +40,7 @@ _TINY_WINDOW = 8
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A line of configs/index.yaml: where the settings come from, parameters in all and those that a token uses."""
+    """An entry of configs/index.yaml: source of the settings, and numbers of all and of active parameters."""
 
     name: str
     source: str
@@ -49,13 +49,13 @@ class KnownModel:
 
 
 def known_models() -> list[KnownModel]:
-    """All presets, in the order of configs/index.yaml."""
+    """Returns all presets, in the order of configs/index.yaml."""
     lines = yaml.safe_load((PRESETS / INDEX_FILE).read_text(encoding="utf-8"))
     return [KnownModel(name, **values) for name, values in lines.items()]
 
 
 def preset_file(name: str) -> str:
-    """The file of a preset; CommandLineError, with the nearest name, for one that does not exist."""
+    """Returns the file of a preset. Raises CommandLineError, with the nearest name, for an unknown one."""
     names = [model.name for model in known_models()]
     if name not in names:
         raise CommandLineError(f"--model is {name}: not known{did_you_mean(name, names)}; --list-models names all")
@@ -63,7 +63,7 @@ def preset_file(name: str) -> str:
 
 
 def table_of_models() -> str:
-    """What --list-models prints."""
+    """Returns the text of --list-models."""
     rows = [("name", "parameters", "active", "source")]
     for model in known_models():
         rows.append((model.name, f"{model.parameters:,}", f"{model.active_parameters:,}", model.source))
@@ -72,10 +72,10 @@ def table_of_models() -> str:
 
 
 def tiny(preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a preset for a model of a few hundred thousand parameters that has every feature of it.
+    """Returns the flags of a model of a few hundred thousand parameters that has every feature of a preset.
 
-    What stays: how many query heads share a key, which share of a head is rotated, that there are dense layers before
-    those with experts, groups of experts, shared experts in their number, windows in their order of layers.
+    It keeps the ratio of query heads to key heads, the rotated share of a head, dense layers before expert layers,
+    expert groups, the number of shared experts, and the order of layers with sliding windows.
     """
     values = dict(preset)
     values |= {"num_layers": _TINY_LAYERS, "hidden_size": _TINY_WIDTH, "ffn_hidden_size": _TINY_FFN}
@@ -115,7 +115,7 @@ def _tiny_experts(preset: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": min(preset.get("moe_router_topk", 2), experts // 2),
     }
     if groups is not None:
-        # Four experts a group: enough for two scores each, and for the choice of a token.
+        # Four experts per group, enough for group scores of two experts and for the choice of a token.
         values |= {"moe_router_num_groups": experts // 4, "moe_router_group_topk": experts // 8}
     if shared is not None:
         width = preset.get("moe_ffn_hidden_size") or preset["ffn_hidden_size"]

@@ -16,7 +16,7 @@ from megatron.training.command_line.flags import Flag, FlagState, FlagTable, fla
 from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.values import value_of_yaml, yaml_of_value
 
-# Beyond, a file is no configuration: a few lines of references can stand for more values than memory holds.
+# Limits for configuration files. A few lines of YAML references can expand to more values than fit in memory.
 _MAX_CHARACTERS = 1 << 20
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 20
@@ -27,7 +27,7 @@ _MERGE = f"{_PREFIX}merge"
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader that does not recurse without end, and refuses a key given twice, where YAML takes the last."""
+    """SafeLoader that limits nesting, and refuses duplicate keys, of which YAML would use the last."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def check(self, node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
-        """How many values a node stands for; sizes: of the nodes seen so far, None while one is being looked at."""
+        """Returns the number of values that a node expands to; sizes: of visited nodes, None while visiting."""
         if node in sizes:
             size = sizes[node]
             if size is None:
@@ -83,7 +83,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def plain_values(text: str) -> Any:
-    """The value that a YAML text stands for. Raises ValueError saying what is wrong and where."""
+    """Parses a YAML text into plain values. Raises ValueError with the problem and its position."""
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters: must be at most {_MAX_CHARACTERS}")
     try:
@@ -112,7 +112,7 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, problem, mark)
 
 
-# They say what to do with a configuration and are not part of one.
+# Flags about what to do with a configuration, which are not part of it.
 NOT_IN_FILES = ("config", "print_config", "list_models", "dry_run", "world_size")
 
 
@@ -126,16 +126,16 @@ _InlineListDumper.add_representer(
 
 
 def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Values by name in the parsed arguments; `script_dests` are names that a script added to the parser.
+    """Reads a file; returns values by their names in the parsed arguments.
 
-    Raises CommandLineError for a file that cannot be read, and with a line for each unknown or refused key and each
-    value of the wrong type.
+    script_dests: names that a script added to the parser. Raises CommandLineError for an unreadable file, and with a
+    line for each unknown or refused key and each value of the wrong type.
     """
     aliases = _aliases(table)
     values: dict[str, Any] = {}
     problems = []
     for key, data in _flatten(_load(path), path=path, table=table):
-        # Who copies flags into a file keeps their dashes.
+        # Keys may be copied flags, with dashes.
         name = key.replace("-", "_")
         try:
             # argparse turns a string default into the type that the script asked for.
@@ -147,7 +147,7 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
         except CommandLineError as error:
             problems.append(str(error))
             continue
-        # Flat and below a title, or under two of its names.
+        # Given both flat and below a title, or under two of its names.
         if dest in values:
             problems.append(f"{path}: {dest} is given twice")
         values[dest] = value
@@ -171,13 +171,13 @@ def _load(path: str) -> dict[Any, Any]:
 
 
 def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
-    # Titles of flags that do not work count too, for their keys get a better answer than "unknown group".
+    # Includes titles of flags that do not work, whose keys get a better message than "unknown group".
     titles = {flag.group for flag in table.flags}
     for key, data in content.items():
         if not isinstance(key, str):
             raise CommandLineError(f"{path}: {key!r} is not the name of a flag")
         if not isinstance(data, dict):
-            # A title over nothing, as in a file whose lines are commented out, is no flag.
+            # A title without keys, as in a file whose lines are commented out, is not a flag.
             if not (data is None and key in titles):
                 yield key, data
         # Spaces in keys are unusual in YAML; underscores do as well.
@@ -188,7 +188,7 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
 
 
 def _aliases(table: FlagTable) -> dict[str, Flag]:
-    """Flags by every name a file may use: as in the parsed arguments, of the field, or of the flag."""
+    """Returns flags by every name that a file may use: of the argument, of the field, or of the flag."""
     # Names in the arguments win over spellings; reversed, so that working flags win over others.
     aliases = {flag.dest: flag for flag in reversed(table.flags)}
     for flag in table.flags:
@@ -223,7 +223,7 @@ def _value(flag: Flag, data: Any, *, path: str, table: FlagTable) -> Any:
 
 
 def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:
-    """The arguments as YAML that `--config` reads back to the same arguments."""
+    """Formats the arguments as YAML that `--config` reads back to the same arguments."""
     groups: dict[str, dict[str, Any]] = {}
     for flag in shown_flags(args, table):
         if flag.dest not in script_dests:
@@ -233,21 +233,20 @@ def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set
 
 
 def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
-    """The flags that make up a configuration: those that work, and others that somebody set."""
+    """Returns the flags that make up a configuration: flags that work, and others that are not at their default."""
     flags = [flag for flag in table.flags if flag.state is not FlagState.REFUSED and flag.dest not in NOT_IN_FILES]
-    # Others would fill the page with what nobody set.
     return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]
 
 
-# Arguments that say where a process or a run is, not how it was set up.
+# Arguments about the progress of a run or the place of a process, which are not settings.
 _OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 
 def config_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a run by name in the arguments, as JSON values: what --print-config shows, scripts' own too."""
+    """Returns the settings of a run as JSON values by argument name: those of --print-config, and those of scripts."""
     table = flag_table()
     known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
-    # What a script added, and what follows from the flags, such as the padded vocabulary.
+    # Arguments that a script added, and derived ones such as the padded vocabulary.
     silent = {*table.by_dest, *_OF_ONE_RANK}
     plain = (bool, int, float, str, type(None))
     others = {name: value for name, value in vars(args).items() if name not in silent and isinstance(value, plain)}

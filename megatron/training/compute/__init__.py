@@ -1,1 +1,1 @@
-"""The arithmetic of a model, and the devices that do it."""
+"""Floating-point operations of a model, and figures of the devices that execute them."""

@@ -1,6 +1,6 @@
-"""What is known of devices before a run: peaks, memory and links, from configs/devices.yaml and a file of one's own.
+"""Table of devices: peak operations, memory and links, from configs/devices.yaml and the file of MEGATRON_DEVICES.
 
-Nothing is measured here; benchmarks/device_figures.py writes the entry of the machine it runs on.
+benchmarks/device_figures.py measures the machine it runs on, and writes its entry.
 """
 
 import os
@@ -14,12 +14,12 @@ from megatron.training.command_line.parser import did_you_mean
 from megatron.training.command_line.yaml_config import plain_values
 
 DEVICES_FILE = Path(__file__).resolve().parents[3] / "configs" / "devices.yaml"
-# A file with entries that go before those of DEVICES_FILE, and the name of the device that plans are for.
+# Environment variables: a file whose entries override those of DEVICES_FILE, and the device that plans are for.
 FILE_VARIABLE, NAME_VARIABLE = "MEGATRON_DEVICES", "MEGATRON_PLAN_DEVICE"
 DEFAULT_NAME, CPU_NAME = "H100", "cpu"
 _MAY_BE_NONE = ("bf16_tflops", "fp8_tflops")
 _SHARES = "attainable_"
-# By the end of a field's name. No figure is near the most: what is above it is in another unit.
+# Units by suffix of a field's name. A value above _MOST must be in another unit.
 _UNITS = {
     "_tflops": "10^12 operations a second",
     "_gib": "GiB",
@@ -31,7 +31,7 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An entry of configs/devices.yaml, which says what its figures are and where they are from."""
+    """An entry of configs/devices.yaml, which documents its figures and their sources."""
 
     name: str
     bf16_tflops: float | None
@@ -58,11 +58,11 @@ class Device:
 
     @property
     def host_bytes_s(self) -> float:
-        """Bytes a second that a copy between device and host reaches, one way."""
+        """Attainable bytes per second of a copy between device and host, in one direction."""
         return self.host_gb_s * 1e9 * self.attainable_link
 
     def tflops(self, dtype: str) -> float:
-        """Peak of dense products in that type: bf16, fp16, fp8 or fp32. Raises ValueError where there are none."""
+        """Peak 10^12 operations per second of dense bf16, fp16, fp8 or fp32 products. Raises ValueError without one."""
         value = {"bf16": self.bf16_tflops, "fp16": self.bf16_tflops, "fp8": self.fp8_tflops, "fp32": self.fp32_tflops}
         if dtype not in value:
             raise ValueError(f"dtype is {dtype}: must be one of {', '.join(value)}")
@@ -73,10 +73,10 @@ class Device:
 
 
 def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
-    """The devices of the file that MEGATRON_DEVICES names, then those of configs/devices.yaml, in their order.
+    """Returns the devices of the file that MEGATRON_DEVICES names, then the others of configs/devices.yaml, in order.
 
-    environment: the process's own by default. Raises CommandLineError naming file, entry, field and value
-    of what is wrong.
+    environment: the process's own by default. Raises CommandLineError that names file, entry, field and value of a
+    mistake.
     """
     path = (os.environ if environment is None else environment).get(FILE_VARIABLE)
     own = devices_of_file(Path(path)) if path else []
@@ -84,14 +84,14 @@ def known_devices(environment: Mapping[str, str] | None = None) -> list[Device]:
 
 
 def planned_device(environment: Mapping[str, str] | None = None) -> Device:
-    """The device that MEGATRON_PLAN_DEVICE names, H100 by default; CommandLineError for one that is not known."""
+    """Returns the device of MEGATRON_PLAN_DEVICE, H100 by default. Raises CommandLineError for unknown names."""
     environment = os.environ if environment is None else environment
     name = environment.get(NAME_VARIABLE) or DEFAULT_NAME
     return device_of_name(name, source=NAME_VARIABLE, environment=environment)
 
 
 def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
-    """As planned_device; source: the flag or variable that names it, for the error."""
+    """Returns the device of a name. Raises CommandLineError for unknown names; source: flag or variable to blame."""
     devices = {device.name: device for device in known_devices(environment)}
     if name not in devices:
         names = list(devices)
@@ -100,16 +100,16 @@ def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | N
 
 
 def peak_bf16_tflops(product: str) -> float | None:
-    """Highest 10^12 dense bf16 operations a second of the GPU of that product name; None for one not in the table.
+    """Returns the peak 10^12 dense bf16 operations per second of a GPU product; None if the table lacks it.
 
-    Raises CommandLineError for a file of one's own that is wrong.
+    Raises CommandLineError for a mistake in the file of MEGATRON_DEVICES.
     """
     gpus = (device for device in known_devices() if device.name != CPU_NAME)
     return next((device.bf16_tflops for device in gpus if device.name in product), None)
 
 
 def devices_of_file(path: Path) -> list[Device]:
-    """The entries of a file, in order. Raises CommandLineError naming file, entry, field and value of what is wrong."""
+    """Reads the entries of a file, in order. Raises CommandLineError that names file, entry, field and value."""
     try:
         entries = plain_values(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -144,7 +144,7 @@ def _fits(field: str, value: Any) -> bool:
         return False
     if field == "devices_per_node":
         return isinstance(value, int) and value >= 1
-    # NaN is in no range.
+    # NaN fails both comparisons.
     most = 1 if field.startswith(_SHARES) else _MOST
     return 0 <= value <= most if field.endswith("_us") else 0 < value <= most
 

@@ -1,6 +1,6 @@
-"""How much arithmetic a model's matrix products are: per training step, and of a parameter per token.
+"""Counts a model's parameters and the floating-point operations of its matrix products.
 
-Times are measured elsewhere; peaks of devices are device_table.py's.
+devices.py has the peaks of devices. Times are measured elsewhere.
 """
 
 import argparse
@@ -16,17 +16,17 @@ from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
 
-# A multiply-add is two operations; backward makes a product for the input, and one for weights that are not frozen.
+# A multiply-add is two operations. Backward computes one product for the input, and one for weights unless frozen.
 _FLOPS_PER_MULTIPLY_ADD = 2
 _PASSES, _PASSES_OF_FROZEN = 3, 2
 
 
 def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
-    """Operations of forward and backward over `batch_size` samples of the GPT of the flags, over all ranks.
+    """Returns the operations of forward and backward over `batch_size` samples for the GPT of the flags, on all ranks.
 
-    Counts the matrix products, attention with the half of its matrix that a causal mask leaves. Sliding windows,
-    borders between packed samples, dropped tokens and recomputation are not taken into account. With --lora-rank
-    weights have no gradients; adapters are left out, and so is that the first layer's input needs none.
+    Counts the matrix products, and half of attention's score matrix because of the causal mask. Ignores sliding
+    windows, boundaries of packed samples, dropped tokens and recomputation. With --lora-rank, weights have no gradients
+    and adapters are ignored.
     """
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
@@ -46,16 +46,16 @@ def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> 
 
 
 def _score_products(args: argparse.Namespace) -> int:
-    """Multiply-adds per token of the two products with all positions of a layer, of which half are masked, forward."""
+    """Forward multiply-adds per token of a layer's two products over all positions, half of which are masked."""
     if args.multi_latent_attention:
-        # Keys and values differ in their width.
+        # Keys and values have different widths.
         widths = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
         return int(args.num_attention_heads * widths * args.seq_length / 2)
     return int(args.kv_channels * args.num_attention_heads * args.seq_length)
 
 
 def _attention_products(args: argparse.Namespace) -> int:
-    """Multiply-adds of a layer's projections for attention per token, forward."""
+    """Forward multiply-adds per token of a layer's attention projections."""
     if args.multi_latent_attention:
         return _latent_attention_products(args)
     query = args.kv_channels * args.num_attention_heads
@@ -86,7 +86,7 @@ def _moe_products(args: argparse.Namespace) -> int:
 def count_parameters(
     model: Sequence[nn.Module], args: argparse.Namespace, *, mp_group: dist.ProcessGroup | None = None
 ) -> tuple[int, int]:
-    """(all parameters, those that one token meets: of routed experts only the chosen ones). Collective.
+    """Returns the numbers of all parameters and of active ones, with only top-k routed experts. Collective.
 
     model: this rank's chunks. mp_group: the ranks that hold the other parts. Padding of the vocabulary is not counted.
     """
@@ -99,8 +99,8 @@ def count_parameters(
 
 
 def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
-    """Elements of each logical tensor that these chunks have a part of; padding of the vocabulary is not counted."""
-    # By logical tensor: a tied weight or a split one is one parameter, whoever holds it.
+    """Returns the number of elements of each logical tensor with a part in these chunks, without vocabulary padding."""
+    # By logical tensor, so that a tied or sharded weight counts once.
     return {
         piece.key: math.prod(piece.global_shape)
         for chunk in model
@@ -110,7 +110,7 @@ def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, int]:
-    """As count_parameters, of a whole model's parameters_by_key."""
+    """Returns the numbers of all and of active parameters; sizes: parameters_by_key of the whole model."""
     routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
     total = sum(sizes.values())
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0

@@ -1,1 +1,1 @@
-"""Measurements that flags add to the report of a step; each runs on every rank."""
+"""Meters: measurements on every rank that flags add to the report of a step."""

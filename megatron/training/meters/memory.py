@@ -1,6 +1,6 @@
-"""Bytes that a rank holds, by kind, and their maximum over ranks: before the first step, and measured in steps.
+"""Memory of a run: the bytes that ranks hold, by kind, and whether weights and states fit a device.
 
-What a run will hold, before it is started, is dry_run/plan.py's; its kinds are the same.
+planner/plan.py predicts the same kinds of memory before a run starts.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
 
 
 class HeldMemoryMeter:
-    """Measures after the first step of a start, at log lines and after the last step: a pool of pages may grow."""
+    """Measures after the first step of a start, at log lines and after the last step, because page pools may grow."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class HeldMemoryMeter:
         self._is_first = True
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets held: "rank_0", "max" over ranks and "stages", the largest of each stage's, each kind to bytes.
+        """Sets held: bytes by kind of "rank_0", of the "max" over ranks, and of the largest rank of each of "stages".
 
-        Beside what held_bytes gives there is the most that was in use so far: peak_allocated of a GPU's memory, as
-        torch's allocator counts it, or peak_rss of the process on a CPU.
+        The kinds are those of held_bytes and the peak so far: peak_allocated of torch's allocator on a GPU, or peak_rss
+        of the process on a CPU.
         """
         is_due = self._is_first or report.is_last or report.iteration % self._interval == 0
         if not is_due:
@@ -138,7 +138,7 @@ class HeldMemoryMeter:
         return replace(report, held=held)
 
     def _largest_sync(self, own: list[int]) -> list[list[int]]:
-        """The first rank's numbers, then the largest of each stage's ranks.
+        """Returns the first rank's numbers, then the maximum over the ranks of each stage.
 
         NOTE: reads the device, once a log line. Collective.
         """
@@ -152,8 +152,58 @@ class HeldMemoryMeter:
         return rows.tolist()
 
 
-# How torch words it, of the CPU and of sizes beyond any; a GPU's allocator has a class of its own for it.
+_MEMORY_WORDS = {
+    "allocated": "allocated",
+    "max_allocated": "max allocated",
+    "reserved": "reserved",
+    "max_reserved": "max reserved",
+    "rss": "resident",
+    "peak_rss": "max resident",
+}
+
+
+class MemoryMeter:
+    """Measures bytes by kind on this rank at each log line, and adds notes below the first one.
+
+    state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates.
+    """
+
+    def __init__(self, device: torch.device, interval: int, *, state: StateBytes | None = None) -> None:
+        self._device = device
+        self._interval = interval
+        self._state = state
+        self._has_noted = False
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets memory."""
+        if report.iteration % self._interval:
+            return report
+        memory = memory_bytes(self._device)
+        # Memory settles in the first steps, so later notes would repeat the first.
+        notes: tuple[str, ...] = ()
+        if not self._has_noted:
+            notes = (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
+            notes += () if self._state is None else (state_line(self._state),)
+        self._has_noted = True
+        return replace(report, memory=memory, notes=(*report.notes, *notes))
+
+
+def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
+    """Formats the note below the first log line: a GPU's memory, or the process's on the CPU."""
+    kinds = [kind for kind in memory if kind.endswith("rss") != on_gpu]
+    figures = [f" {_MEMORY_WORDS[kind]}: {memory[kind] / 2**20:.1f}" for kind in kinds]
+    return " |".join([f"[Rank 0] (after {iteration} iterations) memory (MB)", *figures])
+
+
+def state_line(state: StateBytes) -> str:
+    """Formats the note with the planned persistent memory."""
+    figures = [f" {name}: {value / 2**20:.1f}" for name, value in asdict(state).items()]
+    return " |".join(["[Rank 0] kept from step to step (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
+
+
+# Messages of torch for the CPU and for impossible sizes. A GPU's allocator raises OutOfMemoryError instead.
 _NO_MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Cannot allocate memory")
+
 
 # The share of a device's memory that plans leave to the CUDA context and to gaps in the allocator's blocks.
 _KEPT_FREE = 0.1
@@ -166,7 +216,7 @@ def fit_in_words(device: str, num_bytes: int, memory: int) -> str:
 
 
 def room_in_words(num_bytes: int, memory: int) -> str:
-    """Returns a warning for what fits with little room; empty for what has room or does not fit at all."""
+    """Returns a warning if num_bytes fits with little room to spare; empty if there is room, or if it does not fit."""
     if num_bytes > memory or not is_tight(num_bytes, memory):
         return ""
     return f"less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
@@ -184,10 +234,10 @@ def gib(num_bytes: float) -> str:
 
 
 def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
-    """Raises ValueError where the matrices of an average rank are larger than the memory of this machine.
+    """Raises ValueError if the matrices of an average rank are larger than the memory of this machine.
 
-    The operating system would end such a run without a word, after minutes of building layers. Weights on a GPU are
-    left to its allocator, which says at once that there is no room; those on the meta device take none.
+    The operating system would kill such a run without a message, after minutes of building layers. Weights on a GPU are
+    not checked, because its allocator fails immediately. Weights on the meta device need no memory.
     """
     on_host = config.use_cpu_initialization or default_device().type == "cpu"
     if not on_host or config.init_model_with_meta_device or torch.get_default_device().type == "meta":
@@ -204,7 +254,7 @@ def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
 
 
 def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
-    """Elements of the large matrices, without the second one of gated layers, keys, values and output layer."""
+    """Elements of the large matrices, without the second matrix of gated layers, keys, values and output layer."""
     hidden, tp = config.hidden_size, config.tensor_model_parallel_size
     num_experts = config.num_moe_experts or 0
     moe_layers = sum(layers_with_experts(num_experts or None, config.moe_layer_freq, num_layers=config.num_layers))
@@ -221,52 +271,3 @@ def is_lack_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY_WORDS)
-
-
-_MEMORY_WORDS = {
-    "allocated": "allocated",
-    "max_allocated": "max allocated",
-    "reserved": "reserved",
-    "max_reserved": "max reserved",
-    "rss": "resident",
-    "peak_rss": "max resident",
-}
-
-
-class MemoryMeter:
-    """Bytes by kind on this rank at each log line, and lines for the console below the first.
-
-    state: what is planned for training; None where nothing is trained.
-    """
-
-    def __init__(self, device: torch.device, interval: int, *, state: StateBytes | None = None) -> None:
-        self._device = device
-        self._interval = interval
-        self._state = state
-        self._told = False
-
-    def measure(self, report: StepReport) -> StepReport:
-        """Sets memory."""
-        if report.iteration % self._interval:
-            return report
-        memory = memory_bytes(self._device)
-        # A notice of every line would say the same again: memory settles in the first steps.
-        notes: tuple[str, ...] = ()
-        if not self._told:
-            notes = (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
-            notes += () if self._state is None else (state_line(self._state),)
-        self._told = True
-        return replace(report, memory=memory, notes=(*report.notes, *notes))
-
-
-def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
-    """The line under the first log line: a GPU's memory, or the process's on the CPU."""
-    kinds = [kind for kind in memory if kind.endswith("rss") != on_gpu]
-    figures = [f" {_MEMORY_WORDS[kind]}: {memory[kind] / 2**20:.1f}" for kind in kinds]
-    return " |".join([f"[Rank 0] (after {iteration} iterations) memory (MB)", *figures])
-
-
-def state_line(state: StateBytes) -> str:
-    """The line under that: what of it stays from step to step, as planned."""
-    figures = [f" {name}: {value / 2**20:.1f}" for name, value in asdict(state).items()]
-    return " |".join(["[Rank 0] kept from step to step (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])

@@ -1,6 +1,6 @@
-"""What a step's report holds beside what the step knows itself: each meter adds one thing that a flag asks for.
+"""Meters: each adds one measurement that a flag requests to the report of a step.
 
-Meters run on every rank after each step and may be collective; printing and writing is the callbacks' work.
+Meters run on every rank after each step and may be collective. Callbacks print and write the reports.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from megatron.training.meters.routing import RoutingMeter
 from megatron.training.meters.stash import StashMeter
 from megatron.training.step.expert_memory import ExpertMemory
 
-# The timers of a step in the order of the log; a timer that never ran is not shown.
+# Timers of a step in the order of the log. Timers that never ran are not shown.
 STEP_TIMERS = (
     "forward-backward",
     "forward-compute",
@@ -42,15 +42,15 @@ STEP_TIMERS = (
     "optimizer-inner-step",
     "optimizer",
 )
-# Those in which a rank of a data-parallel group waits for no other.
+# Timers during which a data-parallel rank does not wait for other ranks.
 _OWN_WORK = ("forward-backward", "optimizer")
 
 
 class Meter(Protocol):
-    """Adds one thing to the report of a step."""
+    """Adds a measurement to the report of a step."""
 
     def measure(self, report: StepReport) -> StepReport:
-        """The report with what this meter measured; collective."""
+        """Returns the report with this meter's measurement. Collective."""
 
 
 def build_meters(
@@ -63,9 +63,9 @@ def build_meters(
     device: torch.device,
     expert_memory: ExpertMemory | None = None,
 ) -> list[Meter]:
-    """The meters that the flags ask for; memory is always measured, at log lines.
+    """Builds the meters that the flags request. Memory is always measured, at log lines.
 
-    expert_memory: where experts have buffers of a fixed size.
+    expert_memory: None unless experts have buffers of a fixed size.
     """
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
@@ -99,10 +99,10 @@ def build_meters(
 
 
 class ThroughputMeter:
-    """Operations a second of one device and their share of its peak (MFU), where that is known."""
+    """Measures operations per second of one device, and their share of its peak (MFU) if the peak is known."""
 
     def __init__(self, args: argparse.Namespace, name: str, *, world_size: int) -> None:
-        # Linear in the batch, which may grow in the course of a run.
+        # Linear in the batch size, which may grow during a run.
         self._tflop_per_sample = num_floating_point_operations(args, 1) / 1e12 / world_size
         self._peak = peak_bf16_tflops(name)
 
@@ -113,7 +113,7 @@ class ThroughputMeter:
 
 
 class ParamsNormMeter:
-    """2-norm of all parameters: trained ones as the optimizer holds them, frozen ones as the model does."""
+    """Measures the 2-norm of all parameters: the optimizer's copies of trained ones, and frozen ones."""
 
     def __init__(self, optimizer: MegatronOptimizer, model: Sequence[nn.Module]) -> None:
         self._optimizer = optimizer
@@ -121,20 +121,21 @@ class ParamsNormMeter:
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets params_norm."""
-        # Also on ranks without any: others wait for them.
+        # Also on ranks without frozen parameters, because it is collective.
         frozen = self._optimizer.norm_of(self._frozen)
         return replace(report, params_norm=math.hypot(self._optimizer.params_norm(), frozen))
 
 
-# Slower than the median by this factor, in so many log intervals one after the other: not the noise of a moment.
+# Slower than the median by this factor in this many consecutive log intervals, to exclude noise.
 _SLOW_FACTOR, _INTERVALS = 1.1, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A slow rank. work_ms: a step of its own work; median_ms: that of the median rank, which waits_ms for others.
+    """A rank that stays slower than the others; times are means per step.
 
-    intervals: for how many log intervals it has been the slowest.
+    work_ms: work of the rank. median_ms: work of the median rank. waits_ms: time that the median rank waits for others.
+    intervals: number of consecutive log intervals in which the rank was the slowest.
     """
 
     rank: int
@@ -152,18 +153,18 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Remembers which rank was slow in the last intervals."""
+    """Watches the ranks' times over log intervals and reports a rank that stays slow."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
         self._intervals = 0
 
     def observe(self, work_ms: Sequence[float], *, step_ms: float) -> Straggler | None:
-        """Takes the mean times of an interval, by rank; the rank that has been slow for long enough, if there is one.
+        """Adds the mean times of a log interval; returns the rank that has been slow for long enough, if any.
 
-        work_ms: waits for other ranks left out. step_ms: with them.
+        work_ms: by rank, without waits for other ranks. step_ms: with these waits.
         """
-        # The lower of two, or the slow one of two ranks would be compared with itself.
+        # The lower median, because the slower of two ranks would otherwise be compared with itself.
         median, slowest = statistics.median_low(work_ms), max(range(len(work_ms)), key=work_ms.__getitem__)
         if work_ms[slowest] <= _SLOW_FACTOR * median:
             self._intervals = 0
@@ -182,7 +183,7 @@ class StragglerWatch:
 
 
 class TimerMeter:
-    """Gathers the timers of all ranks at log lines, and says which rank worked longest."""
+    """Gathers the timers of all ranks at log lines, and reports which rank worked longest."""
 
     def __init__(self, timers: Timers, interval: int, *, watch: StragglerWatch | None = None) -> None:
         self._timers = timers
@@ -191,7 +192,7 @@ class TimerMeter:
         self._steps, self._seconds = 0, 0.0
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets timers and, of several ranks, rank_times and straggler: means over the steps since the last line."""
+        """Sets timers and, with several ranks, rank_times and straggler: means over the steps since the last line."""
         self._steps += 1
         if self._watch is not None:
             self._seconds += report.seconds
@@ -201,7 +202,7 @@ class TimerMeter:
         milliseconds = {name: 1000.0 * max(ranks) / self._steps for name, ranks in seconds.items() if any(ranks)}
         notes = [format_times(seconds, self._timers.log_option, normalizer=self._steps)]
         times = straggler = None
-        # One process is the fastest and the slowest: neither figure says anything.
+        # A single process is both the fastest and the slowest.
         if len(seconds[_OWN_WORK[0]]) > 1:
             rows = [[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK]
             times = rank_times(rows)
@@ -222,14 +223,14 @@ class TimerMeter:
 
 
 def rank_times(milliseconds: Sequence[Sequence[float]]) -> RankTimes:
-    """The fastest and the slowest rank by the sum over rows; milliseconds: [timers][ranks]."""
+    """Returns the fastest and the slowest rank by the sum over timers; milliseconds: [timers][ranks]."""
     totals = [sum(column) for column in zip(*milliseconds, strict=True)]
     fastest, slowest = (totals.index(choose(totals)) for choose in (min, max))
     return RankTimes(min_ms=totals[fastest], min_rank=fastest, max_ms=totals[slowest], max_rank=slowest)
 
 
 def slowest_rank_line(times: RankTimes) -> str:
-    """The line that names the ranks, for the console."""
+    """Formats the console line that names the fastest and the slowest rank."""
     return (
         f"work of a rank per iteration (ms), waits for gradients left out | fastest: rank {times.min_rank}, "
         f"{times.min_ms:.1f} | slowest: rank {times.max_rank}, {times.max_ms:.1f} |"

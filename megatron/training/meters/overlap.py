@@ -1,4 +1,4 @@
-"""How far the communication of a step ran under its backward, on this rank: a meter of log lines."""
+"""Measures how much communication of a step overlapped with its backward on this rank, at log lines."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megatron.training.callbacks import StepReport
 
 
 class OverlapMeter:
-    """Notes the events of the steps that have a log line; the others cost nothing."""
+    """Records the communication events of the steps that have a log line; other steps cost nothing."""
 
     def __init__(self, model: Sequence[nn.Module], interval: int, *, device: torch.device) -> None:
         self._interval = interval
@@ -29,13 +29,13 @@ class OverlapMeter:
         for order in {chunk.launch_order for chunk in model if isinstance(chunk, DistributedDataParallel)}:
             order.observe(self._log)
         if interval <= 2:
-            # Of the first step nobody knows yet what to wait for, so the second is the first to be noted.
+            # The scheduler learns its order in the first step, so the second is the first one that can be recorded.
             self._log.record_next_step()
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets overlap where the step was noted."""
+        """Sets overlap if the step was recorded."""
         if (report.iteration + 2) % self._interval == 0:
-            # It begins at the end of the next step's reductions, where the gathers for the one after it come from.
+            # Recording begins after the next step's reductions, with the gathers for the step that is to be logged.
             self._log.record_next_step()
         if report.iteration % self._interval:
             return report
@@ -47,7 +47,7 @@ class OverlapMeter:
 
 
 def overlap_record(step: StepTimes) -> dict[str, Any]:
-    """What the log keeps of a step: numbers, and under "transfers" each bucket's times in milliseconds."""
+    """Converts the times of a step to a JSON record, with each bucket's times in milliseconds in "transfers"."""
     exposed = {
         word: 1e3 * sum(exposed_seconds(one) for one in step.transfers if (one.traffic is Traffic.GATHER) == gathers)
         for word, gathers in (("reduce", False), ("gather", True))
@@ -78,7 +78,7 @@ def overlap_record(step: StepTimes) -> dict[str, Any]:
 
 
 def overlap_line(overlap: dict[str, Any]) -> str:
-    """The line for the console."""
+    """Formats the console line about overlap."""
     share, buckets = overlap["hidden_share"], overlap["could_be_early"] + 1
     hidden = "nothing to hide" if share is None else f"hidden under backward: {100 * share:.0f}% of what fits"
     early = f"{overlap['launched_early']} of {overlap['could_be_early']}" if buckets > 1 else "a single one"

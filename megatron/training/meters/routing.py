@@ -1,4 +1,4 @@
-"""Tokens per expert of each micro-batch, layer and rank, gathered on the first rank once a step: for routing traces."""
+"""Gathers tokens per expert of each micro-batch, layer and rank on the first rank once per step, for routing traces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,20 +15,20 @@ from megatron.training.callbacks import StepReport
 
 
 class RoutingMeter:
-    """Counts stay on the device until the step ends, as many as it has passes; then one gather and one read."""
+    """Keeps the counts of each pass on the device until the step ends, then gathers and reads them once."""
 
     def __init__(
         self, model: Sequence[nn.Module], groups: ProcessGroupCollection, *, samples_of_microbatch: int
     ) -> None:
-        """Has the model's routers keep their counts from now on. Collective.
+        """Makes the model's routers record their counts from now on. Collective.
 
-        samples_of_microbatch: over the data-parallel ranks.
+        samples_of_microbatch: number of samples of a micro-batch over the data-parallel ranks.
         """
         self._samples_of_microbatch = samples_of_microbatch
         routers = [part for chunk in model for part in chunk.modules() if isinstance(part, TopKRouter)]
         for router in routers:
             router.keep_passes()
-        # All routers of a rank may share one, which gives its passes once.
+        # Routers of a rank may share a recorder, which returns its passes only once.
         self._recorders = list(dict.fromkeys(router.aux_losses for router in routers))
         self._layers = sorted(router.layer_number for router in routers)
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -46,11 +46,11 @@ class RoutingMeter:
         self._stages = _stages_of(everyone)
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets routing, on the first rank alone."""
+        """Sets routing, on the first rank only."""
         passes: dict[int, list[Tensor]] = {}
         for recorder in self._recorders:
             passes |= recorder.take_passes()
-        # Of several stages, one may have no layer with experts.
+        # A pipeline stage may have no layer with experts.
         num_microbatches = report.global_batch_size // self._samples_of_microbatch
         own = torch.zeros(
             self._most_layers, num_microbatches, self._num_experts, dtype=torch.int64, device=self._device
@@ -68,7 +68,7 @@ class RoutingMeter:
         return replace(report, routing=dict(sorted(routing.items())))
 
     def _gather_sync(self, own: Tensor) -> Tensor | None:
-        """own: [L, M, E], int64 -> [ranks, L, M, E], same dtype, on the host; None but on the first rank.
+        """Gathers `own`, [L, M, E], int64, as [ranks, L, M, E] on the host of the first rank; returns None on others.
 
         NOTE: waits for the device, once a step. Collective.
         """

@@ -1,6 +1,6 @@
-"""What expert buffers of a fixed size and the paged stash needed, over ranks: a meter of log lines.
+"""Measures the needs of static expert buffers and the paged stash over all ranks, at log lines.
 
-What a rank knows of a step is in stash_figures.py, what its pool held when in stash_timeline.py.
+step/expert_memory.py provides the figures of each step on a rank.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from megatron.training.step.expert_memory import StepFigures, rows_by_group
 
 
 def stash_timeline(step: StepFigures) -> dict[str, Any]:
-    """Which pages a step took and gave back when: counted from its live rows by the rules of the pool.
+    """Returns when a step allocated and released pages, computed from its live rows by the rules of the pool.
 
-    "passes": in order, the number of the layer that ran forward, or minus the number of the one that ran backward.
-    "changes": [place in passes, layer, pages of the device, pages of the host] each, below 0 where they were given
-    back, as page_moves has them.
+    "passes": in order, the number of the layer that ran forward, or its negative for backward.
+    "changes": [place in passes, layer, pages on the device, pages on the host] each, negative if they were released, in
+    the order of page_moves.
     """
     assert step.layout is not None, "without a pool there are no pages"
     pool, rows, changes = PoolModel(step.layout), rows_by_group(step.passes, step.rows), []
@@ -74,7 +74,7 @@ _UNTYPICAL_STEPS = 50
 
 
 class KnowsLastStep(Protocol):
-    """An object with the figures of the last step of experts."""
+    """Provides the figures of the last step."""
 
     last_step: StepFigures | None
 
@@ -91,7 +91,7 @@ class _Totals(NamedTuple):
 
 
 class _LevelCounts(NamedTuple):
-    """Counts of a rank's fallbacks in a step, lightest first."""
+    """Counts of what a rank did in a step for lack of pages or rows, cheapest first: spill, recompute, discard."""
 
     spilled_pages: int = 0
     dropped_act: int = 0
@@ -100,7 +100,7 @@ class _LevelCounts(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """A pool in the step in which it was fullest; all 0 on a rank without one."""
+    """Sizes and high-water marks of a pool in the step in which it was fullest; all 0 on a rank without a pool."""
 
     device_pages: int = 0
     host_pages: int = 0
@@ -111,17 +111,17 @@ class _Pool(NamedTuple):
 
     @property
     def fullness(self) -> float:
-        """Share of its pages that it held; tiers may have been fullest at different moments."""
+        """Share of the pages that were held. Tiers may have been fullest at different moments."""
         return (self.device_high_water + self.host_high_water) / max(1, self.device_pages + self.host_pages)
 
     @property
     def plan(self) -> "_Pool":
-        """Alike for two steps with the same pool and as many micro-batches."""
+        """Sizes of the pool and its plan, which are equal for steps with the same pool and number of micro-batches."""
         return self._replace(device_high_water=0, host_high_water=0)
 
 
 class _Buffers(NamedTuple):
-    """Sizes, and how often a step ran anew."""
+    """Sizes of expert buffers, and how often steps were discarded."""
 
     capacity_factor: float = 0.0
     balanced_rows: int = 0
@@ -131,7 +131,7 @@ class _Buffers(NamedTuple):
 
 @dataclass
 class _Interval:
-    """One rank's figures since the last log line. Their size is one number a layer and six numbers a step."""
+    """One rank's figures since the last log line: one number per layer and six numbers per step."""
 
     totals: _Totals = _Totals()
     factor_to_keep_all: float = 0.0
@@ -148,7 +148,7 @@ class _Interval:
         counters = Multiset(step.counters)
         own = _Totals(
             planned_pages=counters[Counter.PLANNED_PAGES],
-            # Where the device has no pages, the host is where they are meant to be.
+            # Without pages on the device, pages on the host are not spilled.
             spilled_pages=counters[Counter.SPILLED_PAGES] if step.layout and step.layout.device_pages else 0,
             live_bytes=counters[Counter.LIVE_BYTES],
             tail_bytes=step.tail_bytes,
@@ -186,7 +186,7 @@ class _Interval:
             self.pool, self.fullest = pool, step
 
     def numbers(self, num_layers: int) -> list[float]:
-        """All of it but `fullest`, as many numbers on every rank."""
+        """All figures except `fullest`, as a list of the same length on every rank."""
         rows = [self.most_rows.get(layer, 0) for layer in range(1, num_layers + 1)]
         return [
             self.factor_to_keep_all,
@@ -215,7 +215,7 @@ class _Rank:
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
-        """Splits the list that `_Interval.numbers` joined."""
+        """Splits the list that _Interval.numbers joined."""
         rest = iter(numbers)
 
         def take(count: int) -> list[int]:
@@ -238,7 +238,7 @@ class StashMeter:
     def __init__(self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device) -> None:
         self._memory, self._args, self._device = memory, args, device
         self._since = _Interval()
-        # What the last logged timeline was of: the ranks' pools, and how full the fullest of them was.
+        # Source of the last logged timeline: the ranks' pools, and the fullness of the fullest one.
         self._shown: tuple[list[_Pool], float] = [], 0.0
         self._has_advised = False
 
@@ -247,7 +247,7 @@ class StashMeter:
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
-        # The last step of a run counts as a log line: every step's factors are to be known.
+        # The last step of a run counts as a log line, so that the factors of every step are logged.
         if report.iteration % self._args.log_interval and not report.is_last:
             return report
         since, self._since = self._since, _Interval()
@@ -261,7 +261,7 @@ class StashMeter:
         return replace(report, stash=stash, notes=notes)
 
     def _gather_sync(self, since: _Interval) -> StashReport:
-        """NOTE: reads the device, once an interval. Collective."""
+        """Gathers the interval's figures over all ranks. NOTE: reads the device, once per interval. Collective."""
         num_layers = self._args.num_layers + (self._args.mtp_num_layers or 0)
         own = torch.tensor([since.numbers(num_layers)], dtype=torch.float64, device=self._device)
         group = dist.group.WORLD if dist.is_initialized() else None
@@ -270,7 +270,7 @@ class StashMeter:
         most_rows = [max(rows) for rows in zip(*(rank.most_rows for rank in ranks), strict=True)]
         return StashReport(
             steps=len(since.rows_factors),
-            void_steps=max(rank.buffers.num_discards for rank in ranks),  # all ranks ran them again together
+            void_steps=max(rank.buffers.num_discards for rank in ranks),  # the same on all ranks, which retry together
             capacity_factor=buffers.capacity_factor,
             factors_needed=_most_by_step([rank.rows_factors for rank in ranks]),
             balanced_rows=buffers.balanced_rows,
@@ -283,7 +283,10 @@ class StashMeter:
     def _with_timeline(
         self, pool: PoolReport | None, ranks: list[_Rank], *, own: StepFigures | None
     ) -> PoolReport | None:
-        """One, which is long, for each plan and for a step fuller than all before. own: fullest here. Collective."""
+        """Adds a timeline, which is long, only for a new plan or a step fuller than all before. Collective.
+
+        own: the fullest step on this rank.
+        """
         if pool is None:
             return None
         shown_plan, shown_fullness = self._shown
@@ -325,7 +328,7 @@ def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
 def _counts_by_level(ranks: list[list[_LevelCounts]]) -> dict[str, list[int]]:
     """Returns how often each kind occurred in each step, over ranks, without kinds that never occurred.
 
-    A step that runs again does so on all ranks, and counts once.
+    A discarded step is retried on all ranks, and counts once.
     """
     steps = [
         _LevelCounts(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))
@@ -367,7 +370,7 @@ def _pool_report(ranks: list[_Rank]) -> PoolReport | None:
 
 
 def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
-    """The timeline of that rank's fullest step, on all ranks. Collective."""
+    """Returns the timeline of that rank's fullest step, on all ranks. Collective."""
     found: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == rank or is_fake(dist.group.WORLD):
         assert own is not None, "it has a pool"

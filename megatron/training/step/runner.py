@@ -330,7 +330,7 @@ class _StepStart:
 
 def _growth_failed(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
     return (
-        f"iteration {iteration} still overflows after {len(grown)} retries ({overflow}); it updated nothing. Growing did "
-        f"not help: {'; '.join(grown)}. Raise --moe-expert-rank-capacity-factor against expert overflow, "
+        f"iteration {iteration} still overflows after {len(grown)} retries ({overflow}); it updated nothing. Growing "
+        f"did not help: {'; '.join(grown)}. Raise --moe-expert-rank-capacity-factor against expert overflow, "
         "--moe-paged-stash-buffer-size-factor-cuda or -cpu against stash overflow"
     )
