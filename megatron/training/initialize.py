@@ -20,7 +20,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_generator import DEFAULT_ORDER
 from megatron.training.arguments import config_from_args, parse_args, validate_args
-from megatron.training.checkpointing.rng_state import seed_copies
+from megatron.training.checkpointing.rng_state import seed_generators
 from megatron.training.checkpointing.run_values import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
 from megatron.training.console import print_rank_0
@@ -63,7 +63,7 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # All copies draw the same weights; seed_ranks parts them once that is done.
-    seed_copies(args.seed, groups)
+    seed_generators(args.seed, groups)
     publish_run(args)
     return args
 

@@ -1,6 +1,6 @@
 """A launcher's restart goes on with the run that it restarts; which settings of the first start that overrules.
 
-What is in checkpoints, and how one is found: checkpointing.py and checkpoint_folder.py.
+The content of checkpoints and the search for one are in checkpointing/.
 """
 
 import argparse

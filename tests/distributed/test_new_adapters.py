@@ -1,4 +1,4 @@
-"""Adapters start from a checkpoint that has none, in any layout, and are then part of the run's own checkpoints."""
+"""New adapters start from a checkpoint without any, in any layout, and are part of later checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
