@@ -151,7 +151,6 @@ def find_checkpoint(
     if text == RELEASE:
         return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
     wanted = None if text is None else iteration_of_text(text)
-    candidates = complete_iterations(root)
     if wanted is not None and wanted not in problems:
         problem = _problem(root, wanted)
         if problem is None:
@@ -163,7 +162,9 @@ def find_checkpoint(
         why = f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}"
     else:
         why = f"{tracker} names iteration {wanted}: {problems[wanted]}"
-    return _other(root, why, candidates=_by_preference(candidates, wanted), problems=problems)
+    # Newest first. A tracker may have been set back on purpose, so later iterations are the last resort.
+    by_preference = sorted(complete_iterations(root), key=lambda one: (wanted is not None and one > wanted, -one))
+    return _other(root, why, candidates=by_preference, problems=problems)
 
 
 def _root(load: str) -> Path:
@@ -174,11 +175,6 @@ def _root(load: str) -> Path:
     if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     return root
-
-
-def _by_preference(iterations: list[int], wanted: int | None) -> list[int]:
-    # Newest first. A tracker may have been set back on purpose, so later iterations are the last resort.
-    return sorted(iterations, key=lambda iteration: (wanted is not None and iteration > wanted, -iteration))
 
 
 def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
