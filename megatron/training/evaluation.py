@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.trace_ranges import trace_range
+from megatron.core.device.trace_ranges import trace_range
 from megatron.training.callbacks import EvaluationReport
 from megatron.training.run import TrainingRun
 from megatron.training.step_statistics import total_reports

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import default_device
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep

@@ -21,7 +21,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.training.pending_collectives import PendingCollective, oldest_pending
 
 # How gloo words the end of a connection and of its patience; torch has no class for them.

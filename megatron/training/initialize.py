@@ -17,8 +17,8 @@ from megatron.core.device import (
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.parallel_state import DEFAULT_ORDER
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_generator import DEFAULT_ORDER
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.checkpointing.rng_state import seed_generators
 from megatron.training.checkpointing.run_values import load_args_from_checkpoint

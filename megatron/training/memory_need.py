@@ -6,7 +6,7 @@ What a run has and keeps is measured in held_memory.py, what it will hold is pla
 import torch
 
 from megatron.core.device import default_device, total_memory_bytes
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # How torch words it, of the CPU and of sizes beyond any; a GPU's allocator has a class of its own for it.

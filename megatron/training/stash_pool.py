@@ -2,12 +2,12 @@
 
 import torch
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import keep_cpu_heap
+from megatron.core.group_collectives import all_ranks_agree
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
 from megatron.core.transformer.moe.paged_stash.page_layout import Tier
 from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.training.command_line.config_builder import flags_named_in_errors
 
 _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"

@@ -70,7 +70,9 @@ def _split_and_join(folder: Path) -> None:
     for more in ({}, {"finetune": True}, STAGES):
         said = _refusal({"load": parted, **more})
         assert "--untie-embeddings-and-output-weights is off here, on in the checkpoint" in said, said
-        assert f"{OUTPUT} there differs from embedding.word_embeddings.weight" in said and "--no-load-optim" not in said, said
+        assert (
+            f"{OUTPUT} there differs from embedding.word_embeddings.weight" in said and "--no-load-optim" not in said
+        ), said
     # Equal weights with different optimizer states.
     _steps({**UNTIED, "load": two, "save": moments}, 0, change=partial(_scale_state, "exp_avg_sq"))
     said = _refusal({"load": moments})

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.core.checksum import range_crc32
 from megatron.core.dist_checkpointing import disk
+from megatron.core.files import range_crc32
 from megatron.core.logical_tensors import Box
 
 MANIFEST_FILE = "manifest.json"

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.errors import every_rank, one_error_everywhere
 from megatron.core.dist_checkpointing.manifest import (
@@ -42,7 +41,7 @@ from megatron.core.dist_checkpointing.storage import (
     read_object,
     stored_pieces,
 )
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.logical_tensors import Box
 from megatron.core.process_groups_config import group_rank, group_size
 

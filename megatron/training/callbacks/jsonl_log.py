@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.line_file import LineFile
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.device import cuda_memory_snapshot, start_cuda_memory_history
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
 from megatron.training.logging_config import ProfilingConfig
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import default_device, device_name
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 from megatron.training.arguments import config_values
 from megatron.training.callbacks.base import Callback, RunStart
 from megatron.training.flops import num_floating_point_operations

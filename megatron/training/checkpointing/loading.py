@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import RemoteRankError, all_ranks_agree
 from megatron.core.dist_checkpointing import (
     ShardedTensor,
     VerifiedCheckpoint,
 )
 from megatron.core.dist_checkpointing.errors import one_error_everywhere
-from megatron.core.group_collectives import union_over_model
+from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, union_over_model
 from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint
 from megatron.core.dist_checkpointing.errors import every_rank
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.transformer.lora import is_adapter
 from megatron.training.checkpointing.run_values import check_adapters, check_same_model

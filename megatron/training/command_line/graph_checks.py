@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 
 
 def check_graphs(args: argparse.Namespace) -> Iterator[str]:

@@ -7,9 +7,9 @@ import argparse
 from collections.abc import Iterator
 from functools import partial
 
-from megatron.core.parallel_layout_config import check_multiple
-from megatron.core.pipeline_split import num_parts_in_layout
-from megatron.core.rank_generator import DEFAULT_ORDER, rank_grids
+from megatron.core.model_parallel_config import check_multiple
+from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
+from megatron.core.transformer.pipeline_split import num_parts_in_layout
 from megatron.training.command_line.config_builder import problems_of_call
 
 

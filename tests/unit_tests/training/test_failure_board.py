@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.training import failure_board
 from megatron.training.failure_board import FailureBoard
 from megatron.training.pending_collectives import PendingCollective
