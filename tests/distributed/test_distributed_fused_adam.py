@@ -18,7 +18,6 @@ from tests.distributed.fused_adam_runs import (
     LAYERS,
     LAZY,
     NONE,
-    ODD,
     STEPS,
     Case,
     Run,
@@ -33,6 +32,7 @@ from tests.distributed.fused_adam_runs import (
     usually,
     world,
 )
+from tests.distributed.test_distributed_fused_adam import ODD
 from tests.harness import run_on_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
