@@ -18,6 +18,7 @@ from tests.distributed.fused_adam_runs import (
     LAYERS,
     LAZY,
     NONE,
+    ODD,
     STEPS,
     Case,
     Run,
@@ -32,7 +33,6 @@ from tests.distributed.fused_adam_runs import (
     usually,
     world,
 )
-from tests.distributed.test_distributed_fused_adam import ODD
 from tests.harness import run_on_ranks
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
