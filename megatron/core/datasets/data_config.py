@@ -1,4 +1,4 @@
-"""Command-line fields of the data: where it lies, how it is split and read; the samples are made in gpt_dataset.py."""
+"""Command-line fields of the data: paths, split and reading. Samples are made in gpt_dataset.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, get_blend_from_li
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Flags of the group "data and dataloader"."""
+    """Selects the data, and how it is split and read."""
 
     cli_group: ClassVar[str] = "data and dataloader"
 
@@ -86,7 +86,7 @@ class DataConfig:
             raise ValueError(f"{separate[0]} contradicts --split {self.split}: nothing is split off, drop --split")
 
     def paths_per_split(self) -> dict[str, list[str] | None]:
-        """Flag to words, of the flags that name the data of train, valid and test apart."""
+        """Returns the values of the flags that name training, validation and test data separately, by flag."""
         return {
             "--train-data-path": self.train_data_path,
             "--valid-data-path": self.valid_data_path,
@@ -94,12 +94,12 @@ class DataConfig:
         }
 
     def names_data(self) -> bool:
-        """Whether any flag says where data comes from."""
+        """Whether any flag names data."""
         named = (self.data_path, self.data_args_path, *self.paths_per_split().values())
         return self.mock_data or any(one is not None for one in named)
 
     def read_blend(self) -> Blend | None:
-        """The blend of --data-path or of the file of --data-args-path. Raises OSError or ValueError naming the file."""
+        """Returns the blend of --data-path, or of the file of --data-args-path. Raises OSError or ValueError."""
         if self.data_args_path is None:
             return get_blend_from_list(self.data_path)
         path = Path(self.data_args_path)
@@ -117,11 +117,11 @@ class DataConfig:
         return get_blend_from_list(words)
 
     def blend_per_split(self) -> list[Blend | None] | None:
-        """The blends of train, valid and test where they are named apart."""
+        """Returns the blends of training, validation and test data if they are named separately, else None."""
         blends = [get_blend_from_list(words) for words in self.paths_per_split().values()]
         return blends if any(blend is not None for blend in blends) else None
 
 
 def words_of(flag: str, words: list[str]) -> str:
-    """A flag and its words as on a command line."""
+    """Returns a flag and its words as on a command line."""
     return " ".join([flag, *words])

@@ -1,6 +1,6 @@
 """CheckpointError, and how every rank of a group comes to raise the same one.
 
-Errors that are mistakes of a program or of its user stay what they are: see core/agreement.py.
+Errors that are mistakes of a program or of its user stay what they are: see all_ranks_agree.
 """
 
 from collections.abc import Iterator

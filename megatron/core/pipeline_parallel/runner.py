@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
@@ -16,11 +17,11 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.loss_scaling import scaled_loss
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
+from megatron.core.process_groups_config import group_size
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 LossFunction = Callable[..., Any]
@@ -140,17 +141,31 @@ class ScheduleRunner:
             self._kept[action._replace(kind=ActionKind.BACKWARD)] = kept
 
     def _loss(self, output: torch.Tensor, loss_function: LossFunction) -> torch.Tensor:
-        scaled = scaled_loss(
-            loss_function(output),
-            per_token=self.config.calculate_per_token_loss,
-            num_microbatches=self.num_microbatches,
-            cp_group=self.cp_group,
-        )
-        self.reports.append(scaled.report)
-        if scaled.num_tokens is not None:
-            # finalize_model_grads divides by the tokens of all ranks and microbatches together.
-            self.num_tokens = scaled.num_tokens if self.num_tokens is None else self.num_tokens + scaled.num_tokens
-        return scaled.loss
+        """Records the report of a microbatch and returns its loss for backward: [], any float dtype, on the device.
+
+        The loss function returns (summed loss, number of tokens, report) for this rank's part of the sequences, or
+        (loss, report) with this rank's share of the mean loss of whole sequences. Gradients are averaged over data- and
+        context-parallel ranks later; with per-token loss they are summed, and finalize_model_grads divides by all
+        tokens. Collective over cp_group.
+        """
+        returned = loss_function(output)
+        self.reports.append(returned[-1])
+        ranks = group_size(self.cp_group)
+        if len(returned) == 2:
+            # The average over ranks then equals the sum of the shares.
+            return returned[0] * ranks / self.num_microbatches
+        loss, num_tokens, _ = returned
+        if self.config.calculate_per_token_loss:
+            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+            return loss
+        if ranks > 1:
+            # Parts with fewer tokens would have a larger weight if each rank divided by its own number. A copy, since
+            # the loss function reports its count too.
+            num_tokens = num_tokens.detach().clone()
+            dist.all_reduce(num_tokens, group=self.cp_group)
+            loss = loss * ranks
+        # A microbatch in which every token is masked has zero gradients instead of NaN.
+        return loss / num_tokens.clamp(min=1) / self.num_microbatches
 
     def _set_aux_loss_scale(self) -> None:
         # Once a step: all of its microbatches have the same.

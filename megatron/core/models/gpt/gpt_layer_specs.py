@@ -1,16 +1,17 @@
 """Specs of GPT's layers: which classes a dense or mixture-of-experts layer is made of; sizes come from the config."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.lora_specs import with_adapters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.lora import LoRAColumnParallelLinear, LoRAReplicatedLinear, LoRARowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLP, GroupedMLPSubmodules, SequentialMLP
+from megatron.core.transformer.moe.experts import ExpertAdapter, GroupedMLP, GroupedMLPSubmodules, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe_config import layers_with_experts
@@ -25,6 +26,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+_ADAPTED = {
+    ColumnParallelLinear: LoRAColumnParallelLinear,
+    ReplicatedLinear: LoRAReplicatedLinear,
+    RowParallelLinear: LoRARowParallelLinear,
+}
 
 
 def get_gpt_decoder_block_spec(
@@ -179,3 +186,21 @@ def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool =
     # Built only where the configuration gives it a width.
     shared_experts = ModuleSpec(SharedExpertMLP, submodules=dense.submodules)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared_experts))
+
+
+def with_adapters(spec: Any, targets: list[str]) -> Any:
+    """Returns a spec, or a dataclass of specs, with low-rank adapters on the linear layers of these names."""
+    if isinstance(spec, ModuleSpec):
+        return replace(spec, submodules=with_adapters(spec.submodules, targets))
+    if not is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    names = [part.name for part in fields(spec)]
+    if isinstance(spec, GroupedMLPSubmodules):
+        # Grouped weights are not linear layers, so their adapters are modules of their own.
+        return replace(spec, **{name: ExpertAdapter for name in names if name in targets})
+    changed = {}
+    for name in names:
+        value = vars(spec)[name]
+        is_target = name in targets and isinstance(value, type)
+        changed[name] = _ADAPTED.get(value, value) if is_target else with_adapters(value, targets)
+    return replace(spec, **changed)
