@@ -7,8 +7,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipelin
 from megatron.core.pipeline_parallel.timeline import timeline
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layout_space import even_parts, layout_text
-from megatron.planner.long_steps import long_step
-from megatron.planner.step_time import StageTime, StepTime
+from megatron.planner.step_time import StageTime, StepTime, long_step
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.planner.buffers import buffer_layouts
-from megatron.planner.traffic import Traffic, link_bytes, merged
-from megatron.planner.working_memory import LiveBytes
+from megatron.planner.plan import buffer_layouts
+from megatron.planner.recorders import LiveBytes
+from megatron.planner.work import Traffic, link_bytes, merged
 from tests.functional_tests.case import Flags
 from tests.unit_tests.planner.plans import planned
 

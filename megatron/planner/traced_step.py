@@ -1,9 +1,7 @@
-"""A training step of one rank without memory and without other ranks, to see what it sends.
+"""Runs steps of a wrapped model without memory and records what a rank computes, sends and allocates.
 
-The step is the run's own, from forward to the parameters' gathers; see step_runner.py. What it would read from the
-device is answered with zeros, as there are no values: no gradient is bad, no step void. Where the number of rows of an
-expert would be read, all experts get equally many. Parameters are not updated. What ranks tell each other when a run
-starts, and until they know each other's order of launches and names of losses, is left out.
+Steps of one and of two microbatches are enough: each further microbatch adds what the second one adds. The recorders
+are in recorders.py; the model is built in plan.py.
 """
 
 import argparse
@@ -17,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.optimizer import MegatronOptimizer
@@ -31,24 +31,44 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
-from megatron.planner.fsdp_without_memory import fsdp_runs_without_memory
-from megatron.planner.rates import Kernels
-from megatron.planner.recorder import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, MessageRecorder
-from megatron.planner.step_time import ChunkWork
-from megatron.planner.traffic import Traffic, merged
-from megatron.planner.work import WorkRecorder
-from megatron.planner.working_memory import LiveBytes
+from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
+from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, ChunkWork, Kernels, Traffic, merged
 from megatron.training.exit_conditions import LOCAL_REASONS
 from megatron.training.setup import setup_steps
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange, Totals
+
+
+@contextmanager
+def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, what fully_shard allocates for the chunks has no memory either; there are streams of the CPU, which do
+    nothing.
+
+    The units themselves are changed in place and for good: their device is meta, and nothing checks for it any more.
+    Reads private parts of torch 2.11 to 2.13: no public way tells fully_shard to run where its parameters are.
+    """
+    parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
+    units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
+    for unit in units:
+        unit.device = torch.device("meta")
+        for param in unit.fsdp_params:
+            param.device = torch.device("meta")
+        # It would refuse them in the first forward.
+        vars(unit)["_validate_no_meta_params"] = lambda: None
+    handle = vars(_fsdp_collectives)["_get_device_handle"]
+    vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
+    try:
+        yield
+    finally:
+        vars(_fsdp_collectives)["_get_device_handle"] = handle
+
 
 # The part of a step that follows its passes.
 _UPDATE = "update"
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class StepTrace:
     """links: what the rank sends in a step. names: of the losses that it reports, by which agreements grow.
 
     peak, update_peak, messages_peak: bytes that the passes of a step of two microbatches, or of one where there is one,
@@ -153,7 +173,7 @@ class _Experts:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TracedSteps:
     """The steps of a run without memory, at hand. statistics: notes the names of losses."""
 
     steps: StepRunner
@@ -168,8 +188,10 @@ class Rehearsal:
         modes: Sequence[TorchDispatchMode],
         live: LiveBytes | None = None,
     ) -> None:
-        """Runs one of so many microbatches under the modes, the last innermost; batch: as rehearse has it, [B, S] each,
-        int64 or fp32. live: a mode as well, told where passes end.
+        """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
+
+        batch: as in trace_step, tensors [B, S], int64 or fp32. live: entered innermost of all, and told when the passes
+        end and the update begins.
         """
         with ExitStack() as entered:
             for mode in (*modes, *([] if live is None else [live])):
@@ -187,7 +209,7 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsing(
+def traced_steps(
     args: argparse.Namespace,
     model: list[nn.Module],
     *,
@@ -195,7 +217,7 @@ def rehearsing(
     forward_step: Callable[..., Any],
     groups: ProcessGroupCollection,
     note: Callable[..., None],
-) -> Iterator[Rehearsal]:
+) -> Iterator[TracedSteps]:
     """Yields the run's steps without memory. model: wrapped chunks, without memory. note: as WorkRecorder's."""
     steps = setup_steps(
         args,
@@ -213,7 +235,7 @@ def rehearsing(
         steps.memory = _Experts(static)
     steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
-        yield Rehearsal(steps, optimizer, statistics)
+        yield TracedSteps(steps, optimizer, statistics)
 
 
 def live_rows(args: argparse.Namespace) -> float:
@@ -221,7 +243,7 @@ def live_rows(args: argparse.Namespace) -> float:
     return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
 
 
-def rehearse(
+def trace_step(
     args: argparse.Namespace,
     model: list[nn.Module],
     *,
@@ -230,7 +252,7 @@ def rehearse(
     groups: ProcessGroupCollection,
     num_microbatches: int,
     batch: dict[str, Tensor],
-) -> Rehearsed:
+) -> StepTrace:
     """Returns a rank's messages in one of many equal steps of num_microbatches; model: its wrapped chunks.
 
     The chunks have no memory. Steps of one and of two microbatches are run: each further one adds what the second adds.
@@ -238,26 +260,26 @@ def rehearse(
     """
     recorder = MessageRecorder(groups)
     work = WorkRecorder(model, live_rows=live_rows(args))
-    with rehearsing(
+    with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
-    ) as rehearsal:
+    ) as traced:
         # The first for the others: gathers that wait for the next forward are those of the step before.
         with work.recording():
-            rehearsal.step(1, batch=batch, modes=[recorder])
+            traced.step(1, batch=batch, modes=[recorder])
         recorder.take()
         live = LiveBytes()
         of_one = live if num_microbatches == 1 else None
-        rehearsal.step(1, batch=batch, modes=[recorder], live=of_one)
+        traced.step(1, batch=batch, modes=[recorder], live=of_one)
         one = recorder.take()
-        rehearsal.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
+        traced.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
     found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
     config = get_model_config(model[0])
     pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
     stage = group_rank(groups.pp)
     program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
-    return Rehearsed(
+    return StepTrace(
         merged(by_pass(found, program)),
-        frozenset(rehearsal.statistics.found),
+        frozenset(traced.statistics.found),
         live.peaks[""],
         live.peaks[_UPDATE],
         live.messages_peak,

@@ -7,11 +7,10 @@ import pytest
 import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.planner.activations import peak_bytes
-from megatron.planner.layer_facts import model_facts
+from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
 from megatron.planner.plan import RankPlan, plan_run
-from megatron.planner.quick_plan import quick_stages
-from megatron.planner.stage_memory import Standing, fullest_moments
+from megatron.planner.stage_costs import PersistentBytes, fullest_moments, quick_stages
 from megatron.training.arguments import CommandLineError, parse_args, validate_args
 from tests.counts import long_count, soak_only
 
@@ -59,7 +58,7 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
     raise AssertionError(f"{model} has only {len(found)} layouts")
 
 
-def _standing(one: Standing | RankPlan) -> tuple[int, ...]:
+def _standing(one: PersistentBytes | RankPlan) -> tuple[int, ...]:
     return one.parameters, one.gradients, one.masters, one.moments, one.host_states
 
 
@@ -71,9 +70,9 @@ def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
         args = validate_args(parse_args(argv=words))
         provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
         planned = plan_run(args, provider, forward_step_func=step).stages
-        quick = quick_stages(args, model_facts(args, provider, forward_step=step))
+        quick = quick_stages(args, measure_memory(args, provider, forward_step=step))
         for whole, added in zip(planned, quick, strict=True):
-            assert _standing(added.standing) == _standing(whole), (layout, whole.stage)
+            assert _standing(added.persistent) == _standing(whole), (layout, whole.stage)
             assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
             kept = {kind: size for kind, size in whole.activations.items() if size}
             assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
@@ -89,13 +88,13 @@ def test_states_in_the_hosts_memory_add_up_too(flags: str) -> None:
     args = validate_args(parse_args(argv=words))
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
     (whole,) = plan_run(args, provider, forward_step_func=step).stages
-    (added,) = quick_stages(args, model_facts(args, provider, forward_step=step))
-    standing = _standing(added.standing)
+    (added,) = quick_stages(args, measure_memory(args, provider, forward_step=step))
+    standing = _standing(added.persistent)
     assert standing == _standing(whole) and min(standing) > 0
     assert (
         added.total
         == whole.total
-        == sum(vars(added.standing).values()) - added.standing.host_states + sum(whole.activations.values())
+        == sum(vars(added.persistent).values()) - added.persistent.host_states + sum(whole.activations.values())
     )
 
 
@@ -114,6 +113,6 @@ def test_a_long_step_is_as_full_as_the_short_one_that_stands_for_it(chunks: int,
 def test_memory_that_single_layers_do_not_tell_is_refused() -> None:
     words = ["--model", "llama3.2-1b", *ALWAYS.split(), "--micro-batch-size", "1", "--optimizer", "muon"]
     args = validate_args(parse_args(argv=words))
-    facts = model_facts(args, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)
+    costs = measure_memory(args, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)
     with pytest.raises(CommandLineError, match="--optimizer is muon: .* must be one of adam, sgd"):
-        quick_stages(args, facts)
+        quick_stages(args, costs)

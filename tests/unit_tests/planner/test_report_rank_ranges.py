@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron.core.parallel_state import RankGenerator
-from megatron.planner.rank_ranges import rank_range
+from megatron.planner.report import rank_range
 
 
 def _read(text: str) -> list[int]:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.transformer.moe.dispatch_static import StaticBudget
-from megatron.planner.stash.routing import RoutingSpan
-from megatron.planner.stash.skew import inclusion, made_up_spans, parse_skew, popularity
+from megatron.planner.stash.routing import RoutingSpan, inclusion, made_up_spans, parse_skew, popularity
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun, PlannedStage, StashFlags
 from tests.unit_tests.planner.stash.plain_flags import FLAGS
 

@@ -1,12 +1,16 @@
-"""What a rank of each pipeline stage holds, added up from the facts of single layers; see layer_facts.py.
+"""Memory and work of each pipeline stage, added up from the costs of single layers (layer_costs.py).
 
-The same arithmetic that buffers, optimizers, schedules and the stash use themselves; no model is built here.
+Uses the arithmetic of buffers, optimizers, schedules and the stash themselves, and builds no model. A dry run (plan.py)
+builds whole stages instead. The two agree to the byte where all layers of a kind are identical
+(tests/unit_tests/planner/test_stage_costs.py); layers that recompute or offload by their position are the exception.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import islice
 
 import torch
 
@@ -19,8 +23,23 @@ from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
-from megatron.planner.activations import EXPERTS
-from megatron.planner.layer_facts import LayerKind, ModelFacts, PartFacts, Place
+from megatron.core.transformer.pipeline_split import layers_per_part
+from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
+from megatron.planner.step_time import StageLoad
+from megatron.planner.work import (
+    BACKWARD,
+    EXPERTS,
+    FORWARD,
+    GRADS,
+    PARAMS,
+    Kernels,
+    Traffic,
+    merged,
+)
+from megatron.training.arguments import config_from_args, core_transformer_config_from_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.validation import batch_sizes
+from megatron.training.data_parallel import ddp_config_of
 from megatron.training.expert_schedule import stash_events
 
 # Rounds of microbatches after which a schedule only repeats itself, until its end.
@@ -65,7 +84,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PersistentBytes:
     """Bytes that the first rank of a stage holds from step to step, as RankPlan has them."""
 
     parameters: int
@@ -84,7 +103,7 @@ class Standing:
 class StageMemory:
     """Bytes of the first rank of a stage, as RankPlan has them."""
 
-    standing: Standing
+    persistent: PersistentBytes
     pages: int
     host_pages: int
     activations: Mapping[str, int]
@@ -92,33 +111,33 @@ class StageMemory:
     @property
     def total(self) -> int:
         """All that is on the device."""
-        return self.standing.total + self.pages + sum(self.activations.values())
+        return self.persistent.total + self.pages + sum(self.activations.values())
 
 
-def stage_chunks(facts: ModelFacts, shape: Shape, *, stage: int) -> list[list[PartFacts]]:
+def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
     """The parts of each chunk of a stage."""
     numbers = range(stage, len(shape.layers), shape.stages)
     return [
-        facts.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
+        costs.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
         for number in numbers
     ]
 
 
-def standing_bytes(
-    facts: ModelFacts,
+def persistent_bytes(
+    costs: ModelCosts,
     shape: Shape,
     *,
     stage: int,
     ddp_config: DistributedDataParallelConfig,
     optimizer_config: OptimizerConfig,
-) -> Standing:
+) -> PersistentBytes:
     """Returns the persistent bytes of the first rank of a stage, whose parts are the largest of the stage.
 
     Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
     over all of them: less than a block a run of neighbours too few.
     """
-    chunks = stage_chunks(facts, shape, stage=stage)
-    parameters = sum(part.other for parts in chunks for part in parts)
+    chunks = stage_chunks(costs, shape, stage=stage)
+    parameters = sum(part.other_bytes for parts in chunks for part in parts)
     gradients = 0
     masters = moments = host_states = 0.0
     for number in range(len(chunks)):
@@ -136,22 +155,22 @@ def standing_bytes(
             parameters += layout.numel * kind.param_dtype.itemsize
             gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
             masters, moments = masters + states.masters, moments + states.moments
-    return Standing(parameters, gradients, int(masters), int(moments), int(host_states))
+    return PersistentBytes(parameters, gradients, int(masters), int(moments), int(host_states))
 
 
 def chunk_buffers(
-    parts: Sequence[PartFacts], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
+    parts: Sequence[PartCost], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
 ) -> Iterator[tuple[BufferKind, BufferLayout]]:
     """Yields the buffer layouts of a chunk's parameters; is_first: whether it is the first of the first stage."""
     is_whole = (not is_first and not ddp_config.has_bucket_lifetime_grads) or not ddp_config.cuts_buckets
-    for kind, places in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
+    for kind, params in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
         ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
         ranks //= ddp_config.num_distributed_optimizer_instances
         yield (
             kind,
             _laid_out(
-                tuple(place.numel for place in places),
-                tuple(index for index, place in enumerate(places) if place.own_bucket),
+                tuple(param.numel for param in params),
+                tuple(index for index, param in enumerate(params) if param.own_bucket),
                 ranks=ranks,
                 bucket_size=resolve_bucket_size(
                     ddp_config.bucket_size, ddp_config.num_buckets, num_ranks=ranks, single_bucket=is_whole
@@ -162,23 +181,23 @@ def chunk_buffers(
         )
 
 
-def saved_by_chunk(facts: ModelFacts, shape: Shape, *, stage: int) -> list[Counter[str]]:
+def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
     """Bytes that a microbatch of each chunk of a stage leaves for its backward, by kind."""
     found = []
-    for parts in stage_chunks(facts, shape, stage=stage):
+    for parts in stage_chunks(costs, shape, stage=stage):
         saved: Counter[str] = Counter()
         for part in parts:
-            saved.update(part.saved or {})
+            saved.update(part.saved)
         found.append(saved)
     return found
 
 
-def peak_activations(facts: ModelFacts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
+def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
     """Returns the bytes at the fullest moment of the stage's schedule, by kind. stashes: whether experts stash."""
-    saved = saved_by_chunk(facts, shape, stage=stage)
+    saved = saved_by_chunk(costs, shape, stage=stage)
     in_buffers = 0
     if stashes:
-        layers = [expert_layers(facts, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
+        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
         # One layer's rows are outside of pages, between its experts and its copy.
         in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
         saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
@@ -193,9 +212,9 @@ def peak_activations(facts: ModelFacts, shape: Shape, *, stage: int, stashes: bo
     return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
 
 
-def expert_layers(facts: ModelFacts, shape: Shape, *, part: int) -> int:
+def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
     """Returns how many layers with experts a part of the pipeline has, including multi-token prediction."""
-    further = facts.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
     return sum(kind.has_experts for kind in shape.layers[part]) + further
 
 
@@ -233,37 +252,37 @@ def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None
     return stage_orders(pipeline, length, group_size=group_size)
 
 
-def stash_bytes(facts: ModelFacts, shape: Shape, *, stage: int) -> tuple[int, int]:
+def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
     """Bytes of the stash's pages of a stage, on the device and on the host, before anything is learned."""
-    if facts.rows is None or not facts.config.moe_paged_stash:
+    if costs.rows is None or not costs.config.moe_paged_stash:
         return 0, 0
-    layers = _expert_layer_numbers(facts, shape)[stage :: shape.stages]
+    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
     order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
     events = stash_events(kept_events(expand(order, layers)))
-    max_rows = facts.rows.max_rows if events else 0
-    needs = step_needs(facts.config, events, max_rows=max_rows, balanced_rows=facts.rows.balanced)
-    layout = pool_layout(facts.config, needs, learned=LearnedSizes())
+    max_rows = costs.rows.max_rows if events else 0
+    needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
+    layout = pool_layout(costs.config, needs, learned=LearnedSizes())
     if layout is None:
         return 0, 0
     return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
 
-def _expert_layer_numbers(facts: ModelFacts, shape: Shape) -> list[list[int]]:
+def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
     """Returns for each part of the pipeline the numbers of its layers with experts, from 1 over the model."""
     numbers, first = [], 1
     for part, kinds in enumerate(shape.layers):
         found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
         first += len(kinds)
-        further = facts.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+        further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
         numbers.append([*found, *range(first, first + further)])
     return numbers
 
 
-def _by_buffer(parts: Sequence[PartFacts], *, apart: bool) -> dict[BufferKind, list[Place]]:
-    found: dict[BufferKind, list[Place]] = {}
+def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, list[ParamSize]]:
+    found: dict[BufferKind, list[ParamSize]] = {}
     for part in parts:
-        for place in part.params:
-            found.setdefault(place.buffer if apart else replace(place.buffer, is_expert=False), []).append(place)
+        for param in part.params:
+            found.setdefault(param.buffer if apart else replace(param.buffer, is_expert=False), []).append(param)
     return found
 
 
@@ -298,3 +317,134 @@ def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: 
         own = min(round_up(bucket.numel_unpadded, ALIGNMENT), owned)
         stepped, on_host = stepped + own, on_host + min(own, host_elements(owned, host_fraction))
     return stepped, on_host
+
+
+def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
+    """Returns by group how many of its ranks share a node, in the order of ranks that runs have."""
+    tp, etp = shape.tensor, shape.expert_tensor
+    groups = {
+        "tp": (1, tp),
+        "cp": (tp, shape.context),
+        "tp_cp": (1, tp * shape.context),
+        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
+        "dp_cp": (tp, shape.dense_ranks),
+        "pp": (shape.world_size // shape.stages, shape.stages),
+        "etp": (1, etp),
+        "ep": (etp, shape.expert),
+        "tp_ep": (1, etp * shape.expert),
+        "edp": (etp * shape.expert, shape.expert_ranks),
+        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
+        "stage": (1, shape.world_size // shape.stages),
+        "world": (1, shape.world_size),
+    }
+    return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}
+
+
+def _data_messages(
+    costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
+) -> tuple[Traffic, ...]:
+    """Gradients and parameters of a step of a stage, bucket by bucket."""
+    found = []
+    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
+    for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
+        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            if layout.num_shards < 2:
+                continue
+            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
+            group, count = (name, layout.num_shards), len(layout.buckets)
+            grads = layout.numel * kind.grad_dtype.itemsize
+            if not ddp_config.use_distributed_optimizer:
+                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
+                continue
+            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
+            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
+    return merged(found)
+
+
+def stage_load(
+    costs: ModelCosts,
+    shape: Shape,
+    *,
+    stage: int,
+    ddp_config: DistributedDataParallelConfig,
+    hidden_bytes: int,
+    state_bytes: float,
+) -> StageLoad:
+    """Returns the work of a stage's rank in a step.
+
+    hidden_bytes: sent to the next stage for each microbatch. state_bytes: optimizer states of the rank.
+    """
+    step, times, last = costs.step, shape.num_microbatches, len(shape.layers) - 1
+    traffic = [*_data_messages(costs, shape, stage=stage, ddp_config=ddp_config), *step.traffic]
+    if stage in (0, shape.stages - 1):
+        traffic += [replace(one, group="embd", group_size=2) for one in step.tied]
+    chunks = []
+    for number, parts in zip(range(stage, len(shape.layers), shape.stages), stage_chunks(costs, shape, stage=stage)):
+        work = total_work(part.work for part in parts)
+        chunks.append(work.chunk())
+        traffic += work.times(times).traffic
+        if number < last and shape.stages > 1:
+            traffic.append(Traffic("pp", shape.stages, "send", FORWARD, times, times * hidden_bytes))
+        if number > 0 and shape.stages > 1:
+            traffic.append(Traffic("pp", shape.stages, "send", BACKWARD, times, times * hidden_bytes))
+    share = state_bytes / max(1, step.state_bytes)
+    update = Kernels()
+    for kernel, count in step.update.items():
+        update[replace(kernel, flops=kernel.flops * share, num_bytes=kernel.num_bytes * share)] += count
+    return StageLoad(tuple(chunks), merged(traffic), update)
+
+
+_OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The sizes of the run of validated args."""
+    kinds = iter(layer_kinds(args))
+    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
+    return Shape(
+        world_size=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        stages=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        layers=tuple(tuple(islice(kinds, count)) for count in counts),
+        num_microbatches=batch_sizes(args).final_num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
+
+
+def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
+    """What the first rank of each stage holds, in the run of validated args; costs: of these args.
+
+    Raises CommandLineError for flags that lead to memory which is not counted here.
+    """
+    check_counted(args)
+    shape, ddp_config = shape_of(args), ddp_config_of(args)
+    optimizer_config = config_from_args(OptimizerConfig, args)
+    stages = []
+    for stage in range(shape.stages):
+        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
+        stages.append(
+            StageMemory(
+                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                device_pages,
+                host_pages,
+                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
+            )
+        )
+    return stages
+
+
+def check_counted(args: argparse.Namespace) -> None:
+    """Raises CommandLineError for flags that lead to memory which is not counted here."""
+    if args.use_torch_fsdp2:
+        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
+    if args.optimizer not in _OPTIMIZERS:
+        raise CommandLineError(
+            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
+            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
+        )
+    if args.skip_train:
+        raise CommandLineError("--skip-train: layouts are compared for training; drop it")

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, Prior
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, PoolModel, page_moves, reserve_table
 from megatron.core.transformer.moe.paged_stash.page_layout import pages_for
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
-from megatron.planner.stash.pools import PoolOutcomes, PoolSizes, Reserves, simulate_pools
+from megatron.planner.stash.walk import PoolOutcomes, PoolSizes, Reserves, simulate_pools
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import random_events
 

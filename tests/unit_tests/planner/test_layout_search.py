@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 
 import pretrain_gpt
-from megatron.planner.layer_facts import layer_kinds
-from megatron.planner.layer_flops import layer_flops
-from megatron.planner.layout_costs import LayoutCosts
-from megatron.planner.layout_request import Request, read_request
-from megatron.planner.layout_space import Experts, Sharding
+from megatron.planner.layer_costs import layer_kinds
+from megatron.planner.layout_search import LayoutCosts
+from megatron.planner.layout_space import Experts, Request, Sharding, layer_flops, read_request
 from megatron.planner.plan import plan_run
-from megatron.planner.run_time import run_time
+from megatron.planner.step_time import run_time
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.device_table import Device, known_devices
 from megatron.training.flops import num_floating_point_operations

@@ -1,4 +1,4 @@
-"""Passes of stages that are built alike are rehearsed once for all of them."""
+"""StageTrace of stages that are built alike are step once for all of them."""
 
 from typing import Any
 
