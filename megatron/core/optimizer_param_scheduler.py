@@ -26,15 +26,15 @@ class OptimizerParamSchedulerConfig:
         "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), help="Shape of WSD's final decay."
     )
     lr_decay_iters: int | None = config_field(
-        None, at_least=1, help="Iterations until the learning rate is at its minimum; none means --train-iters."
+        None, at_least=1, help="Iterations until the learning rate reaches its minimum; unset: --train-iters."
     )
     lr_decay_samples: int | None = config_field(
-        None, at_least=1, help="Samples until the learning rate is at its minimum; none means --train-samples."
+        None, at_least=1, help="Samples until the learning rate reaches its minimum; unset: --train-samples."
     )
     lr_wsd_decay_iters: int | None = config_field(None, at_least=1, help="Iterations of WSD's final decay.")
     lr_wsd_decay_samples: int | None = config_field(None, at_least=1, help="Samples of WSD's final decay.")
     lr_warmup_fraction: float | None = config_field(
-        None, at_least=0, less_than=1, help="Share of the learning rate's schedule that is linear warm-up."
+        None, at_least=0, less_than=1, help="Fraction of the learning rate's schedule that is linear warm-up."
     )
     lr_warmup_iters: int = config_field(0, at_least=0, help="Iterations of linear warm-up.")
     lr_warmup_samples: int = config_field(0, at_least=0, help="Samples of linear warm-up.")
@@ -43,17 +43,17 @@ class OptimizerParamSchedulerConfig:
     weight_decay_incr_style: str = config_field(
         "constant",
         choices=WEIGHT_DECAY_STYLES,
-        help="How weight decay rises from --start-weight-decay to --end-weight-decay; constant: --weight-decay.",
+        help="How weight decay increases from --start-weight-decay to --end-weight-decay; constant: --weight-decay.",
     )
     override_opt_param_scheduler: bool = config_field(
         False,
         flags=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-        help="On load, keep the schedule of the command line where the checkpoint's differs.",
+        help="On load, use the schedule of the command line if the checkpoint's differs.",
     )
     use_checkpoint_opt_param_scheduler: bool = config_field(
         False,
         flags=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
-        help="On load, take the checkpoint's schedule where the command line's differs.",
+        help="On load, use the checkpoint's schedule if the command line's differs.",
     )
 
     def __post_init__(self) -> None:

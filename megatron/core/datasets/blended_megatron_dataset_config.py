@@ -32,13 +32,15 @@ class BlendedMegatronDatasetConfig:
     sequence_length: int = config_field(help="Tokens per sample.", at_least=1)
     blend: Blend | None = config_field(None, help="Prefixes of .bin/.idx pairs, and their weights or None.")
     blend_per_split: list[Blend | None] | None = config_field(
-        None, help="Blends of train, valid and test, None for no such data; instead of blend and split."
+        None, help="Blends of train, valid and test, None for no data; instead of blend and split."
     )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
-    path_to_cache: str | None = config_field(None, help="Folder of cached indices; None is beside the data.")
+    path_to_cache: str | None = config_field(
+        None, help="Folder of cached indices; None means a folder next to the data."
+    )
     mmap_bin_files: bool = config_field(True, help="Map .bin files into memory instead of reading them.")
     num_dataset_builder_threads: int = config_field(1, help="No effect: building takes seconds.", at_least=1)
-    tokenizer: Vocabulary | None = config_field(None, help="Gives the vocabulary that tokens are checked against.")
+    tokenizer: Vocabulary | None = config_field(None, help="Has the vocabulary against which tokens are checked.")
 
     def __post_init__(self) -> None:
         validate_fields(self)

@@ -55,11 +55,11 @@ class TokenSequences(Protocol):
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Options of GPT samples at the borders of documents, which the tokenizer's eod marks."""
 
-    reset_position_ids: bool = config_field(False, help="Positions start anew behind each eod.")
-    reset_attention_mask: bool = config_field(False, help="Attention does not see across an eod.")
-    eod_mask_loss: bool = config_field(False, help="No loss where the input is eod.")
+    reset_position_ids: bool = config_field(False, help="Positions restart after each eod.")
+    reset_attention_mask: bool = config_field(False, help="Attention is limited to the tokens of one document.")
+    eod_mask_loss: bool = config_field(False, help="No loss for positions whose input is eod.")
     create_attention_mask: bool = config_field(
-        True, help="Whether reset_attention_mask gives masks or borders; plain causal attention needs neither."
+        True, help="Whether reset_attention_mask returns masks or borders; plain causal attention needs neither."
     )
 
     def __post_init__(self) -> None:

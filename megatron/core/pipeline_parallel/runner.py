@@ -1,4 +1,4 @@
-"""Executes a stage's list: forward steps, loss scaling, backward passes, transfers, and gradient finalisation.
+"""Executes a stage's list: forward steps, loss scaling, backward passes, transfers, and gradient finalization.
 
 Which steps run in which order is decided in schedule.py and transfers.py.
 """
@@ -30,17 +30,17 @@ ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
 
 @runtime_checkable
 class ScalesAuxLosses(Protocol):
-    """A model with losses that hang inside it, as routers' do: they have no part in what the loss function returns."""
+    """A model with auxiliary losses, such as those of routers, which are not part of the loss function."""
 
     def set_aux_loss_scale(self, scale: torch.Tensor) -> None:
-        """scale: [], fp64, what their gradients are multiplied with in this step."""
+        """Sets the factor of their gradients in this step; scale: [], fp64."""
         ...
 
 
 class _Kept(NamedTuple):
-    """A forward's state for its backward: the input, and the end of its graph.
+    """The state of a forward for its backward: the input, and the end of its graph.
 
-    An edge, not the output: once it is sent, a stage's output is needed for nothing, and its memory is free.
+    The edge does not reference the output, whose memory can be freed once it was sent.
     """
 
     given: torch.Tensor | None
@@ -49,7 +49,7 @@ class _Kept(NamedTuple):
 
 @dataclass(kw_only=True)
 class ScheduleRunner:
-    """Runs one step's list over the chunks of `model` and collects what the loss function reports of each microbatch.
+    """Executes the list of a step on the chunks of `model` and collects the report of each microbatch's loss.
 
     data_iterators: one a chunk. cp_group: the ranks that hold parts of the same sequences. non_loss_data: the loss
     function is called with non_loss_data=True, and what it returns is collected as it is.
@@ -76,7 +76,7 @@ class ScheduleRunner:
         in this order.
         """
         actions = [step for step in steps if isinstance(step, Action)]
-        # Before the first of them: half a step would leave gradients behind.
+        # Checked before anything is executed, since half a step would leave gradients behind.
         validate_schedule(actions)
         has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
         if has_backward:
@@ -122,7 +122,7 @@ class ScheduleRunner:
         model = self.model[action.chunk]
         given = self._inputs.pop(action, None)
         if given is not None:
-            # A leaf: the gradient that goes to the stage before ends here.
+            # A leaf, which accumulates the gradient for the previous stage.
             given.requires_grad_(torch.is_grad_enabled())
             get_attr_wrapped_model(model, "set_input_tensor")(given)
         output, loss_function = self.forward_step(self.data_iterators[action.chunk], model)
@@ -168,15 +168,15 @@ class ScheduleRunner:
         return loss / num_tokens.clamp(min=1) / self.num_microbatches
 
     def _set_aux_loss_scale(self) -> None:
-        # Once a step: all of its microbatches have the same.
+        # Once per step, since it is equal for all microbatches.
         scaled = [chunk for chunk in unwrap_model(list(self.model)) if isinstance(chunk, ScalesAuxLosses)]
         if not scaled:
             return
-        # fp64, or models in fp64 would get a third of a loss with the digits of fp32.
+        # fp64, since fp32 would round factors such as 1/3 for models in fp64.
         scale = torch.ones((), dtype=torch.float64)
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
-        # The losses of single tokens are added up then, as the router adds up its own.
+        # With per-token loss the losses of tokens are summed, as the router sums its own.
         parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
         for chunk in scaled:
             chunk.set_aux_loss_scale(scale / parts)

@@ -91,20 +91,24 @@ class AttentionConfig:
 
 @dataclass(kw_only=True)
 class MLAConfig:
-    """Settings of latent attention, which replace key/value groups. Refused without multi_latent_attention."""
+    """Settings of latent attention, which replace key/value groups. They require multi_latent_attention."""
 
     cli_group: ClassVar[str] = "multi-latent attention"
 
     multi_latent_attention: bool = config_field(
-        False, help="Keys and values of all heads come from one narrow vector a token, as in DeepSeek's models."
+        False, help="Compute keys and values of all heads from one narrow vector per token, as in DeepSeek's models."
     )
     q_lora_rank: int | None = config_field(
-        None, help="Width that queries are projected down to first; unset: they come from the hidden state.", at_least=1
+        None,
+        help="Width to which queries are first projected; unset: they are computed from the hidden state.",
+        at_least=1,
     )
-    kv_lora_rank: int = config_field(32, help="Width of the vector that keys and values come from.", at_least=1)
-    qk_head_dim: int = config_field(128, help="Channels of each query and key head that do not rotate.", at_least=1)
+    kv_lora_rank: int = config_field(
+        32, help="Width of the vector from which keys and values are computed.", at_least=1
+    )
+    qk_head_dim: int = config_field(128, help="Channels of each query and key head without rotation.", at_least=1)
     qk_pos_emb_head_dim: int = config_field(
-        64, help="Channels of each query head that rotate, beside those; all heads share one such key.", at_least=2
+        64, help="Additional channels of each query head with rotation; all heads share one such key.", at_least=2
     )
     v_head_dim: int = config_field(128, help="Width of each value head.", at_least=1)
 
