@@ -1,7 +1,7 @@
 """Memory order of dense parameters: contiguous, channels_last or transposed.
 
 Flat buffers hold elements in this order, which preserves layouts without copies. Checkpoints store the logical order:
-see logical.py and flat_ranges.py of dist_checkpointing.
+see logical_tensors.py.
 """
 
 from collections.abc import Iterable

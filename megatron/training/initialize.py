@@ -14,15 +14,14 @@ from megatron.core import parallel_state
 from megatron.core.device import (
     default_device,
     prepare_device,
-    seed_all,
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.parallel_state import DEFAULT_ORDER
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import config_from_args, parse_args, validate_args
-from megatron.training.checkpoint_args import load_args_from_checkpoint
+from megatron.training.checkpointing.rng_state import seed_copies
+from megatron.training.checkpointing.run_values import load_args_from_checkpoint
 from megatron.training.config import DistributedConfig
 from megatron.training.console import print_rank_0
 from megatron.training.failure_board import FailureBoard
@@ -64,7 +63,7 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # All copies draw the same weights; seed_ranks parts them once that is done.
-    _seed(args.seed, groups)
+    seed_copies(args.seed, groups)
     publish_run(args)
     return args
 
@@ -116,21 +115,6 @@ def leave_process_group() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
-
-    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
-    """
-    _seed(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
-
-
-def _seed(seed: int, groups: ProcessGroupCollection) -> None:
-    seed_all(seed)
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
-    )
 
 
 def silence_library_notices() -> None:

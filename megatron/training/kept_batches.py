@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from megatron.training.rng_state import RngState, capture_rng, restore_rng, same_rng
+from megatron.training.checkpointing.rng_state import RngState, capture_rng, restore_rng, same_rng
 
 
 class KeptBatches(Iterator[Any]):

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, NonFiniteGradient
 from megatron.core.distributed.consistency import check_weight_hashes_sync
 from megatron.core.group_collectives import any_rank_sync
 from megatron.training.callbacks import StepReport
-from megatron.training.checkpoint_folder import complete_iterations
+from megatron.training.checkpointing.folder import complete_iterations
 from megatron.training.console import print_rank_0
 from megatron.training.recovery_state import WINDOW, LossSpikeError, is_spike
 from megatron.training.run import TrainingRun

@@ -7,8 +7,8 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron.training.checkpoint_folder import complete_iterations, find_checkpoint
-from megatron.training.run_values import load_run_values
+from megatron.training.checkpointing.folder import complete_iterations, find_checkpoint
+from megatron.training.checkpointing.run_values import load_run_values
 
 # Set by torchrun on its ranks, and by examples/supervise.py, which starts torchrun itself anew.
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")

@@ -16,15 +16,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoint
+from megatron.training.checkpointing.saving import RunSaves
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig, TrainingConfig
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.fault_config import FaultConfig
 from megatron.training.meters import Meter
 from megatron.training.recovery_state import Recovery
-from megatron.training.saves import RunSaves
 from megatron.training.step_runner import StepRunner
-from megatron.training.train_state import TrainState
 
 
 @dataclass(kw_only=True)

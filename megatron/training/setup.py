@@ -37,6 +37,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
+from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.checkpointing.saving import RunSaves
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.registry import flag_table
@@ -52,16 +55,13 @@ from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
 from megatron.training.held_memory import persistent_fit
-from megatron.training.initialize import seed_ranks
 from megatron.training.logging_config import LoggingConfig
 from megatron.training.meters import build_meters
 from megatron.training.recovery_state import Recovery
 from megatron.training.run import TrainingRun
-from megatron.training.saves import RunSaves
 from megatron.training.setup_callbacks import setup_callbacks
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange
-from megatron.training.train_state import TrainState
 
 
 def setup_run(

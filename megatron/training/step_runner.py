@@ -26,9 +26,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.utils import unwrap_model
+from megatron.training.checkpointing.rng_state import capture_rng, restore_rng
 from megatron.training.console import print_rank_0
 from megatron.training.kept_batches import KeptBatches, with_own_containers
-from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.step_statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step_update import StepUpdate
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.checkpointing.rng_state import capture_rng, restore_rng
 from megatron.training.expert_memory import ExpertMemory
 from megatron.training.kept_batches import KeptBatches
-from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step_runner import ExpertOverflowError
 from megatron.training.training import train, train_step

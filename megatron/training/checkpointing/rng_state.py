@@ -9,16 +9,31 @@ import random
 import numpy
 import torch
 
-from megatron.core.device import default_device, rng_state_bytes, set_rng_state_bytes
+from megatron.core.device import default_device, rng_state_bytes, seed_all, set_rng_state_bytes
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 _PREFIX = "rng."
 # In the order of rng_state_bytes; the second only where there is a GPU.
 _TORCH = ("torch", "cuda")
 # All generators of this rank, by name: each [N], on the CPU, int64, float64 or uint8.
 RngState = dict[str, torch.Tensor]
+
+
+def seed_copies(seed: int, groups: ProcessGroupCollection) -> None:
+    seed_all(seed)
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
+    )
+
+
+def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
+    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
+
+    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
+    """
+    seed_copies(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
 
 
 def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
