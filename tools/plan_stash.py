@@ -32,8 +32,8 @@ from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_ske
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Rung, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.device_table import planned_device  # noqa: E402
-from megatron.training.routing_trace import read_routing  # noqa: E402
+from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
+from megatron.training.compute.devices import planned_device  # noqa: E402
 from tools.stash_plan_page import as_page  # noqa: E402
 from tools.stash_plan_words import StashPlan, as_json, as_text  # noqa: E402
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from megatron.training.command_line.registry import flag_table  # noqa: E402
+from megatron.training.command_line.flags import flag_table  # noqa: E402
 from megatron.training.command_line.values import yaml_of_value  # noqa: E402
 from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
 from tools.report_live import LiveReport  # noqa: E402

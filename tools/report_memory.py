@@ -1,6 +1,6 @@
 """What the report shows of memory by category: what ranks hold, beside what a plan said before the run, and its time.
 
-plan.json is written by `--dry-run --tensorboard-dir`; what ranks hold is in the log, see held_memory.py.
+plan.json is written by `--dry-run --tensorboard-dir`; what ranks hold is in the log, see training/meters/memory.py.
 """
 
 import json

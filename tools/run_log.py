@@ -115,7 +115,7 @@ class RunLog:
     """A run as its files tell it.
 
     series: by field, those of nested objects as "memory/allocated". overlap: the last step's, with its iteration.
-    held: bytes by kind that ranks hold, the last that was logged, see held_memory.py.
+    held: bytes by kind that ranks hold, the last that was logged, see training/meters/memory.py.
     stash: what is no series of numbers of it.
     per_layer: by loss; expert_load: tokens per expert.
     record: run.json, empty where there is none. num_unreadable: lines that are no JSON objects with an iteration.

@@ -11,7 +11,7 @@ from megatron.planner.stash.outlook import Needs, Outlook
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 from megatron.planner.stash.walk import Rung, StageSteps, Walk
 from megatron.training.command_line.config_builder import with_flag_names
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 
 RUNGS = {
     Rung.DEVICE: "device",

@@ -1,6 +1,6 @@
 """Named timers with log levels, as in Megatron, and their times over ranks.
 
-megatron/training/meters.py selects the timers that are logged.
+megatron/training/meters/meters.py selects the timers that are logged.
 """
 
 from collections.abc import Iterator, Sequence

@@ -33,10 +33,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
 from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, ChunkWork, Kernels, Traffic, merged
-from megatron.training.exit_conditions import LOCAL_REASONS
 from megatron.training.setup import setup_steps
-from megatron.training.step_runner import StepRunner
-from megatron.training.step_statistics import StatisticsExchange, Totals
+from megatron.training.step.exit_conditions import LOCAL_REASONS
+from megatron.training.step.runner import StepRunner
+from megatron.training.step.statistics import StatisticsExchange, Totals
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from megatron.planner.stash.outlook import outlook
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import Rung, walk
-from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing
+from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
 from tests.browser import PICTURE_PROBLEMS, needs_browser, opened_browser
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
