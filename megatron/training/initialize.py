@@ -66,6 +66,7 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # The same on all replicas, which draw the same weights. seed_ranks then separates them.
+    # All copies draw the same weights; seed_ranks parts them once that is done.
     seed_generators(args.seed, groups)
     publish_run(args)
     return args
