@@ -162,7 +162,7 @@ class _Experts:
             assert layer.expert_step is not None
             layer.expert_step.begin()
 
-    def void_flags(self) -> Tensor:
+    def overflow_flags(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:
