@@ -22,7 +22,7 @@ def fail_with(error: BaseException) -> None:
 
 
 def fail_again(error: Exception) -> None:
-    """As agreement.py raises on this rank what went wrong in its part."""
+    """As all_ranks_agree raises on this rank what went wrong in its part."""
     try:
         fail_with(error)
     except ValueError as caught:
