@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:
 
 from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, verify  # noqa: E402
 from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
-from megatron.training.checkpoint_folder import iteration_folder  # noqa: E402
+from megatron.training.checkpointing.folder import iteration_folder  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
 from tools.convert_megatron_core import from_megatron_core  # noqa: E402
@@ -96,7 +96,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     _add_diff(commands.add_parser("diff", help="which tensors of two checkpoints differ", allow_abbrev=False))
     _add_prune(commands.add_parser("prune", help="delete old checkpoints", allow_abbrev=False))
     _add_convert(commands.add_parser("convert", help="weights from one format to another", allow_abbrev=False))
-    _add_merge(commands.add_parser("merge", help="low-rank adapters into the weights beside them", allow_abbrev=False))
+    _add_merge(commands.add_parser("merge", help="merge low-rank adapters into the weights", allow_abbrev=False))
     return parser.parse_args(argv)
 
 
@@ -294,7 +294,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--target-transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="whose names parameters get (default: transformer_engine)",
+        help="implementation whose parameter names are used (default: transformer_engine)",
     )
 
 
@@ -358,8 +358,8 @@ def _convert_core(options: argparse.Namespace) -> None:
         options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size, settings=options.model_config
     )
     print(f"wrote {folder}")
-    print(f"left behind: {num_left} entries that are no weights, as the optimizer's state and that of generators")
-    print("go on with --no-load-optim --no-load-rng, or --finetune")
+    print(f"not converted: {num_left} entries that are no weights, such as optimizer and generator states")
+    print("continue with --no-load-optim --no-load-rng, or with --finetune")
 
 
 def _convert_files(options: argparse.Namespace) -> None:
@@ -385,7 +385,7 @@ def _convert_files(options: argparse.Namespace) -> None:
         folder = from_canonical(options.load, options.save, layout=layout, step=options.ckpt_step)
     print(f"wrote {folder}")
     if options.target != _SAFETENSORS:
-        print("the optimizer's state was left behind: go on with --no-load-optim --no-load-rng, or --finetune")
+        print("optimizer states are not converted: continue with --no-load-optim --no-load-rng, or with --finetune")
 
 
 def _export_safetensors(options: argparse.Namespace) -> Path:

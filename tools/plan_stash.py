@@ -33,8 +33,8 @@ from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_ske
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Rung, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.device_table import planned_device  # noqa: E402
-from megatron.training.routing_trace import read_routing  # noqa: E402
+from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
+from megatron.training.compute.devices import planned_device  # noqa: E402
 from tools.stash_report import StashPlan, as_json, as_page, as_text  # noqa: E402
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
@@ -222,7 +222,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--skew",
         metavar="MODEL",
-        help="Routing to make up: balanced; dirichlet:CONCENTRATION, popularities drawn anew each step; zipf:EXPONENT; "
+        help="Synthetic routing: balanced; dirichlet:CONCENTRATION, popularities drawn in each step; zipf:EXPONENT; "
         "drift:SPREAD:STEPS, popularities that wander.",
     )
     group.add_argument(

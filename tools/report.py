@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from megatron.pages.page import FOLDER, MissingPackageError, plotly_script, render, require_packages  # noqa: E402
-from megatron.training.command_line.registry import flag_table  # noqa: E402
+from megatron.training.command_line.flags import flag_table  # noqa: E402
 from megatron.training.command_line.values import yaml_of_value  # noqa: E402
 from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
 from tools.report_sections import memory_section, rows_figures, stash_section, timeline  # noqa: E402

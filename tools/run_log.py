@@ -121,7 +121,7 @@ class RunLog:
 
     series: by field; a field of a nested object has a name such as "memory/allocated".
     overlap: communication of the last logged step, with its iteration.
-    held: the last logged bytes by category that ranks hold (held_memory.py).
+    held: the last logged bytes by category that ranks hold (training/meters/memory.py).
     stash: fields of the stash that are no series of numbers.
     per_layer: by loss. expert_load: tokens per expert.
     record: run.json, empty if there is none. num_unreadable: lines that are no JSON objects with an iteration.

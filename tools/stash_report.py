@@ -14,7 +14,7 @@ from megatron.planner.stash.outlook import Needs, Outlook
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 from megatron.planner.stash.walk import Rung, StageSteps, Walk
 from megatron.training.command_line.config_builder import with_flag_names
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 
 _TEMPLATE = Path(__file__).with_name("stash_report.html.jinja")
 # Names of the recompute levels in the printed tables, on the page, and of the goal to reach none beyond.

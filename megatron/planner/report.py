@@ -26,7 +26,7 @@ from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, 
 from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, places, run_time
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.device_table import Device, planned_device
+from megatron.training.compute.devices import Device, planned_device
 
 
 def print_plan(

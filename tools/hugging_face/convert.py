@@ -23,15 +23,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.training.arguments import parse_args
-from megatron.training.checkpoint_args import args_to_json
-from megatron.training.checkpoint_folder import (
-    COMPANION_FOLDER,
-    RELEASE,
-    complete_iterations,
-    write_release_tracker,
-)
-from megatron.training.run_values import load_run_values
-from megatron.training.train_state import TrainState
+from megatron.training.checkpointing.folder import COMPANION_FOLDER, RELEASE, complete_iterations, write_release_tracker
+from megatron.training.checkpointing.run_values import args_to_json, load_run_values
+from megatron.training.checkpointing.train_state import TrainState
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
 from tools.hugging_face.families import Family
 from tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
@@ -92,7 +86,7 @@ def from_hub(load: Path, save: Path, *, dtype: torch.dtype | None = None) -> Pat
     if complete_iterations(save) or (save / RELEASE).exists():
         raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
     for name in model.left_out:
-        print(f"left out: {name}")
+        print(f"not converted: {name}")
     target = save / RELEASE
     common = {
         "iteration": 0,

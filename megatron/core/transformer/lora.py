@@ -1,7 +1,7 @@
 """Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
 
-Which layers have them is lora_specs.py's, those of grouped experts are moe/experts.py's; what a checkpoint
-without adapters gives is training's.
+models/gpt/gpt_layer_specs.py selects the layers that have them. Adapters of grouped experts are in moe/experts.py.
+megatron/training loads checkpoints without adapters.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.layers import (

@@ -1,4 +1,4 @@
-"""Batch sizes of a run, constant and growing."""
+"""Global batch sizes of a run, constant and increasing, and their microbatches."""
 
 import random
 from dataclasses import fields
@@ -8,8 +8,8 @@ import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.num_microbatches_calculator import build_batch_schedule, parse_step_schedule, ramp_up
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.run import TrainingRun
-from megatron.training.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from megatron.planner.step_time import run_time
 from megatron.planner.work import ChunkWork, Kernel, Kernels, Traffic, Unit
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.device_table import Device, planned_device
+from megatron.training.compute.devices import Device, planned_device
 from tests.browser import BROWSER, FIGURE_PROBLEMS, embedded_figures, opened_browser, without_plotly
 from tests.functional_tests.case import Flags, command_line, read_bases
 

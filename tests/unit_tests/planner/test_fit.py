@@ -15,7 +15,7 @@ import yaml
 import pretrain_gpt
 from megatron.planner.fit import Change, Fit, changes_of, fit_of
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.device_table import FILE_VARIABLE, NAME_VARIABLE, planned_device
+from megatron.training.compute.devices import FILE_VARIABLE, NAME_VARIABLE, planned_device
 from tests.counts import soak_only
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.planner.plans import planned
@@ -63,9 +63,9 @@ def document(folder: Path) -> Mapping[str, Any]:
 
 def shown(folder: Path) -> str:
     """The notice of the page, as a reader sees it."""
-    text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text())
+    text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text(), flags=re.DOTALL)
     assert text is not None
-    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2]))}"
+    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2])).strip()}"
 
 
 def suggestion(line: str) -> tuple[tuple[str, ...], float]:

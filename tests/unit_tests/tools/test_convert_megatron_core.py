@@ -108,7 +108,7 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
     write_megatron_core(source, tensors, args=FACTS[case]["args"], iteration=ITERATION)
     (source.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     convert(source.parent, tmp_path / "ours")
-    assert "left behind: 3 entries that are no weights" in capsys.readouterr().out
+    assert "not converted: 3 entries that are no weights" in capsys.readouterr().out
     folder = tmp_path / "ours" / source.name
     state = loaded(case, folder)
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []
@@ -243,8 +243,8 @@ def test_damaged_files_and_other_formats_are_named(
     middle = len(kept[data]) // 2
     flipped = kept[data][:middle] + bytes([kept[data][middle] ^ 1]) + kept[data][middle + 1 :]
     assert f"{data} is corrupt: " in refused_with(data, flipped)
-    assert "no file has these" in refused_with(data, kept[data][:middle])
-    assert "no file has these" in refused_with(data, None)
+    assert "no file has this range" in refused_with(data, kept[data][:middle])
+    assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
     assert "has neither metadata.json nor a latest_checkpointed_iteration.txt" in refused_with(config, None)

@@ -16,8 +16,14 @@ from megatron.planner.stash.outlook import outlook
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import Rung, walk
-from megatron.training.routing_trace import RoutingHeader, RoutingStep, read_routing
-from tests.browser import FIGURE_PROBLEMS, embedded_figures, needs_browser, opened_browser, without_plotly
+from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
+from tests.browser import (
+    FIGURE_PROBLEMS,
+    embedded_figures,
+    needs_browser,
+    opened_browser,
+    without_plotly,
+)
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
 from tools.plan_stash import main, read_flags, stash_plan
