@@ -19,7 +19,7 @@ import pretrain_gpt  # noqa: E402
 from benchmarks.sides import run_rounds, start_side  # noqa: E402
 from benchmarks.train_step import FLAGS, RANKS, build_ours  # noqa: E402
 from megatron.planner.plan import plan_run  # noqa: E402
-from megatron.planner.run_time import run_time  # noqa: E402
+from megatron.planner.step_time import run_time  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.compute.devices import CPU_NAME, NAME_VARIABLE, planned_device  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402

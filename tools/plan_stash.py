@@ -20,7 +20,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 import pretrain_gpt  # noqa: E402
-from megatron.planner.stash.costs import machine_of, stage_costs, verdict  # noqa: E402
+from megatron.planner.stash.costs import Machine, stage_costs, verdict  # noqa: E402
 from megatron.planner.stash.outlook import (  # noqa: E402
     Outlook,
     enough_capacity,
@@ -28,8 +28,7 @@ from megatron.planner.stash.outlook import (  # noqa: E402
     outlook,
     recommended,
 )
-from megatron.planner.stash.routing import RoutingSpan, traced_spans  # noqa: E402
-from megatron.planner.stash.skew import made_up_spans, parse_skew  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_skew, traced_spans  # noqa: E402
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Rung, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
@@ -128,7 +127,7 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     if not args.capacity_is_given:
         run = replace(run, flags=flags)
     device = planned_device()
-    machine = machine_of(device, flags)
+    machine = Machine.of(device, flags.params_dtype)
     if args.host_gb_s is not None:
         machine = replace(machine, host_bytes=args.host_gb_s * 1e9)
     # Without a group that waits there is nothing to choose.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pretrain_gpt
-from megatron.planner.activations import EXPERTS
 from megatron.planner.plan import Plan, plan_run
+from megatron.planner.work import EXPERTS
 from megatron.training.arguments import parse_args, validate_args
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan_accuracy.md"

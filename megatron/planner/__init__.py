@@ -3,6 +3,6 @@
 Lies above megatron.training: it builds the run's own model and steps without memory. Trains nothing.
 """
 
-from megatron.planner.command import print_plan
+from megatron.planner.report import print_plan
 
 __all__ = ["print_plan"]

@@ -3,7 +3,6 @@
 The model runs on the meta device, and autograd says what it saves; see without_memory of megatron/core/device.
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,27 +21,16 @@ from megatron.core.device import default_device
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.core.transformer.activation_offload import SavedTensor
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.planner.rates import Unit
-from megatron.planner.running_modules import RunningModules
+from megatron.planner.recorders import RunningModules
+from megatron.planner.work import Unit, kind_of_module
 
-# The first that is found in a module's name says whose tensors its saved ones are.
-_KINDS = (
-    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
-    (re.compile(r"\bshared_experts\b"), "shared experts"),
-    (re.compile(r"\bexperts\b"), "experts"),
-    (re.compile(r"\brouter\b"), "router"),
-    (re.compile(r"\bmlp\b"), "feed-forward"),
-    (re.compile(r"\bembedding\b"), "embedding"),
-    (re.compile(r"\boutput_layer\b"), "output and loss"),
-)
-EXPERTS, REST = "experts", "norms and residuals"
 _DROPOUT = signature(F.dropout)
 # As WorkRecorder.note.
 Note = Callable[..., None]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedSizes:
     """Bytes that wait for backward: on the device, by kind, and in the host's memory."""
 
     by_kind: Counter[str]
@@ -56,14 +44,14 @@ class SavedBytes:
     """
 
     def __init__(
-        self, model: nn.Module, *, standing: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
+        self, model: nn.Module, *, persistent: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
     ) -> None:
-        """standing: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
+        """persistent: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
 
         kind_of: from the name of the module that runs, "" outside of all; unset: what kind of module it is.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
-        self._standing = {tensor.untyped_storage()._cdata for tensor in standing}
+        self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}
         self._saved: list[tuple[str, ref[Tensor | SavedTensor]]] = []
         blocks = [part for part in model.modules() if isinstance(part, TransformerBlock)]
         self._offloaders = [one for block in blocks if (one := block.arrangement.offloader) is not None]
@@ -80,7 +68,7 @@ class SavedBytes:
     def by_kind(self) -> Counter[str]:
         """Bytes that are still kept on the device, by kind."""
         found: Counter[str] = Counter()
-        seen = set(self._standing)
+        seen = set(self._persistent)
         for kind, saved in self._saved:
             kept = saved()
             storage = kept.untyped_storage() if isinstance(kept, Tensor) else None if kept is None else kept.storage
@@ -101,11 +89,6 @@ class SavedBytes:
 
     def _note(self, kept: Tensor | SavedTensor) -> None:
         self._saved.append((self._kind_of(self._running.name), ref(kept)))
-
-
-def kind_of_module(name: str) -> str:
-    """Returns the kind of memory that tensors of the module of that name belong to."""
-    return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -13,11 +13,10 @@ from itertools import product
 
 from torch import nn
 
-from megatron.planner.layer_facts import ModelFacts, model_facts
-from megatron.planner.layout_request import recompute_modules
-from megatron.planner.layout_space import EXPERT_FLAGS, Experts, Recompute, recompute_flags
+from megatron.planner.layer_costs import ModelCosts, measure_memory
+from megatron.planner.layout_space import EXPERT_FLAGS, Experts, Recompute, recompute_flags, recompute_modules
 from megatron.planner.plan import ForwardStep, Plan
-from megatron.planner.quick_plan import quick_stages
+from megatron.planner.stage_costs import quick_stages
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
 from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
@@ -88,7 +87,7 @@ class Planner:
     ) -> None:
         self.plan = plan
         self._reread, self._provider, self._forward_step = reread, model_provider, forward_step
-        self._facts: dict[tuple[object, ...], ModelFacts] = {}
+        self._costs: dict[tuple[object, ...], ModelCosts] = {}
 
     def changed(self, words: Sequence[str]) -> argparse.Namespace | None:
         """Returns the arguments with these words; None where the run refuses them."""
@@ -105,7 +104,7 @@ class Planner:
         What passes and updates allocate for a while is taken from the plan without the change.
         """
         try:
-            stages = quick_stages(args, self._facts_of(args))
+            stages = quick_stages(args, self._costs_of(args))
         except ValueError:
             return None
         return max(
@@ -113,15 +112,15 @@ class Planner:
             for one, before in zip(stages, plan.stages, strict=True)
         )
 
-    def _facts_of(self, args: argparse.Namespace) -> ModelFacts:
-        """Returns facts of layers, cached by the flags that change activations; sharding of states does not."""
+    def _costs_of(self, args: argparse.Namespace) -> ModelCosts:
+        """Returns costs of layers, cached by the flags that change activations; sharding of states does not."""
         key = (
             *(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
             *(tuple(args.recompute_modules or ()), args.moe_paged_stash),
         )
-        if key not in self._facts:
-            self._facts[key] = model_facts(args, self._provider, forward_step=self._forward_step)
-        return self._facts[key]
+        if key not in self._costs:
+            self._costs[key] = measure_memory(args, self._provider, forward_step=self._forward_step)
+        return self._costs[key]
 
 
 def fit_of(plan: Plan, device: Device) -> Fit:

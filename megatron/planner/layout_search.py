@@ -1,14 +1,524 @@
-"""The best layouts of a model: which fit, and which of these nothing beats in both memory and time."""
+"""Searches the best layouts of a model: those that fit, and among them the ones that none beats in memory and time.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+Candidates come from layout_space.py. Each is estimated from the costs of a layout of the same kind; the best are
+measured on a model built for them.
+"""
+
+import argparse
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
 from itertools import islice
 
-from megatron.planner.layout_costs import Advice, Cost, LayoutCosts
-from megatron.planner.layout_space import Layout, Space
-from megatron.training.command_line.errors import CommandLineError
+from torch import nn
 
-# Scaled facts are a little off: what is this near is no progress either.
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.schedule import stage_orders
+from megatron.planner.layer_costs import (
+    EMBEDDING,
+    END,
+    LayerKind,
+    ModelCosts,
+    PartCost,
+    PartWork,
+    Scale,
+    layer_kinds,
+    measure_memory,
+    measure_work,
+)
+from megatron.planner.layout_space import Layout, Sharding, Space
+from megatron.planner.plan import ForwardStep
+from megatron.planner.stage_costs import (
+    PersistentBytes,
+    Shape,
+    StageMemory,
+    full_rounds,
+    in_node_ranks,
+    peak_activations,
+    persistent_bytes,
+    quick_stages,
+    shape_of,
+    stage_chunks,
+    stage_load,
+    stash_bytes,
+)
+from megatron.planner.step_time import StepTime, estimate_step, long_step, overlap_of
+from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.compute.devices import Device
+from megatron.training.compute.flops import num_floating_point_operations
+from megatron.training.data_parallel import ddp_config_of
+from megatron.training.setup import setup_tokenizer
+
+# By whether they are experts': bytes of parameters and of gradients.
+Weights = dict[bool, tuple[int, int]]
+# Kinds by part of the pipeline, the first stage of each content, and numbers of kinds by stage.
+_Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
+# Of a kind of layouts that the run refuses; then none of the kind is tried any more.
+_MOST_REFUSALS = 4
+# An update reads masters and moments and writes them.
+_TOUCHES = 2
+_GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The estimated cost of a step of a layout, from scaled costs: bytes of the fullest rank, and seconds."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A layout that the run does not refuse. words: its command line. stages: what the first rank of each holds."""
+
+    layout: Layout
+    words: tuple[str, ...]
+    stages: tuple[StageMemory, ...]
+    time: StepTime
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(stage.total for stage in self.stages)
+
+    @property
+    def fullest(self) -> int:
+        """The stage whose ranks hold most."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Times of one microbatch. exposed: messages that its passes wait for."""
+
+    forward: float
+    backward: float
+    exposed: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all fields."""
+        return self.forward + self.backward + self.exposed
+
+
+def seconds_of(
+    work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
+) -> PassSeconds:
+    """One kernel and one message after the other, but for what kinds of kernels hide; see Overlap."""
+    chunk = work.chunk()
+    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
+    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
+    sent: dict[tuple[str, str], float] = {}
+    for one in work.traffic:
+        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
+        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
+    exposed = sum(
+        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in behind.get(group, ())))
+        for (group, phase), seconds in sent.items()
+    )
+    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
+
+
+def quick_seconds(
+    stages: Sequence[PassSeconds],
+    shape: Shape,
+    *,
+    reduced: float,
+    gathered: float,
+    updated: float,
+    sharding: Sharding,
+) -> float:
+    """Estimates a step: microbatches through the slowest stage, and each stage once while the pipeline fills.
+
+    stages: of all layers of each, one microbatch. reduced, gathered, updated: seconds of the slowest rank's gradients,
+    parameters and update; the first two overlap with the last backward and the first forward.
+    """
+    slowest = max(stages, key=lambda one: one.total)
+    filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
+    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
+    late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
+    return shape.num_microbatches * slowest.total + filling + late + updated
+
+
+def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
+    """Gradients and parameters of a step. weights: of experts and of the rest, bytes of parameters and gradients."""
+    found = []
+    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
+    for is_expert, (params, grads) in weights.items():
+        name, size = ("edp", shape.expert_ranks) if is_expert else ("dp_cp", shape.dense_ranks)
+        if size < 2:
+            continue
+        if sharding is Sharding.NOTHING:
+            found.append(Traffic(name, size, "all-reduce", GRADS, times, grads))
+            continue
+        found.append(Traffic(name, size, "reduce-scatter", GRADS, times, times * grads))
+        found.append(Traffic(name, size, "all-gather", PARAMS, 1, params))
+    return tuple(found)
+
+
+class LayoutCosts:
+    """Estimates the layouts of one command line. words: its flags without those that choose a layout.
+
+    args: the validated arguments of these flags on one rank. last_refusal: why the run refused the last refused layout.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        args: argparse.Namespace,
+        *,
+        space: Space,
+        device: Device,
+        model_provider: Callable[..., nn.Module],
+        forward_step: ForwardStep,
+    ) -> None:
+        self._words, self._args, self._space, self._device = tuple(words), args, space, device
+        self._provider, self._forward_step = model_provider, forward_step
+        self._kinds = layer_kinds(args)
+        self._behind = overlap_of(args).behind
+        self._given_sharding = _sharding_of(args)
+        self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        self._works: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        self._cut_alike: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
+        self._scaled: dict[tuple[object, ...], ModelCosts] = {}
+        self._refusals: Counter[tuple[object, ...]] = Counter()
+        self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
+        # By what each depends on: layouts that differ in nothing of it share what was found.
+        self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
+        self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
+        self._waiting: dict[tuple[object, ...], dict[int, int]] = {}
+        self._layers: dict[tuple[object, ...], _Layers] = {}
+        self.last_refusal = ""
+
+    def words_of(self, layout: Layout) -> tuple[str, ...]:
+        """Returns the complete command line of a layout."""
+        return (*self._words, *self._space.flags(layout))
+
+    def cost(self, layout: Layout, *, limit: int) -> Cost | None:
+        """Returns an estimate; None where the run refuses such layouts, or parameters take more than twice the limit.
+
+        Where persistent memory alone exceeds the limit, only that is counted, and seconds are infinite.
+        """
+        if not self._may_fit(layout, limit=limit):
+            return None
+        costs = self._memory_costs(layout)
+        if costs is None:
+            return None
+        shape, heads = self._shape(layout), self._heads(layout)
+        weights = self._weights_of(layout, costs, shape=shape)
+        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in heads}
+        num_bytes = max(one.total for one in persistent.values())
+        if num_bytes > limit:
+            return Cost(num_bytes, math.inf)
+        waiting = self._waiting_of(layout, costs, shape=shape)
+        num_bytes = max(persistent[stage].total + layout.micro_batch * waiting[stage] for stage in heads)
+        if num_bytes > limit:
+            return Cost(num_bytes, math.inf)
+        updated = max(self._update_bytes(one) for one in persistent.values()) / self._memory_rate
+        return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
+
+    def advice(self, layout: Layout) -> Advice | None:
+        """Returns exact figures of a layout, from a model built for it; None where the run refuses it."""
+        try:
+            args = self._validated(layout)
+            costs = measure_memory(args, self._provider, forward_step=self._forward_step)
+            stages = tuple(quick_stages(args, costs))
+            costs = measure_work(costs, args, self._provider, forward_step=self._forward_step)
+        except ValueError as error:
+            self.last_refusal = str(error)
+            return None
+        time = self._step_time(args, costs, stages=stages)
+        return Advice(layout, self.words_of(layout), stages, time)
+
+    def _memory_costs(self, layout: Layout) -> ModelCosts | None:
+        """Returns sizes for microbatches of one sample; None where the run refuses this kind of layout.
+
+        They are scaled from those of the first layout of the same kind.
+        """
+        kind = self._kind_of(layout)
+        key = (*kind, layout.expert)
+        if key not in self._scaled:
+            if kind not in self._known and not self._find_costs(layout, kind):
+                return None
+            costs, base = self._known[kind]
+            self._scaled[key] = costs.scaled(
+                Scale(samples=Fraction(1, base.micro_batch), experts=Fraction(base.expert, layout.expert))
+            )
+        return self._scaled[key]
+
+    @staticmethod
+    def _kind_of(layout: Layout) -> tuple[object, ...]:
+        """Equal for layouts whose layers differ in the numbers of samples and of experts alone."""
+        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.expert > 1, layout.stages > 1)
+        return *sizes, layout.recompute, layout.experts
+
+    def _work_of(self, layout: Layout) -> ModelCosts:
+        """Scaled from that of a layout of its kind in which experts' messages have their own name.
+
+        Ranks that share experts may be those that share layers too: then messages are named after the latter, and do
+        not say how many ranks with other numbers of experts send them.
+        """
+        shared = layout.expert if _share_ranks(layout) else None
+        kind = (*self._kind_of(layout), shared)
+        if kind not in self._works:
+            known = self._known[self._kind_of(layout)][1]
+            base = known if not _share_ranks(known) and shared is None else layout
+            if base.sharding is Sharding.GRADIENTS:
+                # What it copies of gradients follows neither tokens nor weights of one layer.
+                base = replace(base, sharding=Sharding.STATES)
+            costs = measure_work(
+                self._known[self._kind_of(layout)][0],
+                self._validated(base),
+                self._provider,
+                forward_step=self._forward_step,
+                of_each_kind=1,
+                has_all_replicas=False,
+            )
+            self._works[kind] = costs, base
+        costs, base = self._works[kind]
+        return costs.scaled(
+            Scale(
+                samples=Fraction(layout.micro_batch, base.micro_batch),
+                experts=Fraction(base.expert, layout.expert),
+                expert_ranks=Fraction(layout.expert, base.expert),
+            )
+        )
+
+    def _may_fit(self, layout: Layout, *, limit: int) -> bool:
+        """Whether parameters alone take no more than twice the limit, where layers cut alike are known already."""
+        alike = self._cut_alike.get((layout.tensor, layout.expert_tensor))
+        if alike is None:
+            return True
+        if self._weights_key(layout) not in self._weights:
+            costs = alike[0].scaled(Scale(experts=Fraction(alike[1].expert, layout.expert)))
+            self._weights_of(layout, costs, shape=self._shape(layout))
+        weights = self._weights[self._weights_key(layout)]
+        return max(sum(params for params, _ in one.values()) for one in weights.values()) <= 2 * limit
+
+    def _find_costs(self, layout: Layout, kind: tuple[object, ...]) -> bool:
+        if self._refusals[kind] >= _MOST_REFUSALS:
+            return False
+        try:
+            args = self._validated(layout)
+            costs = measure_memory(args, self._provider, forward_step=self._forward_step, of_each_kind=1)
+        except ValueError as error:
+            self._refusals[kind] += 1
+            self.last_refusal = str(error)
+            return False
+        self._known[kind] = self._cut_alike[layout.tensor, layout.expert_tensor] = costs, layout
+        return True
+
+    def _validated(self, layout: Layout) -> argparse.Namespace:
+        words = [*self.words_of(layout), "--dry-run", "--world-size", str(self._space.world_size)]
+        return validate_args(parse_args(argv=words))
+
+    def _shape(self, layout: Layout) -> Shape:
+        key = (layout.stages, layout.counts)
+        if key not in self._layers:
+            kinds = iter(self._kinds)
+            layers = tuple(tuple(islice(kinds, count)) for count in layout.counts)
+            self._layers[key] = layers, _distinct_stages(layers, layout.stages), _stage_kinds(layers, layout.stages)
+        data = self._space.world_size // layout.model_ranks
+        return Shape(
+            self._space.world_size,
+            layout.tensor,
+            layout.stages,
+            layout.chunks,
+            layout.context,
+            layout.expert,
+            layout.expert_tensor,
+            self._layers[key][0],
+            num_microbatches=self._space.global_batch // (data * layout.micro_batch),
+            group_size=self._args.microbatch_group_size_per_vp_stage,
+        )
+
+    def _heads(self, layout: Layout) -> list[int]:
+        """The first stage of each content; later ones hold fewer microbatches, and no more than it."""
+        return self._layers[layout.stages, layout.counts][1]
+
+    def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
+        key = self._weights_key(layout)
+        if key not in self._weights:
+            self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._heads(layout)}
+        return self._weights[key]
+
+    @staticmethod
+    def _weights_key(layout: Layout) -> tuple[object, ...]:
+        sizes = (layout.tensor, layout.expert, layout.expert_tensor, layout.stages)
+        return *sizes, layout.counts
+
+    def _waiting_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
+        """Bytes of activations and pages of each distinct stage, of microbatches of one sample."""
+        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
+        group = shape.group_size or shape.stages
+        # Whole rounds: how a step ends makes no difference here.
+        shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
+        key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
+        if key not in self._waiting:
+            self._waiting[key] = {}
+            for stage in self._heads(layout):
+                pages = stash_bytes(costs, shape, stage=stage)
+                kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
+                self._waiting[key][stage] = pages[0] + sum(kept.values())
+        return self._waiting[key]
+
+    def _persistent_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> PersistentBytes:
+        sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
+        key = (*sizes, layout.sharding, layout.counts, stage)
+        if key not in self._persistent:
+            args = self._sharded_args(layout.sharding)
+            self._persistent[key] = persistent_bytes(
+                costs,
+                shape,
+                stage=stage,
+                ddp_config=ddp_config_of(args),
+                optimizer_config=config_from_args(OptimizerConfig, args),
+            )
+        return self._persistent[key]
+
+    def _sharded_args(self, sharding: Sharding | None) -> argparse.Namespace:
+        args = copy.copy(self._args)
+        if sharding is not None:
+            shards = sharding is not Sharding.NOTHING
+            args.use_distributed_optimizer = args.overlap_grad_reduce = args.overlap_param_gather = shards
+            args.shard_gradients = sharding is Sharding.GRADIENTS
+            args.optimizer = "distributed_fused_adam" if args.shard_gradients else "adam"
+        return args
+
+    def _about_seconds(
+        self,
+        layout: Layout,
+        *,
+        shape: Shape,
+        weights: Mapping[int, Weights],
+        updated: float,
+    ) -> float:
+        in_node = in_node_ranks(shape, self._device.devices_per_node)
+        own = self._seconds_of_parts(layout, in_node=in_node)
+        stages = []
+        for parts in self._layers[layout.stages, layout.counts][2]:
+            passes = [(own[part], count) for part, count in parts.items()]
+            stages.append(
+                PassSeconds(
+                    sum(one.forward * count for one, count in passes),
+                    sum(one.backward * count for one, count in passes),
+                    sum(one.exposed * count for one, count in passes),
+                )
+            )
+        sharding, reduced, gathered = layout.sharding or self._given_sharding, 0.0, 0.0
+        for of_stage in weights.values():
+            seconds = {GRADS: 0.0, PARAMS: 0.0}
+            for one in data_traffic(of_stage, shape, sharding=sharding):
+                seconds[one.phase] += message_seconds(one, self._device, in_node=in_node[one.group])
+            reduced, gathered = max(reduced, seconds[GRADS]), max(gathered, seconds[PARAMS])
+        return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
+
+    def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
+        """Returns one microbatch's times in a layer of each kind, in the embedding, and after the layers."""
+        key = (self._kind_of(layout), layout.expert, layout.micro_batch)
+        if key not in self._seconds:
+            costs = self._work_of(layout)
+            parts: list[tuple[LayerKind | str, PartCost]] = [*costs.layers.items()]
+            parts += [(EMBEDDING, costs.embedding), (END, costs.end)]
+            self._seconds[key] = {
+                name: seconds_of(part.work, self._device, in_node=in_node, behind=self._behind) for name, part in parts
+            }
+        return self._seconds[key]
+
+    def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[StageMemory]) -> StepTime:
+        setup_tokenizer(args)  # the vocabulary is padded for the layout
+        shape, ddp_config = shape_of(args), ddp_config_of(args)
+        tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
+        samples = args.micro_batch_size * args.data_parallel_size
+
+        def estimate(num_microbatches: int) -> StepTime:
+            short = replace(shape, num_microbatches=num_microbatches)
+            loads = [
+                stage_load(
+                    costs,
+                    short,
+                    stage=stage,
+                    ddp_config=ddp_config,
+                    hidden_bytes=tokens * args.hidden_size * args.params_dtype.itemsize,
+                    state_bytes=memory.persistent.masters + memory.persistent.moments,
+                )
+                for stage, memory in enumerate(stages)
+            ]
+            return estimate_step(
+                loads,
+                stage_orders(shape.pipeline, num_microbatches, group_size=shape.group_size),
+                device=self._device,
+                overlap=overlap_of(args),
+                in_node=in_node_ranks(shape, self._device.devices_per_node),
+                tokens=num_microbatches * samples * args.seq_length,
+                flops_per_rank=num_floating_point_operations(args, 1) * num_microbatches * samples / shape.world_size,
+            )
+
+        time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
+        return replace(time, spans=[])  # which nobody reads, of many layouts
+
+    @staticmethod
+    def _update_bytes(persistent: PersistentBytes) -> float:
+        return float(_TOUCHES * (persistent.masters + persistent.moments + persistent.host_states))
+
+    @cached_property
+    def _memory_rate(self) -> float:
+        return self._device.memory_gb_s * _GIGA * self._device.attainable_memory
+
+
+def _sharding_of(args: argparse.Namespace) -> Sharding:
+    ddp_config = ddp_config_of(args)
+    if ddp_config.shard_gradients:
+        return Sharding.GRADIENTS
+    return Sharding.STATES if ddp_config.use_distributed_optimizer else Sharding.NOTHING
+
+
+def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[int]:
+    found: dict[tuple[object, ...], int] = {}
+    last = len(layers) - 1
+    for stage in range(stages):
+        numbers = range(stage, len(layers), stages)
+        found.setdefault(tuple((layers[n], n == 0, n == last) for n in numbers), stage)
+    return list(found.values())
+
+
+def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
+    """Returns for each stage how many layers of each kind it has, and whether it has the embedding and the end."""
+    found: list[Counter[LayerKind | str]] = []
+    for stage in range(stages):
+        kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)
+        kinds[EMBEDDING], kinds[END] = int(stage == 0), int(stage == stages - 1)
+        found.append(kinds)
+    return found
+
+
+def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
+    """Bytes of parameters and of gradients of a stage, of experts and of the rest."""
+    found: dict[bool, tuple[int, int]] = {}
+    for parts in stage_chunks(costs, shape, stage=stage):
+        for part in parts:
+            for is_expert, (params, grads) in part.weights.items():
+                before = found.get(is_expert, (0, 0))
+                found[is_expert] = before[0] + params, before[1] + grads
+    return found
+
+
+def _share_ranks(layout: Layout) -> bool:
+    """Whether a group of experts has the ranks of a group of layers: stride and size of both are the same."""
+    tp, cp, ep, etp = layout.tensor, layout.context, layout.expert, layout.expert_tensor
+    of_layers = {(1, tp), (tp, cp), (1, tp * cp)}
+    return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
+
+
+# Scaled costs are a little off: what is this near is no progress either.
 _PROGRESS = 0.98
 # Of layouts that do not fit: how many are counted anew in the search for one that the run does not refuse.
 _MOST_TRIED = 12
@@ -80,7 +590,7 @@ def _costs(
 def _front(
     fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int, progress: Progress
 ) -> list[Advice]:
-    """Returns the best layouts that the run accepts and that fit by their own facts."""
+    """Returns the best layouts that the run accepts and that fit by their own costs."""
     found: list[Advice] = []
     smallest = float("inf")
     for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):

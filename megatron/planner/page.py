@@ -146,7 +146,7 @@ def _times(document: Mapping[str, Any]) -> list[str]:
     waits = [[name, _seconds(seconds), f"{100 * seconds / longest:.1f}%"] for name, seconds in exposed]
     return [
         section("Time of a step", stacked_bars(bars, _TIMES, axis=f"{unit} in a step, by what it goes into")),
-        section("Passes of the stage that waits least", table(["module", "time", "of the step"], rows)),
+        section("StageTrace of the stage that waits least", table(["module", "time", "of the step"], rows)),
         section("Its messages", table(["", "time", "of the step"], waits)),
         section("Schedule", _drawn_schedule(document)),
     ]

@@ -1,7 +1,7 @@
-"""Plans a run on one process without training it: what a rank of each pipeline stage would hold, by kind.
+"""Plans a run on one process without training it: memory, messages and kernels of one rank of each pipeline stage.
 
-The code of the run itself builds the rank's model, buffers and optimizer, over process groups that send nothing and on
-a device that has no memory; see fake_ranks.py and without_memory of megatron/core/device.
+The run's own code builds the rank's model, buffers and optimizer, over process groups that send nothing and on a device
+that has no memory; see fake_ranks.py and without_memory of megatron/core/device. How a plan is printed is in report.py.
 """
 
 import argparse
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -18,29 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import without_memory
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.core.parallel_state import DEFAULT_ORDER, RankGenerator
 from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.sizing import check_effect
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.planner.activations import EXPERTS, AsFusedKernels, Kept, SavedBytes, peak_bytes
-from megatron.planner.buffers import BufferLayout, buffer_layouts
+from megatron.planner.activations import AsFusedKernels, SavedBytes, SavedSizes, peak_bytes
 from megatron.planner.fake_ranks import fake_rank
-from megatron.planner.rates import Kernels
-from megatron.planner.recorder import ranks_by_name
-from megatron.planner.rehearsal import rehearse, with_names
-from megatron.planner.same_stages import Passes, structure_of
-from megatron.planner.stand_ins import stand_ins
-from megatron.planner.step_time import ChunkWork
-from megatron.planner.traffic import Traffic
+from megatron.planner.recorders import ranks_by_name
+from megatron.planner.traced_step import StepTrace, trace_step, with_names
+from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
@@ -51,9 +48,112 @@ from megatron.training.rng_state import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 from megatron.training.step.expert_memory import build_expert_memory
 
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """One buffer of a model chunk. kind: dense or expert. param_dtype, grad_dtype: names without "torch.".
+
+    bucket_bytes: of each bucket's gradients, with padding, in the order of the buffer. num_bytes: parameters and
+    gradients of the whole buffer, with padding; padding_bytes: of these, what belongs to no parameter. bucket_ends: of
+    each bucket the names of the parameters that lie first and last in it.
+    """
+
+    chunk: int
+    kind: str
+    param_dtype: str
+    grad_dtype: str
+    bucket_bytes: tuple[int, ...]
+    num_bytes: int
+    padding_bytes: int
+    bucket_ends: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def padding_share(self) -> float:
+        """The share of the buffer that is padding, 0 to 1."""
+        return self.padding_bytes / self.num_bytes if self.num_bytes else 0.0
+
+
+def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
+    """The buffers of a rank's wrapped chunks, chunk by chunk; none of modules that hold parameters one by one."""
+    for number, chunk in enumerate(model):
+        if not isinstance(chunk, _BaseDataParallel):
+            continue
+        for buffer in chunk.all_buffers:
+            padding = buffer.layout.numel - sum(span.numel for span in buffer.layout.spans)
+            param_size, grad_size = buffer.param_data.dtype.itemsize, buffer.grad_data.dtype.itemsize
+            yield BufferLayout(
+                number,
+                "expert" if buffer.is_expert else "dense",
+                str(buffer.param_data.dtype).removeprefix("torch."),
+                str(buffer.grad_data.dtype).removeprefix("torch."),
+                tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
+                num_bytes=buffer.layout.numel * (param_size + grad_size),
+                padding_bytes=padding * (param_size + grad_size),
+                bucket_ends=tuple(
+                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
+                    for bucket in buffer.layout.buckets
+                ),
+            )
+
+
+_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
+# What tells stages apart that are otherwise alike.
+_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
+    what a step sends, None where nothing is trained.
+    """
+
+    saved: tuple[SavedSizes, ...]
+    experts_of_layer: int
+    step: StepTrace | None
+
+    def working(self, actions: Sequence[Action]) -> int:
+        """Bytes that passes take beside what waits for backward; actions: of the step that was step."""
+        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
+        return 0 if self.step is None else max(0, self.step.peak - kept)
+
+
+def structure_of(model: Sequence[nn.Module]) -> Hashable:
+    """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
+    return tuple(_module(chunk) for chunk in model)
+
+
+def _module(part: nn.Module) -> tuple[Any, ...]:
+    parameters = tuple(
+        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
+    )
+    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
+    # A list of layers names them by their numbers in the whole model.
+    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
+    return type(part), parameters, settings, children
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_setting(one) for one in value)
+    return type(value)
+
+
+def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
+    """In words, for the validated arguments of a run; see build_flex_dispatcher."""
+    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
+        return ()
+    return (
+        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
+        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
+        "what it does not send twice, is not known without it",
+    )
+
+
 ForwardStep = Callable[..., Any]
 # By what tells stages apart.
-_Known = dict[Hashable, Passes]
+_Known = dict[Hashable, StageTrace]
 # What a plan does not know, said wherever one is shown.
 NOT_PLANNED = "what the allocator keeps, and data"
 
@@ -101,19 +201,19 @@ class RankPlan:
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
-    def standing(self) -> int:
+    def persistent(self) -> int:
         """Persistent bytes on the device."""
         return self.parameters + self.gradients + self.masters + self.moments + self.pages
 
     @property
     def total(self) -> int:
         """Persistent bytes on the device, and activations at the fullest moment of the schedule."""
-        return self.standing + sum(self.activations.values())
+        return self.persistent + sum(self.activations.values())
 
     @property
     def peak(self) -> int:
         """The most that is on the device at once: with what passes, or the update, take for a while."""
-        return max(self.total + self.working, self.standing + self.updating)
+        return max(self.total + self.working, self.persistent + self.updating)
 
 
 @dataclass(frozen=True)
@@ -121,8 +221,8 @@ class Plan:
     """A RankPlan for one rank of each pipeline stage. num_microbatches: of the last, largest step.
 
     is_balanced: whether activations assume that all experts are chosen equally often, as the number of their rows is
-    not fixed. flops_per_sample: of the model, as num_floating_point_operations counts them. stand_ins: see
-    stand_ins.py.
+    not fixed. flops_per_sample: of the model, as num_floating_point_operations counts them. substitutions: see
+    substitutions.py.
     """
 
     stages: list[RankPlan]
@@ -131,7 +231,7 @@ class Plan:
     num_microbatches: int
     is_balanced: bool
     flops_per_sample: float = 0.0
-    stand_ins: tuple[str, ...] = ()
+    substitutions: tuple[str, ...] = ()
 
 
 def plan_run(
@@ -166,12 +266,12 @@ def plan_run(
         with flags_named_in_errors():
             check_effect(stashed)
     # Every rank sends a place for each name of a loss, its own or not.
-    names = {name for passes in known.values() if passes.rehearsed is not None for name in passes.rehearsed.names}
+    names = {name for passes in known.values() if passes.step is not None for name in passes.step.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
     flops = num_floating_point_operations(args, 1)
-    return Plan(stages, total, active, num_microbatches, is_balanced, flops, stand_ins(args))
+    return Plan(stages, total, active, num_microbatches, is_balanced, flops, substitutions(args))
 
 
 def place_of(args: argparse.Namespace, rank: int) -> int:
@@ -272,13 +372,13 @@ class _Build:
             activations=_activations(orders[stage], passes, stashes=sum(pages) > 0),
             sizes=parameters_by_key(self.model),
             buffers=tuple(buffer_layouts(self.model)),
-            links=() if passes.rehearsed is None else passes.rehearsed.links,
-            chunks=() if passes.rehearsed is None else passes.rehearsed.chunks,
-            update=Kernels() if passes.rehearsed is None else passes.rehearsed.update,
-            groups={} if passes.rehearsed is None else ranks_by_name(groups, passes.rehearsed.links),
+            links=() if passes.step is None else passes.step.links,
+            chunks=() if passes.step is None else passes.step.chunks,
+            update=Kernels() if passes.step is None else passes.step.update,
+            groups={} if passes.step is None else ranks_by_name(groups, passes.step.links),
             working=passes.working(orders_of(min(2, num_microbatches))[stage]),
-            updating=0 if passes.rehearsed is None else passes.rehearsed.update_peak,
-            messages=0 if passes.rehearsed is None else passes.rehearsed.messages_peak,
+            updating=0 if passes.step is None else passes.step.update_peak,
+            messages=0 if passes.step is None else passes.step.messages_peak,
             host_states=state["host_states"],
             host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in passes.saved]).total(),
         )
@@ -294,11 +394,13 @@ class _Build:
             return 0, 0
         return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
-    def _passes(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> Passes:
+    def _passes(
+        self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int
+    ) -> StageTrace:
         args, model = self._args, self.model
         if self._optimizer is None:
             # Nothing waits for a backward.
-            return Passes(tuple(Kept(Counter()) for _ in model), 0, None)
+            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, None)
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
@@ -309,7 +411,7 @@ class _Build:
             for chunk, kept in zip(model, saved, strict=True)
         ]
         _publish(self._args)
-        rehearsed = rehearse(
+        step = trace_step(
             self._args,
             self.model,
             optimizer=self._optimizer,
@@ -318,10 +420,10 @@ class _Build:
             num_microbatches=num_microbatches,
             batch=batch_of(self._args),
         )
-        return Passes(tuple(saved), max(of_layers), rehearsed)
+        return StageTrace(tuple(saved), max(of_layers), step)
 
 
-def _activations(actions: Sequence[Action], passes: Passes, *, stashes: bool) -> dict[str, int]:
+def _activations(actions: Sequence[Action], passes: StageTrace, *, stashes: bool) -> dict[str, int]:
     """Returns the bytes at the fullest moment, by kind. stashes: whether what experts save is stashed in pages."""
     if stashes:
         # One layer's rows are outside of pages, between its experts and its copy.
@@ -352,7 +454,7 @@ def saved_by(
     *,
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
-) -> Kept:
+) -> SavedSizes:
     """Returns the bytes that a microbatch of the chunk saves for backward; kind_of: as SavedBytes has it."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
@@ -362,11 +464,11 @@ def saved_by(
         parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=args.params_dtype, requires_grad=True))
-    saved = SavedBytes(chunk, standing=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
+    saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
         output, loss_function = forward_step(repeat(batch_of(args)), chunk)
         kept = loss_function(output) if inner.post_process else output
-    found = Kept(saved.by_kind(), saved.on_host())
+    found = SavedSizes(saved.by_kind(), saved.on_host())
     del kept
     return found
 

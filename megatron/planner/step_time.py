@@ -1,34 +1,41 @@
-"""How long a step takes, estimated: passes on the schedule of the run, what overlaps hide, the optimizer; pure.
+"""Estimated time of a step: passes on the run's schedule, communication that overlaps hide, the optimizer.
 
-What one kernel or message takes is rates.py's; what there is of them in a run: work.py and traffic.py.
+The time of one kernel or message is in work.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, stage_orders
 from megatron.core.pipeline_parallel.timeline import Span, timeline
-from megatron.planner.rates import Kernels, compute_seconds, message_seconds, seconds_by_kind
-from megatron.planner.traffic import Traffic
+from megatron.planner.plan import Plan
+from megatron.planner.work import (
+    AGREEMENT,
+    BACKWARD,
+    FORWARD,
+    GRADS,
+    OPTIMIZER,
+    PARAMS,
+    PIPELINE,
+    STATISTICS,
+    ChunkWork,
+    Kernels,
+    Traffic,
+    compute_seconds,
+    message_seconds,
+    ranks_in_node,
+    seconds_by_kind,
+)
 from megatron.training.compute.devices import Device
+from megatron.training.data_parallel import ddp_config_of
 
-FORWARD, BACKWARD, GRADS, PARAMS, OPTIMIZER = "forward", "backward", "grad reduce", "param gather", "optimizer"
-PIPELINE = "pipeline"
 # Ranks tell each other of losses and norms: counted to the optimizer's messages.
-_TOLD = ("agreement", "statistics")
+_SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
 
 Spans = list[dict[Action, Span]]
-
-
-@dataclass(frozen=True)
-class ChunkWork:
-    """Kernels of one microbatch in one model chunk; recompute: forwards that backward runs again."""
-
-    forward: Kernels
-    backward: Kernels
-    recompute: Kernels = field(default_factory=Kernels)
 
 
 @dataclass(frozen=True)
@@ -188,7 +195,7 @@ class _StageClock:
         self.transfer = max((rates.of_messages([one]) / one.count for one in sends), default=0.0)
         self.passes = {kind: self._passes_of(kind) for kind in ActionKind}
         self._step = compute_seconds(load.update, rates.device)
-        self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _TOLD)
+        self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _SCALAR_PHASES)
         self._late_gather = 0.0 if overlap.parameters or PARAMS in overlap.in_every_pass else self._gather
         self.update = self._step + self._step_messages + self._late_gather
 
@@ -318,3 +325,119 @@ class _StageClock:
 def _is_transfer(traffic: Traffic) -> bool:
     """Whether it goes from stage to stage, which the schedule's times tell of."""
     return traffic.group == _PIPELINE_GROUP and traffic.operation in ("send", "receive")
+
+
+# Rounds of the shorter step: as many as it takes to fill the pipeline.
+_ROUNDS = 3
+
+
+def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, group_size: int) -> StepTime:
+    """A step of so many microbatches; spans are those of a short one. estimate: of a step of a number of microbatches.
+
+    group_size: microbatches of one round of the schedule, by which the two short steps differ.
+    """
+    short = _ROUNDS * group_size + num_microbatches % group_size
+    if num_microbatches <= short + group_size:
+        return estimate(num_microbatches)
+    first, second = estimate(short), estimate(short + group_size)
+    rounds = (num_microbatches - short) // group_size
+
+    def grown(before: float, after: float) -> float:
+        return before + rounds * (after - before)
+
+    stages = tuple(
+        _grown(before, after, grown=grown) for before, after in zip(first.stages, second.stages, strict=True)
+    )
+    seconds = grown(first.seconds, second.seconds)
+    # Of a step that takes so long and has so many times the short one's tokens.
+    share = (num_microbatches / short) * (first.seconds / seconds)
+    return replace(
+        first,
+        seconds=seconds,
+        tokens_per_second=first.tokens_per_second * share,
+        tflops=first.tflops * share,
+        mfu=None if first.mfu is None else first.mfu * share,
+        stages=stages,
+    )
+
+
+def _grown(before: StageTime, after: StageTime, *, grown: Callable[[float, float], float]) -> StageTime:
+    def of_kinds(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+        return {kind: grown(one.get(kind, 0.0), other.get(kind, 0.0)) for kind in {**one, **other}}
+
+    return StageTime(
+        grown(before.forward, after.forward),
+        recompute=grown(before.recompute, after.recompute),
+        backward=grown(before.backward, after.backward),
+        exposed=of_kinds(before.exposed, after.exposed),
+        hidden=grown(before.hidden, after.hidden),
+        optimizer=before.optimizer,
+        bubble=grown(before.bubble, after.bubble),
+        by_kind=of_kinds(before.by_kind, after.by_kind),
+    )
+
+
+# Said wherever a time is shown.
+ASSUMPTIONS = (
+    "each kernel takes the longer of its arithmetic and its bytes, at the shares of peaks of the table of devices",
+    "kernels are those that torch calls, one after the other: nothing is fused beside attention and norms",
+    "messages have links to themselves; ranks lie on nodes in their order, one network port for each",
+    "all ranks of a stage take equally long; data come in time",
+)
+
+
+def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
+    """Estimates a step of the plan; None for runs that train nothing.
+
+    Raises ValueError for products that the device does not compute.
+    """
+    if not all(stage.chunks for stage in plan.stages):
+        return None
+    stages = [StageLoad(stage.chunks, stage.links, stage.update) for stage in plan.stages]
+    orders = stage_orders(
+        Pipeline(len(stages), len(stages[0].chunks)),
+        plan.num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
+    samples = plan.num_microbatches * args.micro_batch_size * args.data_parallel_size
+    return estimate_step(
+        stages,
+        orders,
+        device=device,
+        overlap=overlap_of(args),
+        in_node=places(plan, device),
+        tokens=samples * args.seq_length,
+        flops_per_rank=plan.flops_per_sample * samples / args.world_size,
+    )
+
+
+def overlap_of(args: argparse.Namespace) -> Overlap:
+    """Returns the communication that the flags overlap with computation."""
+    behind: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
+    if args.cp_comm_type in ("p2p", ["p2p"]):
+        # Blocks go round while attention works on the one before.
+        behind["cp"] = ("attention",)
+    in_every_pass: frozenset[str] = frozenset()
+    if args.use_torch_fsdp2:
+        # Its units are gathered ahead of their layer, in both passes of each microbatch.
+        in_every_pass = frozenset((GRADS, PARAMS))
+    elif args.overlap_grad_reduce and ddp_config_of(args).has_bucket_lifetime_grads:
+        # Buckets are sent while the backward that filled them goes on, of every microbatch.
+        in_every_pass = frozenset((GRADS,))
+    return Overlap(
+        gradients=args.overlap_grad_reduce,
+        parameters=args.overlap_param_gather,
+        in_every_pass=in_every_pass,
+        transfers=args.overlap_p2p_comm,
+        behind=behind,
+    )
+
+
+def places(plan: Plan, device: Device) -> dict[str, int]:
+    """Returns for each group how many of its ranks share a node, in the stage where they are fewest."""
+    found: dict[str, int] = {}
+    for stage in plan.stages:
+        for name, ranks in stage.groups.items():
+            shared = ranks_in_node(ranks, device.devices_per_node)
+            found[name] = min(shared, found.get(name, shared))
+    return found

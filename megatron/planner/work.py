@@ -1,172 +1,181 @@
-"""WorkRecorder: every kernel of a step as it passes torch's dispatcher: arithmetic and bytes, by pass and module.
+"""Kernels and messages of a training step as data, and the time of each on a device; pure functions.
 
-It counts what the run's own code calls, on tensors without memory; what that takes on a device is rates.py's.
+Nothing is recorded here (recorders.py), and whole steps are timed in step_time.py.
+
+[Note: payload] num_bytes counts a collective's payload on this rank, the larger of its input and its output: the
+tensor of an all-reduce, a broadcast, a send or a receive, the result of an all-gather, the input of a reduce-scatter,
+and the input of an all-to-all, including this rank's part for itself. The bytes that cross a link depend on the
+algorithm: see link_bytes.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from megatron.training.compute.devices import Device
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind
-from megatron.planner.activations import kind_of_module
-from megatron.planner.rates import Kernel, Kernels, Unit
-from megatron.planner.running_modules import RunningModules
-from megatron.planner.step_time import BACKWARD, FORWARD, ChunkWork
-
-RECOMPUTE = "recompute"
-_FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
-# torch's, and those of experts with buffers of a fixed size.
-GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
-_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
-# They move nothing: memory that is handed out, other views of it, reads by the host.
-_FREE = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
-    *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
-}
-# They read as much as they write, however large the table is.
-_GATHERS = {"embedding", "index", "index_select", "gather"}
-# They read what they are given, and read and write as much of the table.
-_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-# The sizes of tables make no difference to either.
-ROWS_OF_TABLES = _GATHERS | _SCATTERS
+# The first that is found in a module's name says whose tensors its saved ones are.
+_KINDS = (
+    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
+    (re.compile(r"\bshared_experts\b"), "shared experts"),
+    (re.compile(r"\bexperts\b"), "experts"),
+    (re.compile(r"\brouter\b"), "router"),
+    (re.compile(r"\bmlp\b"), "feed-forward"),
+    (re.compile(r"\bembedding\b"), "embedding"),
+    (re.compile(r"\boutput_layer\b"), "output and loss"),
+)
+EXPERTS, REST = "experts", "norms and residuals"
+# Phases of a step.
+FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OTHER = (
+    "forward",
+    "backward",
+    "pipeline",
+    "grad reduce",
+    "param gather",
+    "optimizer",
+    "agreement",
+    "statistics",
+    "other",
+)
+# Shares of the payload that leave a rank, and reach it, where ranks form a ring; per rank of n: share * (n - 1) / n.
+RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 
 
-class WorkRecorder(TorchDispatchMode):
-    """Notes kernels by pass while it is on, in a step of one microbatch.
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind of one rank in one training step, over all of its microbatches.
 
-    live_rows: of the rows of experts' buffers, the share that products multiply: the rest has no tokens.
+    group: its name, as in ProcessGroupCollection, but etp, edp, stage and world in short. operation: all-reduce,
+    all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: forward, backward, grad reduce, param
+    gather, optimizer, or the few numbers of agreement and statistics. count: how many. num_bytes: of all of them
+    together, see [Note: payload].
     """
 
-    def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:
-        super().__init__()
-        self._running, self._live_rows = RunningModules(model), live_rows
-        self._names: list[str] = []
-        self._kind = ""
-        self.forwards: list[Kernels] = []
-        self.backwards: list[Kernels] = []
-        self.recomputed: list[Kernels] = []
-        self.update = Kernels()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Records kernels inside the block, with the module whose forward or backward runs."""
-        with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
-            yield
-
-    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """The work of each chunk. order: in which the step ran its passes, one of each chunk and kind."""
-        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
-        forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
-        backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
-        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
-        return tuple(found[chunk] for chunk in sorted(found))
-
-    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a fused kernel, which the dispatcher does not see. tensor: any shape, of the dtype it computes in."""
-        counter = self._counter()
-        if counter is not None:
-            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
-
-    @property
-    def kind(self) -> str:
-        """The kind of the module whose forward or backward is running."""
-        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
-
-    @property
-    def pass_name(self) -> str | None:
-        """forward, backward or, of forwards that backward runs again, recompute; None outside of passes."""
-        if _BACKWARD in self._names:
-            # Modules run forward in a backward when they are computed again.
-            return RECOMPUTE if self._running else BACKWARD
-        return FORWARD if _FORWARD in self._names else None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and counts its kernel, unless it is a view or free."""
-        kwargs = kwargs or {}
-        if func.namespace == "profiler":
-            self._follow(func, args)
-        result = func(*args, **kwargs)
-        name = func._overloadpacket.__name__
-        if func.namespace not in _COUNTED or func.is_view or name in _FREE or self._counter() is None:
-            return result
-        self._count(func, name, args=args, kwargs=kwargs, result=result)
-        return result
-
-    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
-        moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
-        unit, flops = Unit.MEMORY, 0.0
-        if name in GROUPED:
-            # Of both forms: rows by the matrices of experts, and rows by rows to such matrices.
-            unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
-        elif func._overloadpacket in flop_registry:
-            unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
-        if moved or flops:
-            self.note(
-                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
-            )
-
-    def _follow(self, func: Any, args: Sequence[Any]) -> None:
-        if "enter" not in func._schema.name:
-            if self._names:
-                self._names.pop()
-            return
-        name = str(args[0]).partition(" (")[0]
-        self._names.append(name)
-        if name == _FORWARD:
-            self.forwards.append(Kernels())
-        elif name == _BACKWARD:
-            self.backwards.append(Kernels())
-            self.recomputed.append(Kernels())
-
-    def _counter(self) -> Kernels | None:
-        """Returns the counter of the pass that is running."""
-        counters = {FORWARD: self.forwards, BACKWARD: self.backwards, RECOMPUTE: self.recomputed}
-        name = self.pass_name
-        if name is not None:
-            return counters[name][-1]
-        return self.update if _UPDATE in self._names else None
-
-    def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
-        return kind_of_module(self._running.name), tensor.detach()
-
-    def _unpack(self, kept: tuple[str, Tensor]) -> Tensor:
-        # The backward of the module that saved it comes next.
-        self._kind, tensor = kept
-        return tensor
+    group: str
+    group_size: int
+    operation: str
+    phase: str
+    count: int
+    num_bytes: int
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Returns a tensor's dtype as Kernel names it; tensor: any shape and dtype."""
-    return _DTYPES.get(tensor.dtype, "fp32")
+def link_bytes(traffic: Traffic) -> float:
+    """Bytes that leave this rank, and as many that reach it, where collectives run as rings (Patarasu and Yuan, 2009):
+    2 (n - 1) / n of an all-reduce, (n - 1) / n of an all-gather, reduce-scatter or all-to-all among n ranks. Of a send,
+    a receive or a broadcast all, one way.
+    """
+    share = RING_SHARES.get(traffic.operation)
+    if share is None:
+        return float(traffic.num_bytes)
+    return traffic.num_bytes * share * (traffic.group_size - 1) / traffic.group_size
 
 
-def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Bytes that an operation reads and writes."""
-    if name in _GATHERS:
-        return 2.0 * sum(one.nbytes for one in outputs)
-    if name in _SCATTERS:
-        return 3.0 * inputs[-1].nbytes
-    if name in ("zero_", "fill_", "zeros", "new_zeros", "zeros_like", "full", "ones_like", "new_full", "arange"):
-        return float(sum(one.nbytes for one in outputs))
-    if name in ("copy_", "_foreach_copy_"):
-        return float(sum(one.nbytes for one in inputs))
-    known = {id(one) for one in inputs}
-    written = sum(one.nbytes for one in outputs if id(one) not in known)
-    if func._schema.is_mutable:
-        # What is changed in place is written as well.
-        written += inputs[0].nbytes if not name.startswith(("_foreach_", "_fused_")) else sum(map(_nbytes, inputs)) // 2
-    return float(sum(one.nbytes for one in inputs) + written)
+def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """The same with one entry for each group, operation and phase, in the order of these words."""
+    found: dict[tuple[str, int, str, str], Traffic] = {}
+    for one in messages:
+        key = (one.group, one.group_size, one.operation, one.phase)
+        known = found.get(key)
+        count, num_bytes = (0, 0) if known is None else (known.count, known.num_bytes)
+        found[key] = replace(one, count=count + one.count, num_bytes=num_bytes + one.num_bytes)
+    return tuple(found[key] for key in sorted(found))
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
+_GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
+
+
+class Unit(Enum):
+    """The limit of a kernel's speed in addition to memory."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation on a device. kind: of the module that runs it, as activations are told apart. dtype: bf16, fp16,
+    fp8 or fp32. flops: 2 for a multiply-add. num_bytes: read and written.
+    """
+
+    kind: str
+    unit: Unit
+    dtype: str
+    flops: float
+    num_bytes: float
+
+
+# How often each kernel runs.
+Kernels = Counter[Kernel]
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """Kernels of one microbatch in one model chunk; recompute: forwards that backward runs again."""
+
+    forward: Kernels
+    backward: Kernels
+    recompute: Kernels = field(default_factory=Kernels)
+
+
+def kind_of_module(name: str) -> str:
+    """Returns the kind of memory that tensors of the module of that name belong to."""
+    return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
+
+
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """The roofline (Williams et al., 2009): the longer of its arithmetic and its bytes, and no less than a launch.
+
+    Raises ValueError for products in a type that the device does not compute in.
+    """
+    moving = kernel.num_bytes / (device.memory_gb_s * _GIGA * device.attainable_memory)
+    if kernel.unit is Unit.MEMORY:
+        return max(moving, device.kernel_us * _MICRO)
+    share = device.attainable_matmul if kernel.unit is Unit.MATMUL else device.attainable_attention
+    computing = kernel.flops / (device.tflops(kernel.dtype) * _TERA * share)
+    return max(computing, moving, device.kernel_us * _MICRO)
+
+
+def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
+    """Returns the time of all kernels run one after the other, by the kind of module."""
+    found: dict[str, float] = {}
+    for kernel, count in kernels.items():
+        found[kernel.kind] = found.get(kernel.kind, 0.0) + count * kernel_seconds(kernel, device)
+    return found
+
+
+def compute_seconds(kernels: Kernels, device: Device) -> float:
+    """Returns the time of all kernels run one after the other."""
+    return sum(seconds_by_kind(kernels, device).values())
+
+
+def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:
+    """Returns the most ranks of a group that share a node; nodes are of consecutive ranks."""
+    return max(Counter(rank // devices_per_node for rank in ranks).values())
+
+
+def message_seconds(traffic: Traffic, device: Device, *, in_node: int) -> float:
+    """Returns the time of all messages of the entry, one after the other; in_node: ranks of the group that share a
+    node.
+
+    Collectives run as rings through nodes, one for each rank that a node has of the group, so that a node sends with as
+    many network ports; an all-to-all sends to each rank directly. Latencies are those of trees, log2 of the ranks.
+    """
+    size = traffic.group_size
+    if size < 2 or not traffic.count:
+        return 0.0
+    between = in_node < size
+    latency = (device.network_latency_us if between else device.node_latency_us) * _MICRO
+    node, network = (gb * _GIGA * device.attainable_link for gb in (device.node_gb_s, device.network_gb_s))
+    if traffic.operation not in RING_SHARES:
+        rate = network if between else node
+        return traffic.num_bytes / rate + traffic.count * latency
+    moved = traffic.num_bytes * RING_SHARES[traffic.operation] / size
+    if traffic.operation == "all-to-all":
+        seconds = max(moved * (in_node - 1) / node, moved * (size - in_node) / network)
+    else:
+        seconds = moved * (size - 1) / (min(node, in_node * network) if between else node)
+    return seconds + traffic.count * math.ceil(math.log2(size)) * latency

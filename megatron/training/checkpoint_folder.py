@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import disk, load_common
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE, read_manifest, verify_size
+from megatron.core.group_collectives import all_ranks_agree
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # What the tracker holds instead of a number for weights to start from.

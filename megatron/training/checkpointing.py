@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import RemoteRankError, all_ranks_agree
 from megatron.core.dist_checkpointing import (
     LogicalPiece,
     PendingSave,
@@ -26,7 +25,7 @@ from megatron.core.dist_checkpointing import (
     model_logical_pieces,
 )
 from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
-from megatron.core.group_collectives import gather_objects, union_over_model
+from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, gather_objects, union_over_model
 from megatron.core.optimizer.state_dict import fresh_state, is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection

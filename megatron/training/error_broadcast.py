@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 
 # Entries that torch's flight recorder keeps. Dumping them every second costs 1 ms for 100 entries, 16 ms for 500.
 _BUFFER_SIZE = "100"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.core.distributed.consistency import WeightMismatchError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.error_broadcast import lost_another_rank, place_of
 from megatron.training.meters.memory import is_lack_of_memory

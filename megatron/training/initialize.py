@@ -19,8 +19,8 @@ from megatron.core.device import (
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.parallel_state import DEFAULT_ORDER
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_generator import DEFAULT_ORDER
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpoint_args import load_args_from_checkpoint

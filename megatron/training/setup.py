@@ -13,18 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.agreement import all_ranks_agree
-from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
 from megatron.core.enums import ModelType
 from megatron.core.graphs.capture import GraphDevice
-from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
+from megatron.core.group_collectives import all_ranks_agree
+from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
-from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    OptimizerParamSchedulerConfig,
+    get_optimizer_param_scheduler,
+)
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.timers import Timers

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron.core import dist_checkpointing
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint
+from megatron.core.group_collectives import all_ranks_agree
 from megatron.core.optimizer.state_dict import is_state, parameter_key
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.trace_ranges import trace_range
 from megatron.training.callbacks import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.command_line.config_builder import config_from_args

@@ -17,7 +17,7 @@ from megatron.core.device import default_device
 from megatron.core.graphs.capture import Graph, GraphDevice
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.training.callbacks import Callback, StepReport
 from megatron.training.run import TrainingRun
 from megatron.training.step.expert_memory import ExpertMemory, open_pool

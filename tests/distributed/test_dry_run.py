@@ -25,10 +25,9 @@ from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import SavedBytes
 from megatron.planner.plan import Plan, RankPlan, plan_run
-from megatron.planner.recorder import MessageRecorder
-from megatron.planner.rehearsal import by_pass
-from megatron.planner.traffic import Traffic, merged
-from megatron.planner.working_memory import LiveBytes
+from megatron.planner.recorders import LiveBytes, MessageRecorder
+from megatron.planner.traced_step import by_pass
+from megatron.planner.work import Traffic, merged
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.meters.memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
@@ -280,7 +279,7 @@ def _saved(run: TrainingRun) -> tuple[dict[str, int], int]:
     if run.expert_memory is not None:
         run.expert_memory.step.begin()
     flats = [flat for buffer in chunk.all_buffers for flat in (buffer.param_data, buffer.grad_data)]
-    saved = SavedBytes(chunk, standing=[*chunk.parameters(), *chunk.module.buffers(), *flats])
+    saved = SavedBytes(chunk, persistent=[*chunk.parameters(), *chunk.module.buffers(), *flats])
     with saved.counting():
         output, loss_function = pretrain_gpt.forward_step(run.train_iterator, chunk)
         kept = loss_function(output)
@@ -455,6 +454,6 @@ def test_passes_with_memory_save_what_was_planned(name: str, held: dict[str, lis
 def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     for plan in _plan(name).stages:
         found = held[name][plan.rank]
-        assert plan.peak - plan.standing == found.beside > sum(plan.activations.values()), plan.rank
+        assert plan.peak - plan.persistent == found.beside > sum(plan.activations.values()), plan.rank
         # The vector of statistics has names in a run.
         assert 0 < plan.messages <= found.messages <= plan.messages + 200, plan.rank

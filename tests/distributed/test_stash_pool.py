@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.transformer.moe.paged_stash import PoolLayout
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.training.step.expert_memory import open_pool
 from tests.harness import run_on_ranks
 

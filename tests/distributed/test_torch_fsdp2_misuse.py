@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.torch_fsdp2_state import check_torch
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError

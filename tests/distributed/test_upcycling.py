@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.training.model_weights import ModelWeights
 from megatron.training.training import train_step
 from tests.counts import slow

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import RemoteRankError, gather_objects
 
 
 class CheckpointError(OSError):

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.core.checksum import range_crc32
 from megatron.core.dist_checkpointing import disk
 from megatron.core.dist_checkpointing.boxes import Box
+from megatron.core.files import range_crc32
 
 MANIFEST_FILE = "manifest.json"
 # Version 1 has one checksum a file, and no pieces.

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.group_errors import every_rank, one_error_everywhere
 from megatron.core.dist_checkpointing.manifest import (
@@ -41,6 +40,7 @@ from megatron.core.dist_checkpointing.storage import (
     read_object,
 )
 from megatron.core.dist_checkpointing.stored_contents import StoredPieces, stored_pieces
+from megatron.core.group_collectives import all_ranks_agree
 from megatron.core.process_groups_config import group_rank, group_size
 
 _FEW_ELEMENTS = 1 << 16

@@ -1,7 +1,7 @@
 """MuonRule: orthogonalized updates of matrices, including those that a sharded optimizer cuts over ranks.
 
 A plan assigns each matrix to one rank, which receives it whole. Modules describe the matrices of their parameters
-(megatron/core/weight_matrices.py).
+(megatron/core/tensor_parallel/param_attributes.py).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.weight_matrices import MatrixWindow
+from megatron.core.tensor_parallel.param_attributes import MatrixWindow
 
 # Keller Jordan's coefficients, which bring singular values close to 1 within five steps.
 _A, _B, _C = 3.4445, -4.7750, 2.0315

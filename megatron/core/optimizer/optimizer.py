@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.device import default_device
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.dist_checkpointing.flat_ranges import range_tensors
 from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -38,7 +39,6 @@ from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
-from megatron.core.trace_ranges import trace_range
 
 _BROKEN_UPDATE = (
     "an error interrupted the update of an earlier step, so parameters and optimizer states are no longer of one step: "

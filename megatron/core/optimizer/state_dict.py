@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, intersection, whole
 from megatron.core.dist_checkpointing.flat_ranges import boxes_of_range, range_tensors
 from megatron.core.dist_checkpointing.logical import memory_piece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
 from megatron.core.distributed.layout import ParamRange, round_up
-from megatron.core.group_collectives import gather_objects, message_device
+from megatron.core.group_collectives import all_ranks_agree, gather_objects, message_device
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 

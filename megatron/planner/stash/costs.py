@@ -1,6 +1,7 @@
-"""What a planned stash costs in time and saves in memory, and why it does not pay where it does not.
+"""Time that a planned stash costs, the memory that it saves, and the reasons where it does not pay.
 
-Rates of devices are configs/devices.yaml's; seconds are cost_model.py's estimates.
+Letters: H hidden size, F ffn size of one expert. Rates of devices are in configs/devices.yaml; the bytes of a step come
+from the stash's own page-exact arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,6 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash import Counter, Priority
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages, resident_groups
-from megatron.core.transformer.moe.paged_stash.cost_model import ExpertShape, GroupCosts, Machine
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
 from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, gain_line, stash_footprint
 from megatron.planner.stash.outlook import Outlook
@@ -27,6 +27,95 @@ _WHERE = {
     Rung.GATE_UP: "where gate_up is computed again",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of one expert in elements, H and F, and itemsize in bytes. is_gated: gate_up has 2F columns, else F."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    itemsize: int = 2
+    is_gated: bool = True
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of x per row, without the row's routing weight (4 bytes)."""
+        return self.hidden_size * self.itemsize
+
+    @property
+    def gate_up_bytes(self) -> int:
+        """Bytes of gate_up per row."""
+        return self._fc1_width * self.itemsize
+
+    @property
+    def act_bytes(self) -> int:
+        """Bytes of act per row."""
+        return self.ffn_hidden_size * self.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one row saves for backward."""
+        return self.input_bytes + self.gate_up_bytes + self.act_bytes
+
+    @property
+    def flops(self) -> int:
+        """Operations of forward and backward per row: three H x F matrices, three products each, 18 H F.
+
+        Each multiply-add counts as 2. Without a gate there are two matrices.
+        """
+        return 6 * self.hidden_size * (self._fc1_width + self.ffn_hidden_size)
+
+    @property
+    def gate_up_flops(self) -> int:
+        """Operations to compute gate_up once, per row: 4 H F, or 2 H F without a gate."""
+        return 2 * self.hidden_size * self._fc1_width
+
+    @property
+    def _fc1_width(self) -> int:
+        return (2 if self.is_gated else 1) * self.ffn_hidden_size
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates of one device per second, and the time of the stash's work on it without any overlap.
+
+    flops: operations of grouped products. copied_bytes: read plus written in device memory. host_bytes: in one
+    direction between device and host.
+    """
+
+    flops: float
+    copied_bytes: float
+    host_bytes: float
+
+    @classmethod
+    def of(cls, device: Device, dtype: torch.dtype) -> "Machine":
+        """Returns a device's rates. Raises ValueError where configs/devices.yaml gives no rate for the dtype."""
+        return cls(
+            flops=device.tflops(_DTYPES[dtype]) * 1e12 * device.attainable_matmul,
+            copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
+            host_bytes=device.host_bytes_s,
+        )
+
+    def compute_seconds(self, expert: ExpertShape, num_rows: int) -> float:
+        """Returns the seconds of the experts' forward and backward; a third of it is the forward."""
+        return num_rows * expert.flops / self.flops
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        """Returns the seconds to stash and restore: each copies every byte, which reads and writes it."""
+        return 4 * num_bytes / self.copied_bytes
+
+    def host_seconds(self, num_bytes: float) -> float:
+        """Returns the seconds of one way between device and host."""
+        return num_bytes / self.host_bytes
+
+    def act_seconds(self, expert: ExpertShape, num_rows: int) -> float:
+        """Returns the seconds to recompute act, which reads gate_up and writes act."""
+        return num_rows * (expert.gate_up_bytes + expert.act_bytes) / self.copied_bytes
+
+    def gate_up_seconds(self, expert: ExpertShape, num_rows: int) -> float:
+        """Returns the seconds to recompute gate_up from x: 4 of the 18 H F operations of a row."""
+        return num_rows * expert.gate_up_flops / self.flops
 
 
 @dataclass(frozen=True)
@@ -61,20 +150,9 @@ class StageCosts:
         return f"copies and recomputation take {extra:.1%} of the experts' own time"
 
 
-def machine_of(device: Device, flags: StashFlags) -> Machine:
-    """Rates of the experts' kernels, and of copies to the host. Raises ValueError where the device does not compute in
-    the run's type.
-    """
-    return Machine(
-        flops=device.tflops(_DTYPES[flags.params_dtype]) * 1e12 * device.attainable_matmul,
-        copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
-        host_bytes=device.host_bytes_s,
-    )
-
-
 def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan], machine: Machine) -> list[StageCosts]:
     """Returns the costs of each stage that stashes something."""
-    costs = []
+    costs, expert = [], _expert_shape(run.flags)
     for number, stage in enumerate(plan.walk.stages):
         if not stage.layouts or not stage.layouts[-1]:
             continue
@@ -82,7 +160,7 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
         counters, page_bytes = stage.counters, stage.page_bytes
         moved = _most(counters[Counter.LIVE_BYTES])
         planned = _most(counters[Counter.PLANNED_PAGES]) * page_bytes
-        compute = _seconds(run, machine, rows=_most(rows)).compute_seconds
+        compute = machine.compute_seconds(expert, round(_most(rows)))
         needs = run.needs(
             plan.flags,
             number,
@@ -96,10 +174,10 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
                 number,
                 forward=compute / 3,
                 backward=compute * 2 / 3,
-                stash=4 * moved / machine.copied_bytes,
-                spill=_most(counters[Counter.SPILLED_PAGES]) * page_bytes / machine.host_bytes,
-                act=_seconds(run, machine, rows=_most(stage.dropped_rows[Priority.ACT])).act_rung_seconds,
-                gate_up=_seconds(run, machine, rows=_most(stage.dropped_rows[Priority.GATE_UP])).gate_up_rung_seconds,
+                stash=machine.copy_seconds(moved),
+                spill=machine.host_seconds(_most(counters[Counter.SPILLED_PAGES]) * page_bytes),
+                act=machine.act_seconds(expert, round(_most(stage.dropped_rows[Priority.ACT]))),
+                gate_up=machine.gate_up_seconds(expert, round(_most(stage.dropped_rows[Priority.GATE_UP]))),
                 footprint=footprint,
                 waiting_groups=_waiting_groups(needs),
                 tail_share=1 - moved / planned if planned else 0.0,
@@ -175,9 +253,7 @@ def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
     return summed
 
 
-def _seconds(run: PlannedRun, machine: Machine, *, rows: float) -> GroupCosts:
-    flags = run.flags
+def _expert_shape(flags: StashFlags) -> ExpertShape:
     assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
     ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
-    shape = ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)
-    return GroupCosts(shape, round(rows), machine)
+    return ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)

@@ -1,4 +1,4 @@
-"""How often the steps of a run come to each rung with some factors, and which factors are enough for most of them."""
+"""How often the steps of a run reach each outcome with given factors, and which factors suffice for most of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -16,7 +16,7 @@ from megatron.core.device import (
     start_cuda_profiler,
     stop_cuda_profiler,
 )
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.config import GarbageCollectionConfig, ProfilingConfig
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
 from megatron.training.callbacks.lines import LineFile

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import default_device, device_name
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.lines import LineFile
 from megatron.training.command_line.yaml_config import config_values

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.training.command_line.config_builder import problems_of_config
 
 

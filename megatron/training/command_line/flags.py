@@ -22,8 +22,8 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.torch_fsdp2_config import FullyShardConfig
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamSchedulerConfig
+from megatron.core.tokenizers.build import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.refusals import GROUP_REFUSALS, HARMLESS, MISSING, NO_EFFECT_HINTS, REFUSALS
 from megatron.training.config import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import did_you_mean
 

@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 
-from megatron.core.batch_schedule import build_batch_schedule
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import without_memory
+from megatron.core.model_parallel_config import check_multiple
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
-from megatron.core.num_microbatches_calculator import NumMicroBatches
-from megatron.core.parallel_layout_config import check_multiple
-from megatron.core.pipeline_split import num_parts_in_layout
-from megatron.core.rank_generator import DEFAULT_ORDER, rank_grids
+from megatron.core.num_microbatches_calculator import NumMicroBatches, build_batch_schedule
+from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
-from megatron.core.transformer.moe.moe_config import MoEConfig, validate_moe_layer_freq
-from megatron.core.transformer.moe.router_config import RouterConfig
+from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.offload_config import recomputed_parts
+from megatron.core.transformer.pipeline_split import num_parts_in_layout
+from megatron.core.transformer.router_config import RouterConfig
 from megatron.training.command_line.config_builder import (
     config_from_args,
     core_transformer_config_from_args,

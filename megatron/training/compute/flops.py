@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.process_groups_config import group_size
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
 
 # A multiply-add is two operations. Backward computes one product for the input, and one for weights unless frozen.

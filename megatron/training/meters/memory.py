@@ -18,7 +18,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import StepReport

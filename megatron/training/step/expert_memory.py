@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import default_device, keep_cpu_heap
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
@@ -58,8 +57,8 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     step_needs,
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.core.transformer.recompute import Recomputed
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
-from megatron.core.transformer.graphed_layers import graph_layers
 from megatron.core.transformer.moe.paged_stash import PagedStash
 from megatron.training.command_line.conflicts import graph_modules
 from megatron.training.command_line.errors import CommandLineError
@@ -131,7 +130,7 @@ def _graphed_parts(
         wait = None
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             wait = partial(chunk.wait_params, prefetch=True)
-        graph_layers(chunk, manager, modules=graph_modules(args), wait_for_params=wait)
+        manager.graph_layers(chunk, modules=graph_modules(args), wait_for_params=wait)
     return manager
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import default_device
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.process_groups_config import group_size
-from megatron.core.trace_ranges import trace_range
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model

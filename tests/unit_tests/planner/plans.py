@@ -2,7 +2,7 @@
 
 import pretrain_gpt
 from megatron.planner.plan import Plan, plan_run
-from megatron.planner.table import plan_lines
+from megatron.planner.report import plan_lines
 from megatron.training.arguments import parse_args, validate_args
 from tests.functional_tests.case import Flags, command_line, read_bases
 

@@ -11,17 +11,12 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
-from megatron.planner.buffers import BufferLayout
-from megatron.planner.command import print_plan
-from megatron.planner.document import plan_document, time_lines, write_plan
 from megatron.planner.fit import fit_of
-from megatron.planner.links_table import links_lines
 from megatron.planner.page import page
-from megatron.planner.plan import Plan, RankPlan, place_of
-from megatron.planner.rates import Kernel, Kernels, Unit
-from megatron.planner.run_time import run_time
-from megatron.planner.step_time import ChunkWork
-from megatron.planner.traffic import Traffic
+from megatron.planner.plan import BufferLayout, Plan, RankPlan, place_of
+from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
+from megatron.planner.step_time import run_time
+from megatron.planner.work import ChunkWork, Kernel, Kernels, Traffic, Unit
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device

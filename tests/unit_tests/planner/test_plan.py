@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
-from megatron.planner.activations import EXPERTS, SavedBytes, peak_bytes
+from megatron.planner.activations import SavedBytes, peak_bytes
+from megatron.planner.work import EXPERTS
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -16,7 +17,7 @@ from tests.unit_tests.planner.plans import planned
 
 def test_what_is_freed_before_backward_is_not_counted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    saved = SavedBytes(model, standing=model.parameters())
+    saved = SavedBytes(model, persistent=model.parameters())
     with saved.counting():
         kept = model(torch.zeros(2, 4, requires_grad=True))
         model(torch.zeros(100, 4, requires_grad=True))

@@ -5,17 +5,19 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.pipeline_parallel.schedule import Pipeline, no_pipelining_schedule, stage_orders
-from megatron.planner.rates import Kernel, Kernels, Unit, kernel_seconds, message_seconds, ranks_in_node
-from megatron.planner.step_time import (
+from megatron.planner.step_time import Overlap, StageLoad, StepTime, estimate_step
+from megatron.planner.work import (
     GRADS,
     PARAMS,
     ChunkWork,
-    Overlap,
-    StageLoad,
-    StepTime,
-    estimate_step,
+    Kernel,
+    Kernels,
+    Traffic,
+    Unit,
+    kernel_seconds,
+    message_seconds,
+    ranks_in_node,
 )
-from megatron.planner.traffic import Traffic
 from megatron.training.compute.devices import Device
 
 # Round figures: 10^12 products, 10^9 bytes of memory, 10^9 in a node and half of that between nodes, a second.

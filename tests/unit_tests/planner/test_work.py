@@ -4,8 +4,8 @@ import pytest
 
 import pretrain_gpt
 from megatron.planner.plan import Plan, plan_run
-from megatron.planner.rates import Kernels, Unit
-from megatron.planner.run_time import run_time
+from megatron.planner.step_time import run_time
+from megatron.planner.work import Kernels, Unit
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.compute.devices import planned_device
 from tests.functional_tests.case import Flags, command_line, read_bases

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.training import error_broadcast
 from megatron.training.error_broadcast import ErrorBroadcast, PendingCollective
 

@@ -356,8 +356,11 @@ class GPTModel(MegatronModule):
         for number, (layer, again) in enumerate(zip(layers, plan), start=layers.offset + 1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
-        for mlp, number, runs_again in () if self.mtp is None else self.mtp.expert_layers():
-            mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=runs_again)
+        for layer, again in () if self.mtp is None else self.mtp.planned_layers():
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.router.report_to(
+                    self.aux_losses, layer_number=layer.layer_number, runs_again=again.has_router
+                )
 
     def _initialize(self) -> None:
         with torch.no_grad():

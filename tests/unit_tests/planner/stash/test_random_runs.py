@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.transformer.moe.paged_stash import Counter
-from megatron.planner.stash import stage_walk
+from megatron.planner.stash import walk as walk_module
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import walk
@@ -110,7 +110,7 @@ def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatc
 
 
 def reserve_over_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (expert_memory, stage_walk):
+    for module in (expert_memory, walk_module):
         monkeypatch.setattr(module, "RESERVE_STEPS", 2)
 
 

@@ -1,7 +1,6 @@
 """Page counts that follow from a list of events and sizes: peaks, footprint, the reserve table, a simulated pool.
 
-Pure functions; nothing runs on a device. stash_order.py defines the events, page_layout.py the sizes. cost_model.py
-estimates bytes and seconds from the shape of a model alone.
+Pure functions; nothing runs on a device. stash_order.py defines the events, page_layout.py the sizes.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,425 @@
+"""Recorders of a traced step: kernels, messages and live memory, as they pass torch's dispatcher.
+
+They observe the run's own code on tensors without memory. The time of what they record is in work.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.planner.work import (
+    AGREEMENT,
+    BACKWARD,
+    FORWARD,
+    GRADS,
+    OPTIMIZER,
+    OTHER,
+    PARAMS,
+    PIPELINE,
+    STATISTICS,
+    ChunkWork,
+    Kernel,
+    Kernels,
+    Traffic,
+    Unit,
+    kind_of_module,
+    merged,
+)
+
+
+class RunningModules:
+    """Follows the forwards of models while `followed`; of nested modules the innermost counts."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._inside: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """Within its model, as named_modules says; "" in the model itself and outside of all."""
+        return self._inside[-1] if self._inside else ""
+
+    def __bool__(self) -> bool:
+        return bool(self._inside)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside, modules are followed, also those whose forward raises."""
+        handles = []
+        for model in self._models:
+            for name, module in model.named_modules():
+                handles.append(module.register_forward_pre_hook(self._enter(name)))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._inside.append(name)
+
+        return enter
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+
+RECOMPUTE = "recompute"
+_FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+# torch's, and those of experts with buffers of a fixed size.
+GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
+_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
+# They move nothing: memory that is handed out, other views of it, reads by the host.
+_FREE = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
+    *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
+}
+# They read as much as they write, however large the table is.
+_GATHERS = {"embedding", "index", "index_select", "gather"}
+# They read what they are given, and read and write as much of the table.
+_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
+# The sizes of tables make no difference to either.
+ROWS_OF_TABLES = _GATHERS | _SCATTERS
+
+
+class WorkRecorder(TorchDispatchMode):
+    """Notes kernels by pass while it is on, in a step of one microbatch.
+
+    live_rows: of the rows of experts' buffers, the share that products multiply: the rest has no tokens.
+    """
+
+    def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:
+        super().__init__()
+        self._running, self._live_rows = RunningModules(model), live_rows
+        self._names: list[str] = []
+        self._kind = ""
+        self.forwards: list[Kernels] = []
+        self.backwards: list[Kernels] = []
+        self.recomputed: list[Kernels] = []
+        self.update = Kernels()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records kernels inside the block, with the module whose forward or backward runs."""
+        with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
+            yield
+
+    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
+        """The work of each chunk. order: in which the step ran its passes, one of each chunk and kind."""
+        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
+        forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
+        backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
+        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
+        return tuple(found[chunk] for chunk in sorted(found))
+
+    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        """Counts a fused kernel, which the dispatcher does not see. tensor: any shape, of the dtype it computes in."""
+        counter = self._counter()
+        if counter is not None:
+            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
+
+    @property
+    def kind(self) -> str:
+        """The kind of the module whose forward or backward is running."""
+        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
+
+    @property
+    def pass_name(self) -> str | None:
+        """forward, backward or, of forwards that backward runs again, recompute; None outside of passes."""
+        if _BACKWARD in self._names:
+            # Modules run forward in a backward when they are computed again.
+            return RECOMPUTE if self._running else BACKWARD
+        return FORWARD if _FORWARD in self._names else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator and counts its kernel, unless it is a view or free."""
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            self._follow(func, args)
+        result = func(*args, **kwargs)
+        name = func._overloadpacket.__name__
+        if func.namespace not in _COUNTED or func.is_view or name in _FREE or self._counter() is None:
+            return result
+        self._count(func, name, args=args, kwargs=kwargs, result=result)
+        return result
+
+    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
+        moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
+        unit, flops = Unit.MEMORY, 0.0
+        if name in GROUPED:
+            # Of both forms: rows by the matrices of experts, and rows by rows to such matrices.
+            unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
+        elif func._overloadpacket in flop_registry:
+            unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        if moved or flops:
+            self.note(
+                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
+            )
+
+    def _follow(self, func: Any, args: Sequence[Any]) -> None:
+        if "enter" not in func._schema.name:
+            if self._names:
+                self._names.pop()
+            return
+        name = str(args[0]).partition(" (")[0]
+        self._names.append(name)
+        if name == _FORWARD:
+            self.forwards.append(Kernels())
+        elif name == _BACKWARD:
+            self.backwards.append(Kernels())
+            self.recomputed.append(Kernels())
+
+    def _counter(self) -> Kernels | None:
+        """Returns the counter of the pass that is running."""
+        counters = {FORWARD: self.forwards, BACKWARD: self.backwards, RECOMPUTE: self.recomputed}
+        name = self.pass_name
+        if name is not None:
+            return counters[name][-1]
+        return self.update if _UPDATE in self._names else None
+
+    def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
+        return kind_of_module(self._running.name), tensor.detach()
+
+    def _unpack(self, kept: tuple[str, Tensor]) -> Tensor:
+        # The backward of the module that saved it comes next.
+        self._kind, tensor = kept
+        return tensor
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Returns a tensor's dtype as Kernel names it; tensor: any shape and dtype."""
+    return _DTYPES.get(tensor.dtype, "fp32")
+
+
+def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    """Bytes that an operation reads and writes."""
+    if name in _GATHERS:
+        return 2.0 * sum(one.nbytes for one in outputs)
+    if name in _SCATTERS:
+        return 3.0 * inputs[-1].nbytes
+    if name in ("zero_", "fill_", "zeros", "new_zeros", "zeros_like", "full", "ones_like", "new_full", "arange"):
+        return float(sum(one.nbytes for one in outputs))
+    if name in ("copy_", "_foreach_copy_"):
+        return float(sum(one.nbytes for one in inputs))
+    known = {id(one) for one in inputs}
+    written = sum(one.nbytes for one in outputs if id(one) not in known)
+    if func._schema.is_mutable:
+        # What is changed in place is written as well.
+        written += inputs[0].nbytes if not name.startswith(("_foreach_", "_fused_")) else sum(map(_nbytes, inputs)) // 2
+    return float(sum(one.nbytes for one in inputs) + written)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes
+
+
+# The innermost of these that is open says what a message is for.
+_PHASES = {
+    "ScheduleRunner._forward": FORWARD,
+    "ScheduleRunner._backward": BACKWARD,
+    "P2PCommunicator.post": PIPELINE,
+    "_ParamAndGradBucketGroup.launch_gathers": PARAMS,
+    "FSDP::all_gather": PARAMS,
+    "FSDP::post_backward_reduce": GRADS,
+    "_ParamAndGradBucketGroup.launch_reductions": GRADS,
+    "_ParamAndGradBucketGroup.complete_reductions": GRADS,
+    "finalize_model_grads": GRADS,
+    "MegatronOptimizer.step": OPTIMIZER,
+    "Iteration.agree_sync": AGREEMENT,
+    "Iteration.highest_sync": AGREEMENT,
+    "Iteration.first_ranks_order_sync": AGREEMENT,
+    "StatisticsExchange.reduce_sync": STATISTICS,
+}
+# Messages inside of these are parts of one collective.
+_WHOLE = {
+    "gather_shards_": "all-gather",
+    "_OrderedReduceScatter": "reduce-scatter",
+    "_OrderedReduceScatter._send": "reduce-scatter",
+}
+_BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
+_OPERATIONS = {
+    "allreduce_": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+# Their payload is what goes in, of the others what comes out or is there both before and after.
+_BY_INPUT = {"reduce-scatter", "all-to-all"}
+# Names of groups of the same ranks: the first that fits, by what the message is for.
+_OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
+_OF_DATA = (
+    "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
+    "tp_ep_pp tp_dp ep expt_tp tp_ep"
+).split()
+_SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
+
+
+class MessageRecorder(TorchDispatchMode):
+    """Notes the messages of this thread while it is the innermost mode; they are sent as ever.
+
+    groups: this rank's, which give messages their groups' names.
+    """
+
+    def __init__(self, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self._groups = {name: _ranks_of(group) for name, group in vars(groups).items() if group is not None}
+        self._names: list[str] = []
+        self._messages: list[Traffic] = []
+        self._is_begun = False  # the collective under way has been counted
+        self._is_slice_begun = False  # likewise a slice of it
+        self._known: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def take(self) -> tuple[Traffic, ...]:
+        """Returns the messages sent since the last call."""
+        messages, self._messages = self._messages, []
+        return merged(messages)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Records collectives and trace names, and runs every operator unchanged."""
+        if func.namespace == "profiler":
+            self._follow(func, args)
+        elif func.namespace == "c10d":
+            self._note(str(func._schema.name).removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _follow(self, func: Any, args: Sequence[Any]) -> None:
+        if "enter" in func._schema.name:
+            # What torch names itself has the module behind it, in brackets.
+            name = str(args[0]).partition(" (")[0]
+            self._names.append(name)
+            self._is_begun = self._is_begun and name not in _BEGINNINGS
+            self._is_slice_begun = self._is_slice_begun and name != "_OrderedReduceScatter._send"
+        elif self._names:
+            self._names.pop()
+
+    def _note(self, name: str, args: Sequence[Any]) -> None:
+        if name not in _OPERATIONS:
+            return  # barriers and the like
+        operation = _OPERATIONS[name]
+        count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
+        whole = _WHOLE.get(self._names[-1]) if self._names else None
+        if whole is not None:
+            # Later slices of a sum are sent where it is waited for.
+            count = int(not self._is_begun and not _BEGINNINGS.isdisjoint(self._names))
+            if whole == "reduce-scatter" and args[3] and not self._is_slice_begun:
+                # One message for each other rank: what stays here is as much.
+                num_bytes *= 2
+            self._is_begun = self._is_slice_begun = True
+            operation = whole
+        phase = next((_PHASES[one] for one in reversed(self._names) if one in _PHASES), OTHER)
+        group, size = self._name_of(_group_in(args), phase)
+        self._messages.append(Traffic(group, size, operation, phase, count, num_bytes))
+
+    def _name_of(self, group: dist.ProcessGroup, phase: str) -> tuple[str, int]:
+        """The name of a group in a phase, and its size."""
+        key = (group.group_name, phase)
+        if key not in self._known:
+            ranks = _ranks_of(group)
+            order = _OF_MODEL if phase in (FORWARD, BACKWARD, PIPELINE) else _OF_DATA
+            found = next((name for name in order if self._groups.get(name) == ranks), "world")
+            is_world = len(ranks) == dist.get_world_size() and phase in (STATISTICS, OTHER)
+            self._known[key] = "world" if is_world else _SHORT.get(found, found), len(ranks)
+        return self._known[key]
+
+
+def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> dict[str, tuple[int, ...]]:
+    """The ranks of the groups that messages name."""
+    own = {_SHORT.get(name, name): _ranks_of(group) for name, group in vars(groups).items() if group is not None}
+    own["world"] = tuple(range(dist.get_world_size()))
+    return {name: own[name] for name in sorted({one.group for one in links})}
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _group_in(args: Iterable[Any]) -> dist.ProcessGroup:
+    boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def _bytes_of(tensors: Any) -> int:
+    return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_bytes_of, tensors))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts memory that operations on a device return, from its allocation until its last tensor is gone.
+
+    While it is the innermost mode, on this thread. What was there before counts as nothing. peaks: the most at once, of
+    each part that `begin` named, "" before. messages_peak: of what has been handed to collectives alone, in and out.
+    """
+
+    def __init__(self, device_type: str = "meta") -> None:
+        super().__init__()
+        self._device_type, self._part = device_type, ""
+        self._alive: dict[int, int] = {}
+        self._messages: set[int] = set()
+        self._bytes = self._message_bytes = 0
+        self.peaks, self.messages_peak = {"": 0}, 0
+
+    def begin(self, part: str) -> None:
+        """Counts what is alive from now on for this part."""
+        self._part = part
+        self.peaks[part] = self._bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator and counts the storages that it allocated."""
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in self._storages((args, kwargs))}
+        for storage in self._storages(result):
+            # Views of what was there before are nothing new.
+            if storage._cdata not in given:
+                self._note(storage)
+        if func.namespace == "c10d":
+            for key in given:
+                self._note_message(key)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._alive:
+            self._alive[key] = storage.nbytes()
+            finalize(storage, self._forget, key)
+            self._bytes += storage.nbytes()
+            self.peaks[self._part] = max(self.peaks[self._part], self._bytes)
+
+    def _note_message(self, key: int) -> None:
+        if key in self._alive and key not in self._messages:
+            self._messages.add(key)
+            self._message_bytes += self._alive[key]
+            self.messages_peak = max(self.messages_peak, self._message_bytes)
+
+    def _forget(self, key: int) -> None:
+        num_bytes = self._alive.pop(key)
+        self._bytes -= num_bytes
+        if key in self._messages:
+            self._messages.remove(key)
+            self._message_bytes -= num_bytes
+
+    def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
+        tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+        return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device_type]

@@ -1,0 +1,471 @@
+"""The --dry-run command, and every form in which plans are shown: printed lines, plan.json and values of the page.
+
+Nothing is planned here (plan.py, layout_search.py), and the page itself is in page.py.
+"""
+
+import argparse
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.core.files import replaced_file
+from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.planner.fit import Fit, Planner, fit_of, with_change
+from megatron.planner.layout_search import Advice, Found
+from megatron.planner.page import page
+from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, place_of, plan_run
+from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, places, run_time
+from megatron.planner.work import link_bytes, message_seconds
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.compute.devices import Device, planned_device
+
+
+def print_plan(
+    args: argparse.Namespace,
+    model_provider: Callable[..., nn.Module],
+    *,
+    reread: Callable[[Sequence[str]], argparse.Namespace],
+    forward_step_func: ForwardStep,
+    config_overrides: ConfigOverrides | None = None,
+) -> None:
+    """Prints the plan of RANK's pipeline and whether it fits; under torchrun only rank 0 does.
+
+    reread: parses the same command line with further words. Raises ValueError for an unknown rank or device, and for a
+    folder that cannot be written.
+    """
+    if "WORLD_SIZE" in os.environ and args.rank != 0:
+        return
+    number, device = place_of(args, args.rank), planned_device()
+    planner = Planner(
+        reread=reread,
+        plan=partial(
+            plan_run,
+            model_provider=model_provider,
+            forward_step_func=forward_step_func,
+            config_overrides=config_overrides,
+            rank_in_stage=number,
+        ),
+        model_provider=model_provider,
+        forward_step=forward_step_func,
+    )
+    plan = planner.plan(args)
+    step = run_time(plan, args, device=device)
+    fit = fit_of(plan, device)
+    if not fit.fits:
+        fit = with_change(fit, plan, args, planner)
+    lines = [*plan_lines(plan, args), *([] if step is None else time_lines(step)), fit.line]
+    if args.tensorboard_dir is not None:
+        folder = Path(args.tensorboard_dir)
+        try:
+            files = write_plan(plan_document(plan, args, device=device, step=step, fit=fit), folder)
+        except OSError as error:
+            raise CommandLineError(
+                f"--tensorboard-dir is {folder}: the plan cannot be written there ({error.strerror}); "
+                "must be a folder that is or can be made"
+            ) from None
+        lines.append(f"written: {' and '.join(map(str, files))}")
+    print("\n".join(lines))
+
+
+_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
+    """The plan of a run with these arguments, line by line."""
+    unit, size = next(
+        ((unit, size) for unit, size in _UNITS if max(stage.total for stage in plan.stages) >= size), ("bytes", 1)
+    )
+    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_COLUMNS)]
+    for stage in plan.stages:
+        values = [_value(stage, column) / size for column in _COLUMNS]
+        rows.append((str(stage.stage), str(stage.rank), _range(stage.layers), *(f"{value:.2f}" for value in values)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    fullest = max(plan.stages, key=lambda stage: stage.total)
+    return [
+        f"plan of {_number(args.world_size, 'rank')}: {_layout(args)}; "
+        f"{_number(plan.num_microbatches, 'microbatch', several='microbatches')} of "
+        f"{args.micro_batch_size} x {args.seq_length} tokens a step",
+        f"parameters: {plan.num_parameters:,}, of which a token meets {plan.active_parameters:,}",
+        f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
+        *table,
+        f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
+        f"peak: with what is taken for a while, of stage {fullest.stage} by passes up to {fullest.working / size:.2f} "
+        f"{unit} beside activations, by the update, without them, up to {fullest.updating / size:.2f} {unit}; messages "
+        f"of it at once up to {fullest.messages / size:.2f} {unit}",
+        *buffer_lines(plan.stages, unit=unit, size=size),
+        *links_lines(fullest, unit=unit, size=size),
+        *_notes(plan, unit=unit, size=size),
+    ]
+
+
+def _number(count: int, one: str, *, several: str | None = None) -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
+
+
+def _value(stage: RankPlan, column: str) -> int:
+    value = sum(stage.activations.values()) if column == "activations" else getattr(stage, column)
+    assert isinstance(value, int)
+    return value
+
+
+def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes of a run's layout, by the names that plans have for them; expert tensor: of a model with experts."""
+    tensor = args.tensor_model_parallel_size
+    experts = {} if args.num_experts is None else {"expert tensor": args.expert_tensor_parallel_size or tensor}
+    return {
+        "tensor": tensor,
+        "pipeline": args.pipeline_model_parallel_size,
+        "virtual": args.virtual_pipeline_model_parallel_size or 1,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+        **experts,
+        "data": args.data_parallel_size,
+    }
+
+
+def _layout(args: argparse.Namespace) -> str:
+    sizes = layout_sizes(args)
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+
+
+def _range(layers: Sequence[int]) -> str:
+    """Numbers that follow each other as first-last."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
+
+
+def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
+    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
+
+
+def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
+    notes = [f"not in it: {NOT_PLANNED}"]
+    if plan.is_balanced:
+        notes.append("rows of experts are those of tokens that choose all experts equally often")
+    return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
+
+
+def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
+    """Returns a line about the stage with most in the host's memory, if any uses it."""
+    most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
+    kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
+    if not kinds:
+        return []
+    return [
+        f"in the host's memory, and not in the table: up to {sum(most.host.values()) / size:.2f} {unit} a rank, "
+        f"of stage {most.stage}: {kinds}"
+    ]
+
+
+_HEAD = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
+
+
+def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
+    """What a rank sends in a step, largest first; on links: bytes that leave it where collectives run as rings."""
+    if not stage.links:
+        return []
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for one in sorted(stage.links, key=lambda one: -one.num_bytes):
+        sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
+        rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    return [f"sent in a step by rank {stage.rank}, of stage {stage.stage}, in {unit}:", *lines]
+
+
+def buffer_lines(stages: Sequence[RankPlan], *, unit: str, size: int) -> list[str]:
+    """Buckets and padding of each buffer of the stage with the most padding."""
+    most = max(stages, key=lambda stage: sum(one.padding_bytes for one in stage.buffers))
+    return [_buffer_line(one, most.stage, unit=unit, size=size) for one in most.buffers]
+
+
+def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
+    buckets = f"{len(one.bucket_bytes)} {'bucket' if len(one.bucket_bytes) == 1 else 'buckets'}"
+    return (
+        f"buffer of stage {stage}, chunk {one.chunk}: {one.kind}, {one.param_dtype} with {one.grad_dtype} gradients, "
+        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % are padding"
+    )
+
+
+JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
+# More would make files of many megabytes; those of the beginning are told.
+_MOST_PASSES = 20_000
+# Seconds below which a difference of sums is rounding.
+_NOTHING = 1e-12
+
+
+def plan_document(
+    plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
+) -> dict[str, Any]:
+    """All that is known of the plan, in bytes and seconds, as JSON has it. step: None where nothing is trained."""
+    in_node = places(plan, device)
+    times = [None] * len(plan.stages) if step is None else step.stages
+    return {
+        "world_size": args.world_size,
+        "layout": layout_sizes(args),
+        "batch": {
+            "num_microbatches": plan.num_microbatches,
+            "micro_batch_size": args.micro_batch_size,
+            "seq_length": args.seq_length,
+        },
+        "parameters": {"all": plan.num_parameters, "of_a_token": plan.active_parameters},
+        "device": asdict(device),
+        "fit": {**asdict(fit), "fits": fit.fits, "line": fit.line},
+        "stages": [
+            _stage(stage, time, device=device, in_node=in_node) for stage, time in zip(plan.stages, times, strict=True)
+        ],
+        "step": None if step is None else _step(step),
+        "schedule": [] if step is None else _schedule(step),
+        "notes": notes(plan, device),
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
+    for name, text in texts.items():
+        with replaced_file(folder / name) as file:
+            file.write(text.encode())
+    return [folder / name for name in texts]
+
+
+def time_lines(step: StepTime) -> list[str]:
+    """Returns the printed lines about the estimated step."""
+    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
+    mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
+    slowest = min(step.stages, key=lambda stage: stage.bubble)
+    kinds = sorted(slowest.by_kind.items(), key=lambda item: -item[1])
+    return [
+        f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tflops:.1f} TFLOP/s a device{mfu}",
+        f"of it, mean over stages: {split}",
+        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
+        f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
+        + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
+        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
+    ]
+
+
+def notes(plan: Plan, device: Device) -> list[str]:
+    """Returns notes that every form of the plan shows."""
+    found = [f"Memory leaves out {NOT_PLANNED}."]
+    if plan.is_balanced:
+        found.append("Rows of experts are those of tokens that choose all experts equally often.")
+    found += [f"{one}." for one in plan.substitutions]
+    full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
+    if full:
+        found.append(
+            f"Memory of stages {', '.join(str(stage.stage) for stage in full)} is more than the {device.name} has "
+            f"({device.memory_gib:g} GiB)."
+        )
+    if any(any(stage.host.values()) for stage in plan.stages):
+        found.append("What is in the host's memory is not part of the device's.")
+    return found
+
+
+def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: Mapping[str, int]) -> dict[str, Any]:
+    persistent = {name: vars(stage)[name] for name in ("parameters", "gradients", "masters", "moments", "pages")}
+    links = []
+    for one in stage.links:
+        shared = in_node.get(one.group, one.group_size)
+        seconds = message_seconds(one, device, in_node=shared)
+        links.append({**asdict(one), "link_bytes": link_bytes(one), "in_node": shared, "seconds": seconds})
+    return {
+        "stage": stage.stage,
+        "rank": stage.rank,
+        "layers": list(stage.layers),
+        "memory": {**persistent, "activations": dict(stage.activations)},
+        "total": stage.total,
+        **{name: vars(stage)[name] for name in ("working", "updating", "messages")},
+        "peak": stage.peak,
+        **{f"host_{kind}": count for kind, count in stage.host.items()},
+        "groups": {name: {"size": len(ranks), "ranks": rank_range(ranks)} for name, ranks in stage.groups.items()},
+        "links": links,
+        "buffers": [_buffer(one) for one in stage.buffers],
+        "time": None if time is None else asdict(time),
+    }
+
+
+def _buffer(one: BufferLayout) -> dict[str, Any]:
+    ends = [list(pair) for pair in one.bucket_ends]
+    return {**asdict(one), "bucket_bytes": list(one.bucket_bytes), "bucket_ends": ends}
+
+
+def _step(step: StepTime) -> dict[str, Any]:
+    figures = ("device", "seconds", "tokens_per_second", "tflops", "mfu")
+    return {**{name: vars(step)[name] for name in figures}, "split": step.split()}
+
+
+def _schedule(step: StepTime) -> list[list[list[Any]]]:
+    """Returns each stage's passes: F or B, chunk, microbatch, start and end in seconds."""
+    most = _MOST_PASSES // len(step.spans)
+    return [
+        [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
+        for stage in step.spans
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < _NOTHING:
+        return "0 ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def rank_range(ranks: Sequence[int]) -> str:
+    """Such as 0:8:1 for 0 to 7, start:stop:step as Python's range has them; at least one rank, rising.
+
+    A sum, as 2:4:1 + 0:17:16, has one of each: 2, 3, 18, 19. What is no such sum is several, with commas between.
+    """
+    terms: list[range] = []
+    rest = list(ranks)
+    while len(rest) > 1:
+        length = _regular(rest)
+        blocks = [rest[at : at + length] for at in range(0, len(rest), length)]
+        offsets = [[rank - block[0] for rank in block] for block in blocks]
+        if any(one != offsets[0] for one in offsets):
+            return ", ".join(" + ".join(map(_term, (one, *terms))) for one in _steady(rest))
+        terms.append(_steps(offsets[0]))
+        rest = [block[0] for block in blocks]
+    # The first rank is where the smallest steps start.
+    first = terms.pop(0) if terms else range(1)
+    moved = range(first.start + rest[0], first.stop + rest[0], first.step)
+    return " + ".join(_term(one) for one in (moved, *terms))
+
+
+def _steady(ranks: Sequence[int]) -> Iterator[range]:
+    """The same ranks in parts of equal steps, each as long as can be."""
+    while ranks:
+        length = _regular(ranks)
+        yield _steps(ranks[:length])
+        ranks = ranks[length:]
+
+
+def _regular(ranks: Sequence[int]) -> int:
+    """How many of the first are in equal steps."""
+    steps = [after - before for before, after in zip(ranks, ranks[1:])]
+    return next((at + 1 for at, step in enumerate(steps) if step != steps[0]), len(ranks))
+
+
+def _steps(ranks: Sequence[int]) -> range:
+    return range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+
+
+def _term(one: range) -> str:
+    return f"{one.start}:{one.stop}:{one.step}"
+
+
+# Columns of what is printed.
+WIDTH = 100
+_GIB = 1 << 30
+_LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
+
+
+def table_lines(advice: Sequence[Advice]) -> list[str]:
+    """One line each, under a line with names."""
+    rows = [["", *_LAYOUT_COLUMNS], *([f"{number}.", *_cells(one)] for number, one in enumerate(advice, start=1))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+
+
+def flag_lines(advice: Advice) -> str:
+    """The command, ready for a shell, in lines of at most WIDTH where a flag and its values are no longer."""
+    lines = ["pretrain_gpt.py"]
+    flags: list[list[str]] = []
+    for word in advice.words:
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    for flag in map(shlex.join, flags):
+        # Room for the number before it, and for what goes on behind it.
+        if len(lines[-1]) + 1 + len(flag) + 6 > WIDTH:
+            lines.append(f"    {flag}")
+        else:
+            lines[-1] += f" {flag}"
+    return " \\\n".join(lines)
+
+
+def bytes_in_words(num_bytes: int) -> str:
+    """With all digits, and in GiB."""
+    return f"{num_bytes:,} bytes ({num_bytes / _GIB:.2f} GiB)"
+
+
+def found_as_json(found: Found, *, verified: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The front, fastest first, with the differences that dry runs of its first layouts had."""
+    return {
+        "compared": found.compared,
+        "fitting": found.fitting,
+        "layouts": [_advice_as_json(one) for one in found.front],
+        "nearest": None if found.nearest is None else _advice_as_json(found.nearest),
+        "dry_runs": list(verified),
+    }
+
+
+def _advice_as_json(advice: Advice) -> dict[str, Any]:
+    layout, time = advice.layout, advice.time
+    return {
+        "words": list(advice.words),
+        "layers": list(layout.counts),
+        "bytes": advice.num_bytes,
+        "fullest_stage": advice.fullest,
+        "stages": [
+            {
+                **vars(stage.persistent),
+                "pages": stage.pages,
+                "host_pages": stage.host_pages,
+                "activations": dict(stage.activations),
+            }
+            for stage in advice.stages
+        ],
+        "seconds": time.seconds,
+        "mfu": time.mfu,
+        "tokens_per_second": time.tokens_per_second,
+        "bubble_seconds": _bubble(time),
+        "exposed_seconds": _exposed(time),
+    }
+
+
+def _cells(advice: Advice) -> list[str]:
+    layout, time = advice.layout, advice.time
+    choices = (layout.sharding, layout.recompute, layout.experts)
+    sizes = (
+        layout.tensor,
+        layout.stages,
+        layout.chunks,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.micro_batch,
+    )
+    return [
+        *map(str, sizes),
+        *("-" if one is None else one.value for one in choices),
+        f"{advice.num_bytes / _GIB:.2f}",
+        f"{time.seconds:.3g}",
+        "-" if time.mfu is None else f"{100 * time.mfu:.1f}%",
+        f"{100 * _bubble(time) / time.seconds:.1f}%",
+        f"{100 * _exposed(time) / time.seconds:.1f}%",
+    ]
+
+
+def _bubble(time: StepTime) -> float:
+    """Seconds that the stages wait for each other, on average."""
+    # Differences of sums may end a rounding below nothing.
+    return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
+
+
+def _exposed(time: StepTime) -> float:
+    """Seconds that the stages wait for messages that nothing hides, on average."""
+    return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)

@@ -1,0 +1,451 @@
+"""Memory and work of each pipeline stage, added up from the costs of single layers (layer_costs.py).
+
+Uses the arithmetic of buffers, optimizers, schedules and the stash themselves, and builds no model. A dry run (plan.py)
+builds whole stages instead. The two agree to the byte where all layers of a kind are identical
+(tests/unit_tests/planner/test_stage_costs.py); layers that recompute or offload by their position are the exception.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import islice
+
+import torch
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.layout import ALIGNMENT, BufferLayout, lay_out, resolve_bucket_size, round_up
+from megatron.core.distributed.param_and_grad_buffer import BufferKind
+from megatron.core.optimizer.flat_params import host_elements
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.state_memory import state_bytes
+from megatron.core.pipeline_parallel.expansion import expand, kept_events
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
+from megatron.core.transformer.pipeline_split import layers_per_part
+from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
+from megatron.planner.step_time import StageLoad
+from megatron.planner.work import (
+    BACKWARD,
+    EXPERTS,
+    FORWARD,
+    GRADS,
+    PARAMS,
+    Kernels,
+    Traffic,
+    merged,
+)
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.validation import batch_sizes
+from megatron.training.data_parallel import ddp_config_of
+from megatron.training.step.expert_memory import stash_events
+
+# Rounds of microbatches after which a schedule only repeats itself, until its end.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that stages follow from. layers: of each part of the pipeline, chunk c of stage s at c * stages + s.
+
+    num_microbatches: of a step. group_size: of interleaved schedules; None: as many as stages.
+    """
+
+    world_size: int
+    tensor: int
+    stages: int
+    chunks: int
+    context: int
+    expert: int
+    expert_tensor: int
+    layers: tuple[tuple[LayerKind, ...], ...]
+    num_microbatches: int
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == self.stages * self.chunks, "one entry a chunk of each stage"
+
+    @property
+    def dense_ranks(self) -> int:
+        """Ranks that share dense parameters: data-parallel and context-parallel ones."""
+        return self.world_size // (self.tensor * self.stages)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share an expert."""
+        return self.world_size // (self.expert * self.expert_tensor * self.stages)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline's stages and chunks."""
+        return Pipeline(self.stages, self.chunks)
+
+
+@dataclass(frozen=True)
+class PersistentBytes:
+    """Bytes that the first rank of a stage holds from step to step, as RankPlan has them."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    host_states: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.parameters + self.gradients + self.masters + self.moments
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of the first rank of a stage, as RankPlan has them."""
+
+    persistent: PersistentBytes
+    pages: int
+    host_pages: int
+    activations: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.persistent.total + self.pages + sum(self.activations.values())
+
+
+def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
+    """The parts of each chunk of a stage."""
+    numbers = range(stage, len(shape.layers), shape.stages)
+    return [
+        costs.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
+        for number in numbers
+    ]
+
+
+def persistent_bytes(
+    costs: ModelCosts,
+    shape: Shape,
+    *,
+    stage: int,
+    ddp_config: DistributedDataParallelConfig,
+    optimizer_config: OptimizerConfig,
+) -> PersistentBytes:
+    """Returns the persistent bytes of the first rank of a stage, whose parts are the largest of the stage.
+
+    Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
+    over all of them: less than a block a run of neighbours too few.
+    """
+    chunks = stage_chunks(costs, shape, stage=stage)
+    parameters = sum(part.other_bytes for parts in chunks for part in parts)
+    gradients = 0
+    masters = moments = host_states = 0.0
+    for number in range(len(chunks)):
+        for kind, layout in chunk_buffers(chunks[number], shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            ranks = layout.num_shards
+            stepped, on_host = _stepped_elements(
+                layout, is_sharded=ddp_config.use_distributed_optimizer, host_fraction=optimizer_config.host_fraction
+            )
+            of_kind = partial(state_bytes, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
+            states = of_kind(stepped - on_host, optimizer_config)
+            # There masters are whole numbers of fp32 or wider, whatever they are on the device.
+            wide = torch.promote_types(kind.param_dtype, torch.float32).itemsize
+            host_states += on_host * wide + of_kind(on_host, optimizer_config).moments
+            owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
+            parameters += layout.numel * kind.param_dtype.itemsize
+            gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
+            masters, moments = masters + states.masters, moments + states.moments
+    return PersistentBytes(parameters, gradients, int(masters), int(moments), int(host_states))
+
+
+def chunk_buffers(
+    parts: Sequence[PartCost], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
+) -> Iterator[tuple[BufferKind, BufferLayout]]:
+    """Yields the buffer layouts of a chunk's parameters; is_first: whether it is the first of the first stage."""
+    is_whole = (not is_first and not ddp_config.has_bucket_lifetime_grads) or not ddp_config.cuts_buckets
+    for kind, params in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
+        ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
+        ranks //= ddp_config.num_distributed_optimizer_instances
+        yield (
+            kind,
+            _laid_out(
+                tuple(param.numel for param in params),
+                tuple(index for index, param in enumerate(params) if param.own_bucket),
+                ranks=ranks,
+                bucket_size=resolve_bucket_size(
+                    ddp_config.bucket_size, ddp_config.num_buckets, num_ranks=ranks, single_bucket=is_whole
+                ),
+                num_buckets=None if is_whole else ddp_config.num_buckets,
+                high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+            ),
+        )
+
+
+def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
+    """Bytes that a microbatch of each chunk of a stage leaves for its backward, by kind."""
+    found = []
+    for parts in stage_chunks(costs, shape, stage=stage):
+        saved: Counter[str] = Counter()
+        for part in parts:
+            saved.update(part.saved)
+        found.append(saved)
+    return found
+
+
+def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
+    """Returns the bytes at the fullest moment of the stage's schedule, by kind. stashes: whether experts stash."""
+    saved = saved_by_chunk(costs, shape, stage=stage)
+    in_buffers = 0
+    if stashes:
+        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
+        # One layer's rows are outside of pages, between its experts and its copy.
+        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
+    moments = fullest_moments(
+        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
+    )
+    sizes = [sum(kinds.values()) for kinds in saved]
+    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
+    peak: Counter[str] = Counter()
+    for count, kinds in zip(fullest, saved, strict=True):
+        peak.update({kind: size * count for kind, size in kinds.items()})
+    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
+
+
+def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
+    """Returns how many layers with experts a part of the pipeline has, including multi-token prediction."""
+    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+    return sum(kind.has_experts for kind in shape.layers[part]) + further
+
+
+@lru_cache(maxsize=1 << 14)
+def fullest_moments(
+    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the microbatches of each chunk between forward and backward, at the moments that no other exceeds.
+
+    A long step is replaced by a shorter one, which has as many rounds as it takes to fill the pipeline.
+    """
+    alive = [0] * pipeline.num_chunks
+    found: set[tuple[int, ...]] = set()
+    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if action.kind is ActionKind.FORWARD:
+            found.add(tuple(alive))
+    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
+
+
+def short_step(num_microbatches: int, group_size: int) -> int:
+    """Microbatches of the shortest step that fills the pipeline as much, and ends alike."""
+    return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
+
+
+def full_rounds(group_size: int) -> int:
+    """Microbatches after which the pipeline is as full as it ever is."""
+    return _ROUNDS * group_size
+
+
+@lru_cache(maxsize=256)
+def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
+    """Returns the order of passes of each stage, in a step no longer than it takes to fill the pipeline."""
+    length = short_step(num_microbatches, group_size or pipeline.num_stages)
+    return stage_orders(pipeline, length, group_size=group_size)
+
+
+def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
+    """Bytes of the stash's pages of a stage, on the device and on the host, before anything is learned."""
+    if costs.rows is None or not costs.config.moe_paged_stash:
+        return 0, 0
+    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
+    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
+    events = stash_events(kept_events(expand(order, layers)))
+    max_rows = costs.rows.max_rows if events else 0
+    needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
+    layout = pool_layout(costs.config, needs, learned=LearnedSizes())
+    if layout is None:
+        return 0, 0
+    return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
+
+
+def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
+    """Returns for each part of the pipeline the numbers of its layers with experts, from 1 over the model."""
+    numbers, first = [], 1
+    for part, kinds in enumerate(shape.layers):
+        found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
+        first += len(kinds)
+        further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+        numbers.append([*found, *range(first, first + further)])
+    return numbers
+
+
+def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, list[ParamSize]]:
+    found: dict[BufferKind, list[ParamSize]] = {}
+    for part in parts:
+        for param in part.params:
+            found.setdefault(param.buffer if apart else replace(param.buffer, is_expert=False), []).append(param)
+    return found
+
+
+# Stages in the middle of a pipeline have the same sizes.
+@lru_cache(maxsize=1 << 12)
+def _laid_out(
+    sizes: tuple[int, ...],
+    own_bucket: tuple[int, ...],
+    *,
+    ranks: int,
+    bucket_size: int | None,
+    num_buckets: int | None,
+    high_busbw: bool,
+) -> BufferLayout:
+    return lay_out(
+        sizes,
+        num_shards=ranks,
+        bucket_size=bucket_size,
+        own_bucket=own_bucket,
+        num_buckets=num_buckets,
+        high_busbw=high_busbw,
+    )
+
+
+def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: float) -> tuple[int, int]:
+    """Elements that the first rank steps, its shard of each bucket up to the padding at the end; and how many of them
+    are kept in the host's memory.
+    """
+    stepped = on_host = 0
+    for bucket in layout.buckets:
+        owned = bucket.span.numel // (layout.num_shards if is_sharded else 1)
+        own = min(round_up(bucket.numel_unpadded, ALIGNMENT), owned)
+        stepped, on_host = stepped + own, on_host + min(own, host_elements(owned, host_fraction))
+    return stepped, on_host
+
+
+def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
+    """Returns by group how many of its ranks share a node, in the order of ranks that runs have."""
+    tp, etp = shape.tensor, shape.expert_tensor
+    groups = {
+        "tp": (1, tp),
+        "cp": (tp, shape.context),
+        "tp_cp": (1, tp * shape.context),
+        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
+        "dp_cp": (tp, shape.dense_ranks),
+        "pp": (shape.world_size // shape.stages, shape.stages),
+        "etp": (1, etp),
+        "ep": (etp, shape.expert),
+        "tp_ep": (1, etp * shape.expert),
+        "edp": (etp * shape.expert, shape.expert_ranks),
+        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
+        "stage": (1, shape.world_size // shape.stages),
+        "world": (1, shape.world_size),
+    }
+    return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}
+
+
+def _data_messages(
+    costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
+) -> tuple[Traffic, ...]:
+    """Gradients and parameters of a step of a stage, bucket by bucket."""
+    found = []
+    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
+    for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
+        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            if layout.num_shards < 2:
+                continue
+            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
+            group, count = (name, layout.num_shards), len(layout.buckets)
+            grads = layout.numel * kind.grad_dtype.itemsize
+            if not ddp_config.use_distributed_optimizer:
+                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
+                continue
+            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
+            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
+    return merged(found)
+
+
+def stage_load(
+    costs: ModelCosts,
+    shape: Shape,
+    *,
+    stage: int,
+    ddp_config: DistributedDataParallelConfig,
+    hidden_bytes: int,
+    state_bytes: float,
+) -> StageLoad:
+    """Returns the work of a stage's rank in a step.
+
+    hidden_bytes: sent to the next stage for each microbatch. state_bytes: optimizer states of the rank.
+    """
+    step, times, last = costs.step, shape.num_microbatches, len(shape.layers) - 1
+    traffic = [*_data_messages(costs, shape, stage=stage, ddp_config=ddp_config), *step.traffic]
+    if stage in (0, shape.stages - 1):
+        traffic += [replace(one, group="embd", group_size=2) for one in step.tied]
+    chunks = []
+    for number, parts in zip(range(stage, len(shape.layers), shape.stages), stage_chunks(costs, shape, stage=stage)):
+        work = total_work(part.work for part in parts)
+        chunks.append(work.chunk())
+        traffic += work.times(times).traffic
+        if number < last and shape.stages > 1:
+            traffic.append(Traffic("pp", shape.stages, "send", FORWARD, times, times * hidden_bytes))
+        if number > 0 and shape.stages > 1:
+            traffic.append(Traffic("pp", shape.stages, "send", BACKWARD, times, times * hidden_bytes))
+    share = state_bytes / max(1, step.state_bytes)
+    update = Kernels()
+    for kernel, count in step.update.items():
+        update[replace(kernel, flops=kernel.flops * share, num_bytes=kernel.num_bytes * share)] += count
+    return StageLoad(tuple(chunks), merged(traffic), update)
+
+
+_OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The sizes of the run of validated args."""
+    kinds = iter(layer_kinds(args))
+    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
+    return Shape(
+        world_size=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        stages=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        layers=tuple(tuple(islice(kinds, count)) for count in counts),
+        num_microbatches=batch_sizes(args).final_num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
+
+
+def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
+    """What the first rank of each stage holds, in the run of validated args; costs: of these args.
+
+    Raises CommandLineError for flags that lead to memory which is not counted here.
+    """
+    check_counted(args)
+    shape, ddp_config = shape_of(args), ddp_config_of(args)
+    optimizer_config = config_from_args(OptimizerConfig, args)
+    stages = []
+    for stage in range(shape.stages):
+        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
+        stages.append(
+            StageMemory(
+                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                device_pages,
+                host_pages,
+                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
+            )
+        )
+    return stages
+
+
+def check_counted(args: argparse.Namespace) -> None:
+    """Raises CommandLineError for flags that lead to memory which is not counted here."""
+    if args.use_torch_fsdp2:
+        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
+    if args.optimizer not in _OPTIMIZERS:
+        raise CommandLineError(
+            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
+            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
+        )
+    if args.skip_train:
+        raise CommandLineError("--skip-train: layouts are compared for training; drop it")

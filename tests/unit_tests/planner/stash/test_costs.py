@@ -1,0 +1,81 @@
+"""Times and bytes of three published shapes, and the sign of what a stash saves."""
+
+import pytest
+
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint
+from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
+from megatron.planner.stash.costs import ExpertShape, Machine
+
+MACHINE = Machine(flops=790e12, copied_bytes=4.3e12, host_bytes=55e9)
+# Hidden, ffn, rows, layers; GB dropless, static at c = 1.5, 2, 4, stashed at the same, at best; ms of compute, of
+# copies; copies over compute, with act and without, in %; ms of a whole spill; share of it that forward hides in %;
+# share of x in a row in %.
+SHAPES = {
+    "DeepSeek-V3": (7168, 2048, 32768, 58, 50.6, (75.9, 101, 202), (58.3, 59.1, 62.6), 51.9)
+    + (10.96, 0.81, 7.4, 6.3, 15.9, 23, 54),
+    "Qwen3-30B-A3B": (2048, 768, 131072, 48, 54.8, (82.1, 110, 219), (63.7, 64.8, 69.4), 56.5)
+    + (4.70, 1.06, 22.6, 18.6, 20.7, 8, 47),
+    "Mixtral-8x7B": (4096, 14336, 16384, 32, 49.4, (74.1, 98.8, 198), (59.0, 60.5, 66.7), 51.7)
+    + (21.92, 1.44, 6.6, 4.6, 28.1, 26, 9),
+}
+
+
+def step(
+    expert: ExpertShape,
+    num_rows: int,
+    num_groups: int,
+    capacity_factor: float,
+    *,
+    arena_factor: float = 1.1,
+    prefetch_groups: int = 1,
+) -> Footprint:
+    """The footprint of a step at whose peak num_groups groups wait, by the arithmetic that a run's log line uses."""
+    names = [f"layer{number}" for number in range(num_groups + 1)]  # the last one's backward directly follows
+    events = [StashEvent(EventKind.FORWARD, name, 0) for name in names]
+    events += [StashEvent(EventKind.BACKWARD, name, 0) for name in reversed(names)]
+    live_bytes = num_rows * expert.row_bytes
+    pages = round(arena_factor * num_groups * live_bytes / 4096)
+    return footprint(
+        events,
+        lambda group: round(capacity_factor * live_bytes),
+        layout=PoolLayout(4096, pages),
+        prefetch_groups=prefetch_groups,
+    )
+
+
+def stashed(own: Footprint) -> float:
+    return (own.arena_bytes + own.working_set_bytes) / 1e9
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes(name: str) -> None:
+    hidden, ffn, rows, layers, dropless, static, with_stash, best, *times = SHAPES[name]
+    expert = ExpertShape(hidden, ffn)
+    steps = [step(expert, rows, layers, factor) for factor in (1.5, 2, 4)]
+    assert layers * rows * expert.row_bytes / 1e9 == pytest.approx(dropless, abs=0.06)
+    assert [one.static_bytes / 1e9 for one in steps] == pytest.approx(list(static), rel=0.006)
+    assert [stashed(one) for one in steps] == pytest.approx(list(with_stash), abs=0.06)
+    assert stashed(step(expert, rows, layers, 1.5, arena_factor=1, prefetch_groups=0)) == pytest.approx(best, abs=0.06)
+    compute, copies = MACHINE.compute_seconds(expert, rows), MACHINE.copy_seconds(rows * expert.row_bytes)
+    without_act = copies - MACHINE.copy_seconds(rows * expert.act_bytes)
+    spill = MACHINE.host_seconds(rows * expert.row_bytes)
+    figures = [compute * 1e3, copies * 1e3, copies / compute * 100, without_act / compute * 100, spill * 1e3]
+    figures += [100 * compute / 3 / spill, 100 * expert.input_bytes / expert.row_bytes]
+    last_digits = [0.01, 0.01, 0.1, 0.1, 0.1, 1, 1]  # of the published figures
+    assert all(abs(own - one) < 0.6 * digit for own, one, digit in zip(figures, times, last_digits))
+    assert MACHINE.act_seconds(expert, rows) < MACHINE.copy_seconds(rows * expert.act_bytes)
+    assert MACHINE.gate_up_seconds(expert, rows) == pytest.approx(compute * 4 / 18)
+
+
+def test_saving_grows_with_capacity_and_may_be_negative() -> None:
+    expert = ExpertShape(7168, 2048)
+    savings = [step(expert, 32768, 58, factor).saving for factor in (1.2, 1.5, 2, 4)]
+    assert savings == pytest.approx([0.05, 0.23, 0.42, 0.69], abs=0.006)
+    assert step(expert, 32768, 58, 1.0).saving < 0 and step(expert, 32768, 2, 4.0).saving < 0
+
+
+def test_an_expert_without_a_gate_has_two_matrices() -> None:
+    gated, plain = ExpertShape(64, 32), ExpertShape(64, 32, is_gated=False)
+    assert (gated.flops, plain.flops) == (18 * 64 * 32, 12 * 64 * 32)
+    assert gated.row_bytes - plain.row_bytes == plain.act_bytes == plain.gate_up_bytes

@@ -1,0 +1,141 @@
+"""Times that the advisor adds up from single layers, against the dry run's of the same runs."""
+
+from dataclasses import replace
+
+import pytest
+
+import pretrain_gpt
+from megatron.planner.layer_costs import layer_kinds
+from megatron.planner.layout_search import LayoutCosts
+from megatron.planner.layout_space import Experts, Request, Sharding, layer_flops, read_request
+from megatron.planner.plan import plan_run
+from megatron.planner.step_time import run_time
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.compute.devices import Device, known_devices
+from megatron.training.compute.flops import num_floating_point_operations
+from megatron.training.setup import setup_tokenizer
+
+RANKS = 16
+# Few layers, as wide as they are: where every kernel is as short as a launch, the few of each bucket would count.
+FLAGS = "--seq-length 2048 --global-batch-size 64"
+DENSE, MIXTURE = ("llama3-8b", "--num-layers", "4"), ("mixtral-8x7b", "--num-layers", "4")
+LATENT = ("deepseek-v2-lite", "--num-layers", "4", "--moe-layer-freq", "[0]+[1]*3")
+# A short model has fewer buckets: their launches are what the two differ by, most with ZeRO-2.
+TOLERANCE = 0.005
+EXPERTS = "--expert-model-parallel-size"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPE = "--pipeline-model-parallel-size"
+ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ZERO_2 = "--optimizer distributed_fused_adam --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+PAGED = "--moe-expert-rank-capacity-factor 2 --moe-paged-stash"
+LAYOUTS = [
+    (DENSE, f"--micro-batch-size 2 {ZERO_1}"),
+    (DENSE, f"{TENSOR} --micro-batch-size 1 {ZERO_2}"),
+    (DENSE, f"{TENSOR} {PIPE} 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1 {FULL} {ZERO_1}"),
+    (DENSE, f"--context-parallel-size 2 {PIPE} 4 --micro-batch-size 1"),
+    (MIXTURE, f"{TENSOR} --expert-tensor-parallel-size 2 {EXPERTS} 4 {PIPE} 2 --micro-batch-size 1 {ZERO_1}"),
+    (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 {PAGED} {ZERO_1}"),
+    (LATENT, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 2 --pipeline-model-parallel-layout Ettt|tL {ZERO_1}"),
+]
+
+
+def _device() -> Device:
+    return next(device for device in known_devices() if device.name == "H100")
+
+
+def _costs(request: Request, device: Device) -> LayoutCosts:
+    """With nothing known yet."""
+    return LayoutCosts(
+        request.words,
+        request.args,
+        space=request.space,
+        device=device,
+        model_provider=pretrain_gpt.model_provider,
+        forward_step=pretrain_gpt.forward_step,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "words"), LAYOUTS)
+def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: str) -> None:
+    device = _device()
+    given = ["--model", *model, *FLAGS.split(), *words.split()]
+    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
+    costs = _costs(request, device)
+    # What is not given is left to the first of them: sizes of 1.
+    layout = next(iter(request.space.layouts()))
+    advice = costs.advice(layout)
+    assert advice is not None, costs.last_refusal
+    args = validate_args(parse_args(argv=[*advice.words, "--dry-run", "--world-size", str(RANKS)]))
+    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    step = run_time(plan, args, device=device)
+    assert step is not None
+    assert advice.time.seconds == pytest.approx(step.seconds, rel=TOLERANCE)
+    for name, seconds in step.split().items():
+        assert advice.time.split()[name] == pytest.approx(seconds, abs=TOLERANCE * step.seconds), name
+    # The estimate by which all layouts are ranked.
+    about = costs.cost(layout, limit=1 << 40)
+    assert about is not None and about.seconds == pytest.approx(step.seconds, rel=0.1)
+
+
+def test_a_searched_layout_of_sharded_gradients_is_estimated_as_it_is_planned() -> None:
+    device = _device()
+    given = ["--model", *DENSE, *FLAGS.split(), *TENSOR.split(), "--micro-batch-size", "1"]
+    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
+    costs = _costs(request, device)
+    layout = next(one for one in request.space.layouts() if one.sharding is Sharding.GRADIENTS)
+    about, planned = costs.cost(layout, limit=1 << 40), costs.advice(layout)
+    assert about is not None and planned is not None
+    assert about.seconds == pytest.approx(planned.time.seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
+def test_layers_and_what_follows_them_add_up_to_the_whole_model(model: str) -> None:
+    words = f"--model {model} --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 512 --lr 1e-3"
+    args = validate_args(parse_args(argv=[*words.split(), "--micro-batch-size", "1", "--train-iters", "2"]))
+    setup_tokenizer(args)
+    kinds = layer_kinds(args)
+    flops, end = layer_flops(args, kinds)
+    forward = sum(flops[kind] for kind in kinds) + end
+    assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(args, 1))
+
+
+def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -> None:
+    device = _device()
+    # Full recompute: what backward runs again is not told to be the experts' by the module that saved it.
+    words = ["--model", *MIXTURE, *FLAGS.split(), *f"{ZERO_1} {FULL}".split()]
+    request = read_request(words, world_size=RANKS, devices_per_node=device.devices_per_node)
+
+    layouts = {
+        (one.expert, one.micro_batch): one
+        for one in request.space.layouts()
+        if (one.tensor, one.stages, one.context) == (1, 1, 1) and one.experts is Experts.DYNAMIC
+    }
+    scaled = _costs(request, device)
+    assert scaled.cost(layouts[2, 1], limit=1 << 40) is not None
+    for place in ((8, 1), (4, 2)):
+        about, own = (one.cost(layouts[place], limit=1 << 40) for one in (scaled, _costs(request, device)))
+        assert about is not None and own is not None
+        # As much as the search allows for.
+        assert about.seconds == pytest.approx(own.seconds, rel=0.02)
+
+
+@pytest.mark.slow
+def test_estimates_do_not_depend_on_the_layout_that_they_are_scaled_from() -> None:
+    # The first has experts over the ranks of tensor parallelism, which name its messages; others send between nodes.
+    device = replace(_device(), devices_per_node=2)
+    words = f"{TENSOR} --expert-tensor-parallel-size 1 {PIPE} 2 {FULL} {ZERO_1} --moe-expert-rank-capacity-factor 2"
+    given = ["--model", *MIXTURE, *FLAGS.split(), *words.split()]
+    request = read_request(given, world_size=RANKS, devices_per_node=2)
+    costs = _costs(request, device)
+    found = {}
+    for layout in request.space.layouts():
+        if layout.chunks == 1 and layout.expert > 1 and layout.micro_batch < 4:
+            cost = costs.cost(layout, limit=1 << 40)
+            assert cost is not None, costs.last_refusal
+            found[layout.expert, layout.micro_batch] = layout, cost.seconds
+    assert {expert for expert, _ in found} == {2, 4, 8} and len(found) == 6
+    for layout, seconds in found.values():
+        advice = costs.advice(layout)
+        assert advice is not None and seconds == pytest.approx(advice.time.seconds, rel=0.1), layout

@@ -1,0 +1,119 @@
+"""What a plan says of messages, buffers and working memory. Against runs: tests/distributed/test_dry_run.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.planner.plan import buffer_layouts
+from megatron.planner.recorders import LiveBytes
+from megatron.planner.work import Traffic, link_bytes, merged
+from tests.functional_tests.case import Flags
+from tests.unit_tests.planner.plans import planned
+
+ROOT = Path(__file__).parents[4]
+DEEPSEEK = """
+--model deepseek-v3 --dry-run --world-size 16384 --pipeline-model-parallel-size 16 --expert-model-parallel-size 64
+--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 --micro-batch-size 1
+--global-batch-size 16384 --seq-length 4096 --train-iters 10 --lr 1e-4 --bf16 --use-distributed-optimizer
+--overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall --mock-data
+--tokenizer-type NullTokenizer --vocab-size 129280
+--recompute-granularity selective --recompute-modules moe layernorm mla_up_proj
+""".split()
+
+
+@pytest.mark.parametrize(
+    ("operation", "share"),
+    [("all-reduce", 1.5), ("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("send", 1.0)],
+)
+def test_links_carry_what_rings_send(operation: str, share: float) -> None:
+    assert link_bytes(Traffic("dp", 4, operation, "forward", 2, 1000)) == share * 1000
+
+
+def test_messages_of_one_kind_are_one_entry() -> None:
+    one, other = Traffic("tp", 2, "all-gather", "forward", 1, 10), Traffic("tp", 2, "all-gather", "backward", 1, 10)
+    assert merged([one, other, one]) == (other, Traffic("tp", 2, "all-gather", "forward", 2, 20))
+
+
+def test_memory_counts_from_its_operation_to_its_last_tensor() -> None:
+    given = torch.empty(100, device="meta")
+    with LiveBytes() as live:
+        first = given + 1
+        view = first[:10]
+        del first
+        second = given + given[:1]
+        del view
+        third = given * 2
+        del second, third
+        given.mul_(2)
+    assert live.peaks == {"": 2 * 400} and live.messages_peak == 0
+
+
+@pytest.mark.slow
+def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> None:
+    flags: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "use-distributed-optimizer": True}
+    few, _ = planned("llama", {**flags, "global-batch-size": 8}, ranks=4)
+    many, _ = planned("llama", {**flags, "global-batch-size": 40}, ranks=4)
+    assert many.num_microbatches == 5 * few.num_microbatches
+    sent = [
+        {(one.group, one.operation, one.phase): one.num_bytes for one in plan.stages[0].links} for plan in (few, many)
+    ]
+    assert sent[0].keys() == sent[1].keys()
+    for (_, _, phase), before, after in zip(sent[0], sent[0].values(), sent[1].values(), strict=True):
+        assert after == before * (5 if phase in ("forward", "backward") else 1)
+
+
+@pytest.mark.slow
+def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
+    flags: Flags = {"expert-model-parallel-size": 2, "use-distributed-optimizer": True, "global-batch-size": 8}
+    plan, lines = planned("moe", flags, ranks=4)
+    stage = plan.stages[0]
+    assert {one.kind for one in stage.buffers} == {"dense", "expert"}
+    for one in stage.buffers:
+        padded = sum(one.bucket_bytes)
+        assert 0 <= one.padding_bytes < one.num_bytes and one.num_bytes >= padded
+    assert sum(one.num_bytes for one in stage.buffers) >= stage.gradients
+    assert stage.working > 0 and stage.messages >= max(sum(one.bucket_bytes) for one in stage.buffers)
+    assert any(line.startswith("sent in a step by rank 0") for line in lines)
+    assert any("are padding" in line for line in lines)
+
+
+def test_buckets_have_the_bytes_of_their_gradients() -> None:
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=8)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    [layout] = buffer_layouts([DistributedDataParallel(ModelParallelConfig(), settings, layers)])
+    assert (layout.param_dtype, layout.grad_dtype) == ("bfloat16", "float32")
+    assert len(layout.bucket_bytes) > 1 and sum(layout.bucket_bytes) == layout.num_bytes * 4 // 6
+
+
+def test_ranks_that_train_nothing_send_nothing() -> None:
+    plan, lines = planned("dense", {"skip-train": True, "load": "nowhere", "global-batch-size": 8}, ranks=2)
+    assert plan.stages[0].links == () and plan.stages[0].working == 0
+    assert not any(line.startswith("sent in a step") for line in lines)
+
+
+# What a plan says is checked by the tests above, of fewer ranks; this one is about its costs.
+@pytest.mark.soak
+def test_deepseek_v3_on_16384_ranks_takes_less_than_a_minute_and_two_gibibytes() -> None:
+    # The peak of this program alone: ru_maxrss begins with what its parent held when it forked.
+    script = """
+import pretrain_gpt, re, sys, time
+pretrain_gpt.main(sys.argv[1:])
+status = open("/proc/self/status").read()
+print(time.process_time(), re.search(r"VmHWM:\\s+(\\d+)", status)[1])
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", script, *DEEPSEEK], cwd=ROOT, capture_output=True, text=True, check=True, timeout=600
+    )
+    *words, last = found.stdout.splitlines()
+    seconds, kibibytes = map(float, last.split())
+    # Of one core: what other processes take of the machine is not the plan's.
+    assert seconds < 60 and kibibytes < 2 * 2**20
+    assert words[0].startswith("plan of 16384 ranks: pipeline 16, expert 64, data 1024;")
+    # One that does not is planned once more, at least.
+    assert words[-1].startswith("fits H100: ")

@@ -1,0 +1,119 @@
+"""Memory that is summed from single layers, against plans of the same runs that build whole stages."""
+
+import random
+
+import pytest
+
+import pretrain_gpt
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.planner.activations import peak_bytes
+from megatron.planner.layer_costs import measure_memory
+from megatron.planner.layout_space import Layout, Recompute, Space
+from megatron.planner.plan import RankPlan, plan_run
+from megatron.planner.stage_costs import PersistentBytes, fullest_moments, quick_stages
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
+from tests.counts import long_count, soak_only
+
+RANKS, LAYERS, LAYOUTS = 16, 4, long_count(2, soak=5)
+ALWAYS = (
+    "--model-scale tiny --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 64 --global-batch-size 32 "
+    f"--lr 1e-3 --train-iters 2 --dry-run --world-size {RANKS}"
+)
+DISPATCH = ("--moe-token-dispatcher-type", "alltoall")
+MODELS = {"llama3.2-1b": None, "mixtral-8x7b": 8, "deepseek-v3": 16, "gpt-oss-20b": 8}
+
+
+def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
+    """Some layouts of a tiny model, with flags that the run itself does not refuse."""
+    latent, experts = model.startswith("deepseek"), MODELS[model]
+    parts = {
+        Recompute.CHEAP: ("layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if latent else [])),
+        Recompute.FEED_FORWARD: (*(["mlp"] if latent or not experts else []), *(["moe"] if experts else [])),
+    }
+    space = Space(
+        RANKS,
+        num_layers=LAYERS,
+        num_heads=4,
+        num_experts=experts,
+        seq_length=64,
+        global_batch=32,
+        devices_per_node=4,
+        layer_costs=(1.0,) * LAYERS,
+        end_cost=0.7,
+        recompute_modules=parts,
+        further_layers=1 if latent else 0,
+    )
+    found = []
+    every = list(space.layouts())
+    random.Random(model).shuffle(every)
+    for layout in every:
+        words = ["--model", model, *ALWAYS.split(), *(DISPATCH if experts else ()), *space.flags(layout)]
+        try:
+            validate_args(parse_args(argv=words))
+        except CommandLineError:
+            continue
+        found.append((layout, words))
+        if len(found) == LAYOUTS:
+            return found
+    raise AssertionError(f"{model} has only {len(found)} layouts")
+
+
+def _standing(one: PersistentBytes | RankPlan) -> tuple[int, ...]:
+    return one.parameters, one.gradients, one.masters, one.moments, one.host_states
+
+
+# Layers of gpt-oss-20b are of kinds that the other models have; only their sizes differ.
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [soak_only(model) if model == "gpt-oss-20b" else model for model in MODELS])
+def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
+    for layout, words in _layouts(model):
+        args = validate_args(parse_args(argv=words))
+        provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
+        planned = plan_run(args, provider, forward_step_func=step).stages
+        quick = quick_stages(args, measure_memory(args, provider, forward_step=step))
+        for whole, added in zip(planned, quick, strict=True):
+            assert _standing(added.persistent) == _standing(whole), (layout, whole.stage)
+            assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
+            kept = {kind: size for kind, size in whole.activations.items() if size}
+            assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", ["--use-distributed-optimizer", "--use-distributed-optimizer --ddp-num-buckets 3", ""]
+)
+def test_states_in_the_hosts_memory_add_up_too(flags: str) -> None:
+    offload = "--micro-batch-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.4"
+    words = ["--model", "llama3.2-1b", *ALWAYS.split(), *offload.split(), *flags.split()]
+    args = validate_args(parse_args(argv=words))
+    provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
+    (whole,) = plan_run(args, provider, forward_step_func=step).stages
+    (added,) = quick_stages(args, measure_memory(args, provider, forward_step=step))
+    standing = _standing(added.persistent)
+    assert standing == _standing(whole) and min(standing) > 0
+    assert (
+        added.total
+        == whole.total
+        == sum(vars(added.persistent).values()) - added.persistent.host_states + sum(whole.activations.values())
+    )
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("num_microbatches", [3, 8, 41])
+def test_a_long_step_is_as_full_as_the_short_one_that_stands_for_it(chunks: int, num_microbatches: int) -> None:
+    pipeline = Pipeline(4, chunks)
+    sizes = [{"a": 7, "b": 1}, {"a": 2, "b": 5}, {"a": 3, "b": 0}][:chunks]
+    for stage, order in enumerate(stage_orders(pipeline, num_microbatches)):
+        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, group_size=None)
+        peak = peak_bytes(order, sizes)
+        sums = [sum(count * sum(kinds.values()) for count, kinds in zip(one, sizes)) for one in moments]
+        assert max(sums) == sum(peak.values())
+
+
+def test_memory_that_single_layers_do_not_tell_is_refused() -> None:
+    words = ["--model", "llama3.2-1b", *ALWAYS.split(), "--micro-batch-size", "1", "--optimizer", "muon"]
+    args = validate_args(parse_args(argv=words))
+    costs = measure_memory(args, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)
+    with pytest.raises(CommandLineError, match="--optimizer is muon: .* must be one of adam, sgd"):
+        quick_stages(args, costs)
