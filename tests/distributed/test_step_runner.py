@@ -18,7 +18,7 @@ from megatron.training.callbacks import Callback, CallbackList, EvaluationReport
 from megatron.training.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step.expert_memory import ExpertMemory
-from megatron.training.step.runner import ExpertOverflowError, RetryBatches
+from megatron.training.step.step_runner import ExpertOverflowError, RetryBatches
 from megatron.training.training import train, train_step
 from tests.counts import slow, soak_only
 from tests.distributed.stash_runs import ROUTER, stash

@@ -1,6 +1,6 @@
 """ExpertMemory: plans, checks and grows the buffers and pages of a rank's static expert layers from step to step.
 
-expert_step.py has the work of a layer within a step, sizing.py computes sizes, runner.py decides on retries.
+expert_step.py has the work of a layer within a step, sizing.py computes sizes, step_runner.py decides on retries.
 """
 
 import argparse
@@ -64,7 +64,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
-from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.step_runner import ExpertOverflowError
 
 # Plans are kept for this many numbers of microbatches. Numbers that alternate return, those of a ramp-up do not.
 _MAX_PLANS = 8

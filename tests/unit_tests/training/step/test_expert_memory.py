@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
-from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.step_runner import ExpertOverflowError
 from tests.harness import run_on_ranks
 
 TOKENS = 32

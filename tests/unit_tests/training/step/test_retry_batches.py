@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.training.step.runner import RetryBatches
+from megatron.training.step.step_runner import RetryBatches
 
 
 def _drawn_batches() -> Iterator[dict[str, float]]:
