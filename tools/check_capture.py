@@ -37,11 +37,11 @@ from megatron.core.process_groups_config import group_rank, group_size  # noqa: 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes  # noqa: E402
+from megatron.training.checkpointing.rng_state import seed_ranks  # noqa: E402
 from megatron.training.error_broadcast import ErrorBroadcast  # noqa: E402
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
 from megatron.training.global_vars import publish_timers, publish_tokenizer  # noqa: E402
 from megatron.training.initialize import initialize_megatron, leave_process_group  # noqa: E402
-from megatron.training.rng_state import seed_ranks  # noqa: E402
 from megatron.training.setup import (  # noqa: E402
     setup_batches,
     setup_model_and_optimizer,

@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:
 
 from megatron.core.dist_checkpointing import VerifiedCheckpoint, verify  # noqa: E402
 from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
-from megatron.training.checkpoint_folder import iteration_folder  # noqa: E402
+from megatron.training.checkpointing.folder import iteration_folder  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
 from tools.convert_megatron_core import from_megatron_core  # noqa: E402

@@ -170,7 +170,7 @@ def new_folder(save: Path) -> Iterator[Path]:
     if save.exists():
         raise ValueError(f"--save is {save}: it is there already, and is not overwritten; give a new folder")
     save.parent.mkdir(parents=True, exist_ok=True)
-    with folders.written_beside(save) as temporary:
+    with folders.atomic_folder(save) as temporary:
         yield temporary
 
 

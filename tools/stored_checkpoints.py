@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.manifest import (
     verify_part,
     verify_size,
 )
-from megatron.training.checkpoint_folder import (
+from megatron.training.checkpointing.folder import (
     FoundCheckpoint,
     complete_iterations,
     find_checkpoint,

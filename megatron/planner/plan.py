@@ -38,13 +38,13 @@ from megatron.planner.fake_ranks import fake_rank
 from megatron.planner.recorders import ranks_by_name
 from megatron.planner.traced_step import StepTrace, trace_step, with_names
 from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
+from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
 from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
-from megatron.training.rng_state import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 from megatron.training.step.expert_memory import build_expert_memory
 

@@ -17,8 +17,8 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.error_broadcast import lost_another_rank, place_of
 from megatron.training.meters.memory import is_lack_of_memory
 from megatron.training.recovery import LossSpikeError
-from megatron.training.step.step_runner import ExpertOverflowError
 from megatron.training.step.statistics import NonFiniteLossError
+from megatron.training.step.step_runner import ExpertOverflowError
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1

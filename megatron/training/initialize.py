@@ -23,14 +23,13 @@ from megatron.core.parallel_state import DEFAULT_ORDER
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.lines import print_rank_0
-from megatron.training.checkpoint_args import load_args_from_checkpoint
-from megatron.training.checkpoint_folder import complete_iterations, find_checkpoint
+from megatron.training.checkpointing.folder import complete_iterations, find_checkpoint
+from megatron.training.checkpointing.rng_state import seed_copies
+from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.config import DistributedConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.global_vars import publish_run
-from megatron.training.rng_state import seed_generators
-from megatron.training.run_values import load_run_values
 from megatron.training.startup_handshake import common_settings, join_process_group
 
 
@@ -67,7 +66,7 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # The same on all replicas, which draw the same weights. seed_ranks then separates them.
-    seed_generators(args.seed, groups)
+    seed_copies(args.seed, groups)
     publish_run(args)
     return args
 

@@ -17,7 +17,7 @@ from megatron.core.distributed.consistency import check_weight_hashes_sync
 from megatron.core.group_collectives import any_rank_sync
 from megatron.training.callbacks import StepReport
 from megatron.training.callbacks.lines import print_rank_0
-from megatron.training.checkpoint_folder import complete_iterations
+from megatron.training.checkpointing.folder import complete_iterations
 from megatron.training.run import TrainingRun
 from megatron.training.setup import position_data
 from megatron.training.step.statistics import NonFiniteLossError

@@ -16,10 +16,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoint
+from megatron.training.checkpointing.saving import RunSaves
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
 from megatron.training.meters.meters import Meter
-from megatron.training.run_values import TrainState
-from megatron.training.saves import RunSaves
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory
 from megatron.training.step.step_runner import StepRunner

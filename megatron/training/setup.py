@@ -38,6 +38,9 @@ from megatron.training.callbacks import Callback
 from megatron.training.callbacks.build import setup_callbacks
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
+from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.checkpointing.saving import RunSaves
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.command_line.config_builder import config_from_args, with_flag_names
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
@@ -48,15 +51,12 @@ from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.meters.memory import persistent_fit
 from megatron.training.meters.meters import build_meters
-from megatron.training.rng_state import seed_ranks
 from megatron.training.run import Recovery, TrainingRun
-from megatron.training.run_values import TrainState
-from megatron.training.saves import RunSaves
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.step.graph import build_step_graph, build_step_update, graph_device
-from megatron.training.step.step_runner import StepRunner
 from megatron.training.step.statistics import StatisticsExchange
+from megatron.training.step.step_runner import StepRunner
 from megatron.training.step.update import DeferredFinalizer
 
 

@@ -18,7 +18,7 @@ from megatron.core.distributed.consistency import WeightMismatchError, weight_ha
 from megatron.core.utils import unwrap_model
 from megatron.training import recovery
 from megatron.training.callbacks import Callback, CallbackList, StepReport
-from megatron.training.checkpoint_folder import complete_iterations
+from megatron.training.checkpointing.folder import complete_iterations
 from megatron.training.recovery import NON_FINITE, is_spike
 from megatron.training.run import TrainingRun
 from megatron.training.training import train

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load, load_common, save, saving
-from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
+from megatron.core.dist_checkpointing.errors import one_error_everywhere
 from tests.counts import long_count, soak_only
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
-from megatron.training.rng_state import capture_rng, restore_rng
+from megatron.training.checkpointing.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step.expert_memory import ExpertMemory
 from megatron.training.step.step_runner import ExpertOverflowError, RetryBatches

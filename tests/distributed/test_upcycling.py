@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.group_collectives import RemoteRankError
-from megatron.training.model_weights import ModelWeights
+from megatron.training.checkpointing.run_state import ModelWeights
 from megatron.training.training import train_step
 from tests.counts import slow
 from tests.distributed.parity import Box, layout, put_together

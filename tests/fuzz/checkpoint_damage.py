@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
-from megatron.training.checkpoint_folder import TRACKER_FILE
+from megatron.training.checkpointing.folder import TRACKER_FILE
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, mutate_json
 
 # The checkpoint that is damaged.

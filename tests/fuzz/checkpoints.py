@@ -9,7 +9,7 @@ import torch
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import ShardedTensor, list_tensors, load
-from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.fuzz.checkpoint_damage import DAMAGES, LATEST, Damaged

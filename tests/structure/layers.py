@@ -30,7 +30,7 @@ LAYERS = (
     Layer(
         1,
         "base",
-        r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
+        r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?|logical_tensors"
         r"|num_microbatches_calculator|packed_seq_params|timers|utils)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
@@ -38,8 +38,6 @@ LAYERS = (
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
     Layer(2, "config", r"megatron\.core\.(parallel_state|group_collectives|transformer\.pipeline_split)"),
     Layer(3, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
-    # Names and boxes of a module's own parameters, which layers of line 3 define. Neither file reads or writes files.
-    Layer(2, "logical", r"megatron\.core\.dist_checkpointing\.(boxes|logical)"),
     Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),

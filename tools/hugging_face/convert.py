@@ -23,14 +23,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.training.arguments import parse_args
-from megatron.training.checkpoint_args import args_to_json
-from megatron.training.checkpoint_folder import (
-    COMPANION_FOLDER,
-    RELEASE,
-    complete_iterations,
-    write_release_tracker,
-)
-from megatron.training.run_values import TrainState, load_run_values
+from megatron.training.checkpointing.folder import COMPANION_FOLDER, RELEASE, complete_iterations, write_release_tracker
+from megatron.training.checkpointing.run_values import args_to_json, load_run_values
+from megatron.training.checkpointing.train_state import TrainState
 from tools.export_safetensors import NOT_WEIGHTS
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
 from tools.hugging_face.families import Family

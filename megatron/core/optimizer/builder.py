@@ -10,10 +10,10 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.distributed.data_parallel_base import require_wrapped
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
 from megatron.core.group_collectives import all_ranks_agree, gather_objects, is_fake, union_over_model
+from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.optimizer.adam import FusedRule, UpdateRule
 from megatron.core.optimizer.clip_grads import GradStats
 from megatron.core.optimizer.distrib_optimizer import (

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dense_memory import dense_strides
-from megatron.core.dist_checkpointing.flat_ranges import range_views
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import BufferLayout, FlatBuffer, ParamRange, ParamSlot, Span
+from megatron.core.logical_tensors import LogicalPiece, range_views
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

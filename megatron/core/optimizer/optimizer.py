@@ -20,12 +20,11 @@ from torch import nn
 
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
-from megatron.core.dist_checkpointing.flat_ranges import range_tensors
-from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, range_tensors
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import (
     GradStats,

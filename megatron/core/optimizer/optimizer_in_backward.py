@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.device.trace_ranges import trace_range
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import FlatBuffer, Span, locate
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import (

@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.timers import Timers
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks.lines import print_rank_0
-from megatron.training.rng_state import RngState, capture_rng, restore_rng, same_rng
+from megatron.training.checkpointing.rng_state import RngState, capture_rng, restore_rng, same_rng
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step.update import StepUpdate
 

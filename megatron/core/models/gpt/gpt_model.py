@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.group_collectives import all_reduce_sum
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
 from megatron.core.packed_seq_params import PackedSeqParams

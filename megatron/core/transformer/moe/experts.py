@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
+from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size

@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.boxes import Box, whole
+from megatron.core.logical_tensors import Box, whole
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

@@ -139,7 +139,7 @@ def test_missing_and_incomplete_folders_are_told_apart(tmp_path):
     with pytest.raises(ValueError, match="c was never completed"):
         load_common(tmp_path / "c")
     (tmp_path / "d").mkdir()
-    with pytest.raises(ValueError, match="d is no complete checkpoint"):
+    with pytest.raises(ValueError, match="d is not a complete checkpoint"):
         load_common(tmp_path / "d")
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import list_tensors, load_common, verify
-from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.training.checkpointing.folder import find_checkpoint
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
 from tools.checkpoint import main

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron.training.checkpoint_folder import iteration_folder
-from megatron.training.run_values import load_run_values
+from megatron.training.checkpointing.folder import iteration_folder
+from megatron.training.checkpointing.run_values import load_run_values
 from tests.fuzz.checkpoint_damage import vouch
 from tests.unit_tests.training.small_run import SmallRun
 

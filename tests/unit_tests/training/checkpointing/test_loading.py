@@ -12,9 +12,8 @@ import torch
 
 from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import list_tensors
-from megatron.training import checkpointing
-from megatron.training.checkpoint_args import check_same_model
-from megatron.training.checkpointing import get_checkpoint_tracker_filename
+from megatron.training.checkpointing import get_checkpoint_tracker_filename, saving
+from megatron.training.checkpointing.run_values import check_same_model
 from tests.unit_tests.training.small_run import SmallRun
 
 
@@ -143,7 +142,7 @@ def test_where_the_tracker_cannot_be_written_the_checkpoint_that_it_names_stays(
     run.save(tmp_path, save_retain_interval=100)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         full = OSError(errno.ENOSPC, "No space left on device")
-        patch.setattr(checkpointing, "write_tracker", Mock(side_effect=full))
+        patch.setattr(saving, "write_tracker", Mock(side_effect=full))
         run.train(1).save(tmp_path, save_retain_interval=100)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert (tmp_path / "iter_0000001").exists() and SmallRun().load(tmp_path) == 1

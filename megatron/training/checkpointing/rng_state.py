@@ -21,6 +21,21 @@ _TORCH = ("torch", "cuda")
 RngState = dict[str, torch.Tensor]
 
 
+def seed_copies(seed: int, groups: ProcessGroupCollection) -> None:
+    seed_all(seed)
+    model_parallel_cuda_manual_seed(
+        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
+    )
+
+
+def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
+    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
+
+    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
+    """
+    seed_copies(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
+
+
 def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
     """This rank's generators as rows of [data, pipeline, context, tensor parallel size, N] tensors, on the CPU: int64,
     float64 and uint8.
@@ -81,18 +96,3 @@ def capture_rng() -> RngState:
         **dict(zip(_TORCH, rng_state_bytes(default_device()), strict=False)),
         **streams,
     }
-
-
-def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
-
-    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
-    """
-    seed_generators(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
-
-
-def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
-    seed_all(seed)
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
-    )

@@ -126,7 +126,7 @@ def carry_companions(load: str, save: str) -> None:
     """Copies what lies beside the checkpoints of `load` to those of `save`, where nothing does yet."""
     source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
     if source.is_dir() and not target.exists():
-        with folders.written_beside(target) as temporary:
+        with folders.atomic_folder(target) as temporary:
             shutil.copytree(source, temporary, dirs_exist_ok=True)
 
 

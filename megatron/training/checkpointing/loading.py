@@ -1,186 +1,51 @@
-"""Saving and loading a training run: what is in a checkpoint and what each --load flag takes from it.
-
-Tensors get to disk through core/dist_checkpointing; folders are checkpoint_folder.py's, arguments checkpoint_args.py's.
-"""
+"""Loading"""
 
 import argparse
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import (
-    LogicalPiece,
-    PendingSave,
-    ReplicaWriters,
     ShardedTensor,
-    StagingMemory,
     VerifiedCheckpoint,
-    canonical_name,
-    model_logical_pieces,
 )
-from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
-from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, gather_objects, union_over_model
-from megatron.core.optimizer.state_dict import fresh_state, is_state, parameter_key
+from megatron.core.dist_checkpointing.errors import one_error_everywhere
+from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, union_over_model
+from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.callbacks.lines import print_rank_0
-from megatron.training.checkpoint_args import args_to_json, check_same_optimizer
-from megatron.training.checkpoint_folder import (
+from megatron.training.checkpointing.folder import (
     FoundCheckpoint,
     carry_companions,
-    check_save_folder,
-    clean_save_folder,
     find_checkpoint,
-    get_checkpoint_tracker_filename,
     is_same_folder,
-    iteration_folder,
-    prune,
-    refuse_checkpoints_of_another_run,
     write_tracker,
 )
-from megatron.training.checkpoint_keys import Strictness, check_unused, lacking_keys
+from megatron.training.checkpointing.partial_load import (
+    EMBEDDING,
+    OUTPUT,
+    NewParts,
+    Strictness,
+    Tying,
+    check_unused,
+    lacking_keys,
+    require_same_two,
+)
+from megatron.training.checkpointing.rng_state import load_rng, rng_sharded_state, seed_ranks
+from megatron.training.checkpointing.run_state import (
+    CheckpointedOptimizer,
+    CheckpointedScheduler,
+    ModelWeights,
+    RunState,
+)
+from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
-from megatron.training.model_weights import ModelWeights, frozen_tensors
-from megatron.training.new_parts import NewParts
-from megatron.training.rng_state import load_rng, rng_sharded_state, seed_ranks
-from megatron.training.run_values import TrainState, load_run_values
-from megatron.training.tied_weights import EMBEDDING, OUTPUT, Tying, require_same_two
-
-__all__ = [
-    "begin_save_checkpoint",
-    "check_save_folder",
-    "get_checkpoint_tracker_filename",
-    "load_checkpoint",
-    "refuse_checkpoints_of_another_run",
-    "save_checkpoint",
-]
-
-
-class CheckpointedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer: tensors by logical piece, the rest as JSON."""
-
-    def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
-    def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> AbstractContextManager[list[ShardedTensor]]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-    def reload_model_params(self) -> None: ...
-
-
-class CheckpointedScheduler(Protocol):
-    """What a checkpoint needs of a scheduler: its state as JSON."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The objects whose state a checkpoint holds."""
-
-    model: Sequence[torch.nn.Module]
-    optimizer: CheckpointedOptimizer | None
-    scheduler: CheckpointedScheduler | None
-    groups: ProcessGroupCollection
-
-    def pieces(self) -> dict[str, list[LogicalPiece]]:
-        """Logical pieces of all parameters."""
-        return {name: pieces for chunk in self.model for name, pieces in model_logical_pieces(chunk).items()}
-
-    def frozen_keys(self) -> set[str]:
-        """Keys of the parameters that the optimizer does not step, on any rank or stage. Collective."""
-        # By name: a rank may hold nothing of a parameter but rows of padding, and has to know of it all the same.
-        return union_over_model(self._keys(trained=False), self.groups)
-
-    def trained_keys(self) -> set[str]:
-        """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
-        return self._keys(trained=True)
-
-    def _keys(self, *, trained: bool) -> set[str]:
-        pieces = self.pieces()
-        named = (item for chunk in self.model for item in chunk.named_parameters())
-        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad == trained)
-        return {piece.key for name in names for piece in pieces[name]}
-
-
-def save_checkpoint(
-    iteration: int,
-    model: Sequence[torch.nn.Module],
-    optimizer: CheckpointedOptimizer | None,
-    opt_param_scheduler: CheckpointedScheduler | None,
-    *,
-    train_state: TrainState,
-    args: argparse.Namespace,
-    config: CheckpointConfig,
-    pg_collection: ProcessGroupCollection | None = None,
-) -> Path:
-    """Writes config.save/iter_NNNNNNN and then the tracker; returns the folder, complete and on disk.
-
-    Collective over all ranks. pg_collection: None is parallel_state's. After a failure, which every rank raises,
-    earlier checkpoints and the tracker are as they were.
-    """
-    begin_save_checkpoint(
-        iteration,
-        model,
-        optimizer=optimizer,
-        opt_param_scheduler=opt_param_scheduler,
-        train_state=train_state,
-        args=args,
-        config=config,
-        pg_collection=pg_collection,
-    ).finish()
-    assert config.save is not None, "begin_save_checkpoint has asked"
-    return iteration_folder(config.save, iteration)
-
-
-def begin_save_checkpoint(
-    iteration: int,
-    model: Sequence[torch.nn.Module],
-    *,
-    optimizer: CheckpointedOptimizer | None,
-    opt_param_scheduler: CheckpointedScheduler | None,
-    train_state: TrainState,
-    args: argparse.Namespace,
-    config: CheckpointConfig,
-    pg_collection: ProcessGroupCollection | None = None,
-    staging: StagingMemory | None = None,
-) -> PendingSave:
-    """As save_checkpoint, up to where the state may change again with `staging`; else to where nothing is written.
-
-    The tracker is written, and older checkpoints go, when this one is complete.
-    """
-    if config.save is None:
-        raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
-    save: str = config.save
-    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
-    tensors, values = _content(parts, config)
-    common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args), **values}
-    folder = iteration_folder(save, iteration)
-    with one_error_everywhere(f"cannot save checkpoint {folder}", None):
-        if _rank() == 0:
-            clean_save_folder(save)
-
-    def make_latest() -> None:
-        # Only when it is complete: a tracker must never name what is not.
-        write_tracker(save, iteration)
-        try:
-            prune(save, latest=iteration, interval=config.save_retain_interval)
-        except OSError as error:
-            print_rank_0(f"WARNING: a checkpoint that --save-retain-interval does not keep cannot be deleted: {error}")
-
-    return dist_checkpointing.begin_save(
-        tensors,
-        folder,
-        common=common,
-        staging=staging,
-        on_commit=make_latest,
-        replicas=ReplicaWriters.SPREAD if config.ckpt_fully_parallel_save else ReplicaWriters.FIRST,
-    )
 
 
 def load_checkpoint(
@@ -214,7 +79,7 @@ def load_checkpoint(
             check_same_optimizer(args, common["args"])
             # Before the tensors: a schedule that differs is a frequent mistake, and this is quick.
             _load_schedule(opt_param_scheduler, common["scheduler"])
-    parts = _Parts(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
+    parts = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = parts.groups.dp_cp if config.ckpt_fully_parallel_load else None
     tying = Tying.between(common["args"], vars(args))
     source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), new_parts, tying)
@@ -247,40 +112,6 @@ class _Taken:
     position: bool
     optimizer: bool
     rng: bool
-
-
-def _content(parts: _Parts, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
-    """All tensors of the checkpoint, and the JSON state of the same objects."""
-    tensors, frozen = ModelWeights(parts.model).tensors, parts.frozen_keys()
-    with_optimizer = parts.optimizer is not None and not config.no_save_optim
-    # What is left out is written down, so that a load can say which flag it needs instead of naming tensors.
-    values: dict[str, Any] = {"contents": {"optimizer": with_optimizer, "rng": not config.no_save_rng}}
-    if parts.optimizer is not None and with_optimizer:
-        stepped, with_state = _optimizer_tensors(parts, parts.optimizer, has_frozen=bool(frozen))
-        tensors += stepped
-        frozen -= with_state
-        values["optimizer"] = parts.optimizer.state_dict()
-        values["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
-    if not config.no_save_rng:
-        tensors += rng_sharded_state(parts.groups)
-    return tensors, {**values, "frozen": sorted(frozen)}
-
-
-def _optimizer_tensors(
-    parts: _Parts, optimizer: CheckpointedOptimizer, *, has_frozen: bool
-) -> tuple[list[ShardedTensor], set[str]]:
-    """The optimizer's state, and the keys of the parameters that have some. Collective where has_frozen.
-
-    With fresh state of frozen parameters that share a stored tensor with trained ones, as experts do: of a tensor for
-    all of them, which is stored whole, some may be frozen.
-    """
-    tensors = optimizer.sharded_state(parts.pieces())
-    if not has_frozen:
-        return tensors, set()
-    own = {(tensor.key, tensor.data.dtype) for tensor in tensors}
-    # Of every expert's shards, wherever they are.
-    of_all = union_over_model(set().union(*gather_objects(own, parts.groups.expt_dp)), parts.groups)
-    return tensors + fresh_state(frozen_tensors(parts.model), of_all), {parameter_key(key) for key, _ in of_all}
 
 
 def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
@@ -378,7 +209,7 @@ class _Source:
         return all(stored.get(tensor.key) == (tensor.global_shape, tensor.data.dtype) for tensor in tensors)
 
 
-def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[str]) -> None:
+def _load_tensors(parts: RunState, source: _Source, *, taken: _Taken, frozen: set[str]) -> None:
     """Fills weights, optimizer and generators from the checkpoint, in that order of importance."""
     # With its optimizer a run continues exactly or not at all; weights alone may change precision.
     weights = ModelWeights(parts.model, allow_cast=not taken.optimizer)
@@ -407,7 +238,7 @@ def _load_tensors(parts: _Parts, source: _Source, *, taken: _Taken, frozen: set[
 
 
 def _change_of_tying(
-    parts: _Parts, source: _Source, *, weights: ModelWeights, taken: _Taken, frozen: set[str]
+    parts: RunState, source: _Source, *, weights: ModelWeights, taken: _Taken, frozen: set[str]
 ) -> set[str]:
     """Says what becomes of the vocabulary's weights, or refuses it by ValueError. Collective.
 
@@ -427,7 +258,7 @@ def _change_of_tying(
     return frozen | {EMBEDDING} if OUTPUT in frozen else frozen
 
 
-def _lacking(parts: _Parts, source: _Source, *, weights: ModelWeights, taken: _Taken) -> set[str]:
+def _lacking(parts: RunState, source: _Source, *, weights: ModelWeights, taken: _Taken) -> set[str]:
     """Keys without which the load goes on. Raises ValueError for what --dist-ckpt-strictness forbids."""
     wanted = list(weights.tensors)
     asks = source.strictness.lets_lack or source.strictness.looks_for_unused
@@ -444,7 +275,7 @@ def _load_schedule(scheduler: CheckpointedScheduler | None, state: dict[str, Any
 
 
 def _load_with_optimizer(
-    parts: _Parts, wanted: list[ShardedTensor], *, weights: ModelWeights, source: _Source, fresh: set[str]
+    parts: RunState, wanted: list[ShardedTensor], *, weights: ModelWeights, source: _Source, fresh: set[str]
 ) -> None:
     """Loads `wanted` and the optimizer's tensors, but for parameters whose state begins anew."""
     assert parts.optimizer is not None

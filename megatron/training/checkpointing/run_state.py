@@ -1,14 +1,15 @@
-"""ModelWeights: parameters and buffers of model chunks as the boxes that a checkpoint holds, however ranks share them.
-
-Optimizer state is the optimizer's; files are dist_checkpointing's.
-"""
+"""RunState"""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing import (
+    LogicalPiece,
     ShardedTensor,
     buffer_sharded_tensors,
     canonical_name,
@@ -16,8 +17,56 @@ from megatron.core.dist_checkpointing import (
     model_sharded_tensors,
     sharded_tensors,
 )
-from megatron.core.dist_checkpointing.flat_ranges import range_tensors
+from megatron.core.dist_checkpointing.mapping import range_tensors
 from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.group_collectives import union_over_model
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+class CheckpointedOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer: tensors by logical piece, the rest as JSON."""
+
+    def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
+    def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> AbstractContextManager[list[ShardedTensor]]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def reload_model_params(self) -> None: ...
+
+
+class CheckpointedScheduler(Protocol):
+    """What a checkpoint needs of a scheduler: its state as JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The objects whose state a checkpoint holds."""
+
+    model: Sequence[torch.nn.Module]
+    optimizer: CheckpointedOptimizer | None
+    scheduler: CheckpointedScheduler | None
+    groups: ProcessGroupCollection
+
+    def pieces(self) -> dict[str, list[LogicalPiece]]:
+        """Logical pieces of all parameters."""
+        return {name: pieces for chunk in self.model for name, pieces in model_logical_pieces(chunk).items()}
+
+    def frozen_keys(self) -> set[str]:
+        """Keys of the parameters that the optimizer does not step, on any rank or stage. Collective."""
+        # By name: a rank may hold nothing of a parameter but rows of padding, and has to know of it all the same.
+        return union_over_model(self._keys(trained=False), self.groups)
+
+    def trained_keys(self) -> set[str]:
+        """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
+        return self._keys(trained=True)
+
+    def _keys(self, *, trained: bool) -> set[str]:
+        pieces = self.pieces()
+        named = (item for chunk in self.model for item in chunk.named_parameters())
+        names = (canonical_name(name) for name, parameter in named if parameter.requires_grad == trained)
+        return {piece.key for name in names for piece in pieces[name]}
 
 
 class ModelWeights:

@@ -5,15 +5,22 @@ Finding the checkpoint is checkpoint_folder.py's work; tensors are not looked at
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.core.dist_checkpointing import load_common
+from megatron.training.checkpointing.folder import find_checkpoint
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.command_line.errors import is_first_rank
-from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
-from megatron.training.run_values import load_run_values
+from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
 
+_KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
+# Arguments that follow from others, which models are built from.
+_DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
+_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 _ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
 # Of MODEL_SHAPE_DESTS, those that are neither a shape nor a meaning of stored weights.
 _NOT_IN_WEIGHTS = (
@@ -55,6 +62,106 @@ _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
 # Optimizers that go on from each other's state: they differ in where it lies.
 _SAME_STATES = {"adam", "distributed_fused_adam"}
+
+
+# Read and validate.
+
+
+def load_run_values(folder: Path) -> dict[str, Any]:
+    """The JSON part of a training run's checkpoint; raises ValueError if something else wrote the checkpoint."""
+    values = load_common(folder)
+    if not values.keys() >= _KINDS.keys():
+        raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
+    try:
+        _check(values)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds what no training run writes: {error}") from error
+    return values
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    for name, kind in _KINDS.items():
+        _require(isinstance(values[name], kind), name, value=values[name], right=kind.__name__)
+    for name in ("optimizer", "rng"):
+        held = values["contents"].get(name)
+        _require(isinstance(held, bool), f"contents.{name}", value=held, right="bool")
+    for key in values["frozen"]:
+        _require(isinstance(key, str), "frozen", value=key, right="names of parameters")
+    if values["contents"]["optimizer"]:
+        _check_optimizer(values.get("optimizer"), values.get("scheduler"))
+    TrainState().load_state_dict(values["train_state"])
+    check_arguments(values["args"])
+
+
+def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
+    _require(isinstance(optimizer, dict), "optimizer", value=optimizer, right="dict")
+    _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"), right="int, 0 or more")
+    scaler = optimizer.get("grad_scaler")
+    is_right = scaler is None or _is_scaler(scaler)
+    _require(is_right, "optimizer.grad_scaler", value=scaler, right="finite numbers by name, the scale above 0")
+    is_right = scheduler is None or (isinstance(scheduler, dict) and is_count(scheduler.get("num_steps")))
+    _require(is_right, "scheduler", value=scheduler, right="dict with a num_steps of 0 or more")
+
+
+def _is_scaler(scaler: Any) -> bool:
+    """The trackers count down as well: hysteresis is below 0 after more bad steps than it allows."""
+    return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
+
+
+def check_arguments(args: Mapping[str, Any]) -> None:
+    """Raises ValueError naming one of a run's arguments that no flag leaves so, by its type; others are passed over."""
+    for name, value in args.items():
+        flag = flag_table().by_dest.get(name)
+        if name in _DERIVED:
+            is_right = value is None or (is_count(value) and value > 0)
+            _require(is_right, f"args.{name}", value=value, right="int, above 0")
+        elif flag is not None:
+            _require(_may_be(flag, value), f"args.{name}", value=value, right=_what_may_be(flag))
+
+
+def _may_be(flag: Flag, value: Any) -> bool:
+    """Whether a flag may have left this value in the arguments, by its type; bounds are checked where it is used."""
+    if value is None:
+        return True
+    if flag.constant is not None:
+        return isinstance(value, bool)
+    # Values of other types have parsers of their own, and are checked by the configuration that takes them.
+    if flag.type_name not in (*_NUMBERS, "str"):
+        return not isinstance(value, (dict, bool))
+    items = value if flag.takes_list and isinstance(value, list) else [value]
+    return all(_is_of(flag.type_name, item) for item in items)
+
+
+def _what_may_be(flag: Flag) -> str:
+    """The values that _may_be allows, in words; None is there for every flag."""
+    if flag.constant is not None:
+        return "bool"
+    if flag.type_name not in (*_NUMBERS, "str"):
+        return "neither dict nor bool"
+    return f"{flag.type_name}, or a list of them" if flag.takes_list else flag.type_name
+
+
+def _is_of(type_name: str, value: Any) -> bool:
+    if type_name == "str":
+        return isinstance(value, str)
+    return isinstance(value, _NUMBERS[type_name]) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer, 0 or more, of a size that a counter has."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, name: str, *, value: Any, right: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r:.80}: must be {right}")
+
+
+# Compare with the run, or take over.
 
 
 def args_to_json(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import ShardedTensor, StagingMemory, begin_save, disk, load
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.training.checkpoint_folder import (
+from megatron.training.checkpointing.folder import (
     clean_save_folder,
     find_checkpoint,
     iteration_folder,

@@ -1,6 +1,6 @@
-"""CheckpointError, and how every rank of a group comes to raise the same one.
+"""CheckpointError, and a context that raises one rank's I/O error identically on every rank of a group.
 
-Errors that are mistakes of a program or of its user stay what they are: see core/agreement.py.
+Programming and user errors keep their types; see core/agreement.py.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,15 @@ from megatron.core.group_collectives import RemoteRankError, gather_objects
 
 
 class CheckpointError(OSError):
-    """Writing or reading a checkpoint failed; raised on every rank with the same text."""
+    """Writing or reading a checkpoint failed; every rank raises it with the same text."""
 
 
 @contextmanager
 def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Runs the body on each rank; if any has an OSError, all raise CheckpointError with the lowest such rank's text.
+    """Runs the body on each rank; if any rank has an OSError, all raise CheckpointError with its text.
 
-    Otherwise as all_ranks_agree. The body must not wait for other ranks.
+    The text is from the lowest such rank. Other errors are handled as by all_ranks_agree. The body must not wait for
+    other ranks.
     """
     failure: Exception | None = None
     try:
@@ -38,5 +39,5 @@ def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator
 
 
 def every_rank(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group itself, or for None all ranks of torch.distributed; None where that is not initialised."""
+    """Maps None to the default group of torch.distributed, or leaves None if that is not initialized."""
     return dist.group.WORLD if group is None and dist.is_initialized() else group

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from megatron.core.dist_checkpointing import save
-from megatron.training.checkpoint_args import load_args_from_checkpoint, model_arguments
-from megatron.training.checkpoint_folder import (
+from megatron.training.checkpointing.folder import (
     check_save_folder,
     clean_save_folder,
     complete_iterations,
@@ -17,7 +16,7 @@ from megatron.training.checkpoint_folder import (
     refuse_checkpoints_of_another_run,
     write_tracker,
 )
-from megatron.training.run_values import load_run_values
+from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values, model_arguments
 
 
 def make(folder, *iterations):
@@ -57,7 +56,7 @@ def test_release_is_iteration_zero(tmp_path):
     "text, message",
     [
         ("15", r"txt names iteration 15: checkpoint .*0000015 does not exist; .*common.json is truncated"),
-        ("20", r"0000020 is no complete checkpoint: it has no manifest.json; .*"),
+        ("20", r"0000020 is not a complete checkpoint: it has no manifest.json; .*"),
         ("10", r"names iteration 10: .*common.json is truncated or changed"),
         (
             "-5",
@@ -78,7 +77,7 @@ def test_instead_of_what_is_not_whole_the_newest_complete_one_is_taken_and_named
     assert re.search(f"{message}.*: taking iteration 5, the newest complete checkpoint$", found.notice)
     with pytest.raises(ValueError, match=f"{message}.*iter_0000005 is on a bad disk; complete iterations: none"):
         find_checkpoint(str(tmp_path), damaged={5: "iter_0000005 is on a bad disk"})
-    with pytest.raises(ValueError, match="--ckpt-step is 20: .*no complete checkpoint"):
+    with pytest.raises(ValueError, match="--ckpt-step is 20: .*not a complete checkpoint"):
         find_checkpoint(str(tmp_path), step=20)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, begin_save, disk, load_common
-from megatron.training.saves import RunSaves
+from megatron.training.checkpointing.saving import RunSaves
 from tests.save_threads import join_save_threads
 
 
