@@ -45,7 +45,7 @@ def exit_on_user_error() -> Iterator[None]:
         _say("interrupted: a run that has --save goes on from its last checkpoint with --load")
         raise SystemExit(INTERRUPT_EXIT_CODE) from error
     except BrokenPipeError as error:
-        _say("error: nobody reads the output any more (a pipe was closed): write it to a file to keep the run going")
+        _say("error: the output pipe was closed by its reader: write the output to a file to keep the run going")
         # Otherwise the interpreter fails again when it flushes the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILURE_EXIT_CODE) from error

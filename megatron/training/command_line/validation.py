@@ -137,7 +137,7 @@ def _settle_offload(args: argparse.Namespace) -> str | None:
     if not dropped or not kept:
         return None
     args.offload_modules = kept
-    parts = ", ".join(f"{part} (made again by {outer})" for part, outer in dropped.items())
+    parts = ", ".join(f"{part} (recomputed with {outer})" for part, outer in dropped.items())
     return f"--offload-modules goes without {parts}, as --recompute-modules says"
 
 
@@ -408,7 +408,7 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
     yield from name_yarn_once(args)
     if args.position_embedding_type == "rope":
         return
-    # Old scripts give it beside rope, where it says nothing new.
+    # Old scripts give it in addition to rope, where it has no effect.
     if not args.add_position_embedding and args.position_embedding_type != "none":
         yield "--no-position-embedding is no longer enough: add --position-embedding-type none"
     names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
@@ -512,7 +512,7 @@ def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
 
 def check_logging(args: argparse.Namespace) -> Iterator[str]:
     if args.log_progress and args.save is None:
-        yield "--log-progress needs --save: progress.txt stands beside the checkpoints"
+        yield "--log-progress needs --save: progress.txt is written to that folder"
     if args.record_routing is not None and args.num_experts is None:
         yield f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
     absent = [rank for rank in args.profile_ranks if rank >= args.world_size]

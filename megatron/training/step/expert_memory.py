@@ -597,6 +597,6 @@ def describe_shortfalls(ranks: Sequence[Shortfall | None]) -> str:
         if pages_for is None:
             clauses.append(f"{who}: experts needed a capacity factor of {up_to}{needed:.3f}, not {given:.3f}")
         else:
-            pages = f"{up_to}{needed} are needed at once, of {given} in the pool"
+            pages = f"{up_to}{needed} are needed at the same time, of {given} in the pool"
             clauses.append(f"{who}: no pages for {pages_for}: {pages}")
     return "; ".join(clauses)
