@@ -42,7 +42,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        _say("interrupted: a run that has --save goes on from its last checkpoint with --load")
+        _say("interrupted: a run with --save continues from its last checkpoint with --load")
         raise SystemExit(INTERRUPT_EXIT_CODE) from error
     except BrokenPipeError as error:
         _say("error: the output pipe was closed by its reader: write the output to a file to keep the run going")

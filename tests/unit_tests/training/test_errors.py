@@ -41,7 +41,7 @@ def fail_again(error: Exception) -> None:
         (
             lambda: fail_with(KeyboardInterrupt()),
             130,
-            "interrupted: a run that has --save goes on from its last checkpoint with --load\n",
+            "interrupted: a run with --save continues from its last checkpoint with --load\n",
         ),
         (lambda: open("/nothing/here"), 1, "error: [Errno 2] No such file or directory: '/nothing/here'\n"),
         (
@@ -114,4 +114,4 @@ def test_a_reader_that_leaves_is_one_line() -> None:
     process.stdout.close()
     assert process.wait(60) == 1
     written = process.stderr.read()
-    assert written.startswith("error: nobody reads the output") and written.count("\n") == 1
+    assert written.startswith("error: the output pipe was closed") and written.count("\n") == 1

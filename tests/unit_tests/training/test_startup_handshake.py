@@ -79,7 +79,7 @@ def _free_port() -> int:
 
 def test_a_port_where_nobody_listens_is_waited_for() -> None:
     port = _free_port()
-    with pytest.raises(OSError, match="nobody answers at 127.0.0.1:.* within 0.01 minutes"):
+    with pytest.raises(OSError, match="no process answers at 127.0.0.1:.* within 0.01 minutes"):
         _rank(1, port).connect(timedelta(seconds=0.6))
 
 
