@@ -1,4 +1,4 @@
-"""Mistakes of the user end in one line, bugs in a traceback."""
+"""User mistakes end a run with one line, bugs with a traceback."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def fail_with(error: BaseException) -> None:
 
 
 def fail_again(error: Exception) -> None:
-    """As agreement.py raises on this rank what went wrong in its part."""
+    """Raises an error as all_ranks_agree does on the rank that failed."""
     try:
         fail_with(error)
     except ValueError as caught:

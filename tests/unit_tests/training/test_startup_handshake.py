@@ -1,4 +1,4 @@
-"""Where ranks meet: a port that another program has, entries of earlier attempts, the error broadcast's connection."""
+"""Tests of the rendezvous: occupied ports, entries of earlier attempts, and the connection of the error broadcast."""
 
 import contextlib
 import socket
@@ -33,7 +33,7 @@ def _answer_as_a_web_server_does(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _listening(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Another program's port."""
+    """Yields a port that another program uses."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections = []
 
@@ -102,11 +102,11 @@ def test_a_restarted_run_finds_no_entries_of_its_earlier_attempts() -> None:
 
 
 class _ConnectedError(Exception):
-    """Ends a meeting once its error broadcast is connected."""
+    """An error broadcast that ends the handshake once it is connected."""
 
 
 class _AskingBroadcast(ErrorBroadcast):
-    """Asks for failures, as its thread does, while another thread waits for an entry of the store."""
+    """An error broadcast that polls the store, as its thread does, while another thread waits for a key."""
 
     has_answer = False
 

@@ -1,4 +1,4 @@
-"""Batches that are kept until their step counts: a second read gives the same, and the same random numbers after it."""
+"""A second read of a step's batches returns the same batches, and leaves the same random state."""
 
 import random
 from collections.abc import Iterator
