@@ -65,7 +65,8 @@ def shown(folder: Path) -> str:
     """The notice of the page, as a reader sees it."""
     text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text(), flags=re.DOTALL)
     assert text is not None
-    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2])).strip()}"
+    words = html.unescape(re.sub("<[^>]*>", "", text[2])).split()
+    return f"{text[1]}: {' '.join(words)}"
 
 
 def suggestion(line: str) -> tuple[tuple[str, ...], float]:
