@@ -27,7 +27,7 @@ from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.command_line.errors import CommandLineError  # noqa: E402
 from megatron.training.command_line.parser import FlagParser  # noqa: E402
-from megatron.training.device_table import Device, device_of_name, planned_device  # noqa: E402
+from megatron.training.compute.devices import Device, device_of_name, planned_device  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 
 _FRONT = 12

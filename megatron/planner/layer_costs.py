@@ -50,7 +50,7 @@ from megatron.planner.work import (
     kind_of_module,
     merged,
 )
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.setup import get_model, setup_model_and_optimizer
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")

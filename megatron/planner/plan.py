@@ -42,11 +42,11 @@ from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.expert_memory import build_expert_memory
-from megatron.training.flops import count_of, num_floating_point_operations, parameters_by_key
+from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
-from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_tensors
+from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
+from megatron.training.step.expert_memory import build_expert_memory
 
 
 @dataclass(frozen=True)

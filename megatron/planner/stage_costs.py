@@ -36,11 +36,12 @@ from megatron.planner.work import (
     Traffic,
     merged,
 )
-from megatron.training.arguments import config_from_args, core_transformer_config_from_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of
-from megatron.training.expert_schedule import stash_events
+from megatron.training.step.expert_memory import stash_events
 
 # Rounds of microbatches after which a schedule only repeats itself, until its end.
 _ROUNDS = 3

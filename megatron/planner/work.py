@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 # The first that is found in a module's name says whose tensors its saved ones are.
 _KINDS = (

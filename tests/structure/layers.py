@@ -52,6 +52,7 @@ LAYERS = (
     Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
     Layer(6, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
     Layer(6, "training", r"megatron\.training(\..+)?"),
+    Layer(6, "pages", r"megatron\.pages(\..+)?"),
     Layer(7, "planner", r"megatron\.planner(\..+)?"),
     Layer(8, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),
 )

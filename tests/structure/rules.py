@@ -20,7 +20,7 @@ STEP_PATH = re.compile(
     r"(?!.*/cpu_kernels\.py)"
     r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
     r"|megatron/core/(full_cuda_graph|graph_capture|graphs/capture|group_collectives)\.py"
-    r"|megatron/training/(training|step_\w+|evaluation|graphed_\w+|expert_\w+|kept_batches|pending_collectives)\.py"
+    r"|megatron/training/(training|step/\w+|error_broadcast)\.py"
     r"|pretrain_gpt\.py"
 )
 # Methods of a tensor, or functions of torch, that wait for the device.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun
-from megatron.training.routing_trace import RoutingHeader, RoutingStep
+from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep
 
 # Of the numbers that a plan may keep in memory: 4 bytes each.
 _MOST_NUMBERS = 1 << 30

@@ -22,6 +22,7 @@ from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, un
 from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import (
     FoundCheckpoint,
     carry_companions,
@@ -50,7 +51,6 @@ from megatron.training.checkpointing.run_state import (
 from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
-from megatron.training.console import print_rank_0
 
 
 def load_checkpoint(

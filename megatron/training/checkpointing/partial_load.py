@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.errors import every_rank
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.transformer.lora import is_adapter
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.run_values import check_adapters, check_same_model
-from megatron.training.console import print_rank_0
 
 _EXPERTS, _DENSE = ".mlp.experts.", ".mlp."
 _ROUTER = ".mlp.router."

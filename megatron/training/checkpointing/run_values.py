@@ -15,8 +15,7 @@ from megatron.core.dist_checkpointing import load_common
 from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.command_line.errors import is_first_rank
-from megatron.training.command_line.flag_table import Flag
-from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
 # Derived arguments that models are built from.

@@ -24,6 +24,7 @@ from megatron.core.group_collectives import gather_objects, union_over_model
 from megatron.core.optimizer.state_dict import fresh_state, parameter_key
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import (
     clean_save_folder,
     iteration_folder,
@@ -42,7 +43,6 @@ from megatron.training.checkpointing.run_state import (
 from megatron.training.checkpointing.run_values import args_to_json
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
-from megatron.training.console import print_rank_0
 
 # Time that a failing rank gives its own write, and other ranks' parts of the same checkpoint, to complete.
 _ABANDON_SECONDS = 30.0

@@ -18,7 +18,7 @@ from megatron.planner.work import (
     message_seconds,
     ranks_in_node,
 )
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 # Round figures: 10^12 products, 10^9 bytes of memory, 10^9 in a node and half of that between nodes, a second.
 DEVICE = Device(
