@@ -91,57 +91,21 @@ class SavedBytes:
         self._saved.append((self._kind_of(self._running.name), ref(kept)))
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Shapes of what fused kernels save: query, key and value, the output, and a number for each query and head."""
+def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
+    """Returns the bytes that wait for backward at the fullest moment of a stage's schedule, by kind.
 
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
-        # In memory a token's heads lie side by side, as the layer behind wants them.
-        batch, heads, length, _ = query.shape
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        ctx.note = note
-        # Two products, of which a mask leaves a share: scores, and their sum of values.
-        ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
-        if note is not None:
-            num_bytes = sum(one.nbytes for one in (query, key, value, output))
-            note(Unit.ATTENTION, query, flops=ctx.flops, num_bytes=num_bytes)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Shapes alone."""
-        query, key, value, output, _ = ctx.saved_tensors
-        if ctx.note is not None:
-            # Five products for two: the scores once more, and gradients of both factors of each.
-            num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
-            ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
-        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
-
-
-class _FusedNorm(torch.autograd.Function):
-    """Shapes of what one kernel for RMSNorm saves: its input, the weight, and a number for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        ctx.note = note
-        if note is not None:
-            note(Unit.MEMORY, x, flops=0.0, num_bytes=2 * x.nbytes)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Shapes alone."""
-        x, weight, _ = ctx.saved_tensors
-        if ctx.note is not None:
-            ctx.note(Unit.MEMORY, x, flops=0.0, num_bytes=3 * x.nbytes)
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
-
-
-def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
-    return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
+    by_chunk: of one microbatch of each model chunk, by kind.
+    """
+    alive: dict[int, int] = defaultdict(int)
+    peak: Counter[str] = Counter()
+    sizes = [sum(kinds.values()) for kinds in by_chunk]
+    for action in actions:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if sum(sizes[chunk] * number for chunk, number in alive.items()) > sum(peak.values()):
+            peak = Counter()
+            for chunk, number in alive.items():
+                peak.update({kind: size * number for kind, size in by_chunk[chunk].items()})
+    return peak
 
 
 class AsFusedKernels(TorchFunctionMode):
@@ -175,24 +139,60 @@ class AsFusedKernels(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _FusedAttention(torch.autograd.Function):
+    """Shapes of what fused kernels save: query, key and value, the output, and a number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
+        # In memory a token's heads lie side by side, as the layer behind wants them.
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        # Two products, of which a mask leaves a share: scores, and their sum of values.
+        ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
+        if note is not None:
+            num_bytes = sum(one.nbytes for one in (query, key, value, output))
+            note(Unit.ATTENTION, query, flops=ctx.flops, num_bytes=num_bytes)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Shapes alone."""
+        query, key, value, output, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            # Five products for two: the scores once more, and gradients of both factors of each.
+            num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
+            ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
+        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
+
+
+def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
+    return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Shapes of what one kernel for RMSNorm saves: its input, the weight, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        if note is not None:
+            note(Unit.MEMORY, x, flops=0.0, num_bytes=2 * x.nbytes)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Shapes alone."""
+        x, weight, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            ctx.note(Unit.MEMORY, x, flops=0.0, num_bytes=3 * x.nbytes)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
 def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
     """Does what torch.autograd.backward does, without torch's dispatch to its modes."""
     given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
     _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
-    """Returns the bytes that wait for backward at the fullest moment of a stage's schedule, by kind.
-
-    by_chunk: of one microbatch of each model chunk, by kind.
-    """
-    alive: dict[int, int] = defaultdict(int)
-    peak: Counter[str] = Counter()
-    sizes = [sum(kinds.values()) for kinds in by_chunk]
-    for action in actions:
-        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
-        if sum(sizes[chunk] * number for chunk, number in alive.items()) > sum(peak.values()):
-            peak = Counter()
-            for chunk, number in alive.items():
-                peak.update({kind: size * number for kind, size in by_chunk[chunk].items()})
-    return peak

@@ -71,6 +71,23 @@ class Fit:
         return f"{found}; with {words}, the smallest found, it needs {gib(self.least.peak)} GiB: {self.advice}"
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A changed command line; peak: as the quick plan counts it, None where it does not."""
+
+    words: tuple[str, ...]
+    args: argparse.Namespace
+    peak: int | None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Words that change one thing. cost: rank by slowdown, 1 for the least; 0 changes nothing."""
+
+    cost: int = 0
+    words: tuple[str, ...] = ()
+
+
 class Planner:
     """Plans the run of a command line, and the same run with further flags.
 
@@ -131,15 +148,6 @@ def fit_of(plan: Plan, device: Device) -> Fit:
     return Fit(device.name, device.memory_bytes, fullest.peak, place)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A changed command line; peak: as the quick plan counts it, None where it does not."""
-
-    words: tuple[str, ...]
-    args: argparse.Namespace
-    peak: int | None
-
-
 def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
     """Returns the fit with the first change that makes it fit; if none does, with the smallest one and advice.
 
@@ -177,14 +185,6 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
     except ValueError:
         return []
     return [Change(one.words, max(stage.peak for stage in stages))]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Words that change one thing. cost: rank by slowdown, 1 for the least; 0 changes nothing."""
-
-    cost: int = 0
-    words: tuple[str, ...] = ()
 
 
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:

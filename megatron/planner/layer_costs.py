@@ -53,8 +53,8 @@ from megatron.planner.work import (
 from megatron.training.arguments import config_from_args
 from megatron.training.setup import get_model, setup_model_and_optimizer
 
-_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 EMBEDDING, END = "embedding", "end"
+_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 # Groups of the ranks that share all experts.
 _EXPERT_GROUPS = ("ep", "tp_ep")
 # Groups whose gradient and parameter messages depend on the layout of buckets.
@@ -157,25 +157,6 @@ class PartWork:
         return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
 
 
-def total_work(parts: Iterable[PartWork]) -> PartWork:
-    """Returns the sum of parts."""
-    forward, backward, recompute = KernelCounts(), KernelCounts(), KernelCounts()
-    traffic: list[Traffic] = []
-    for part in parts:
-        forward.update(part.forward)
-        backward.update(part.backward)
-        recompute.update(part.recompute)
-        traffic += part.traffic
-    return PartWork(forward, backward, recompute, merged(traffic))
-
-
-def _kernels(counts: KernelCounts) -> Kernels:
-    found = Kernels()
-    for one, number in counts.items():
-        found[one.kernel] += number
-    return found
-
-
 @dataclass(frozen=True)
 class PartCost:
     """Cost of one part of a model chunk on a rank: bytes that it holds, and the work of one microbatch.
@@ -207,10 +188,6 @@ class PartCost:
         )
         saved = {kind: _scaled(size, scale.samples) for kind, size in self.saved.items()}
         return PartCost(params, self.other_bytes, saved, self.work.scaled(scale))
-
-
-def _scaled(number: int, factor: Fraction) -> int:
-    return number * factor.numerator // factor.denominator
 
 
 @dataclass(frozen=True)
@@ -275,6 +252,29 @@ class ModelCosts:
         )
 
 
+def total_work(parts: Iterable[PartWork]) -> PartWork:
+    """Returns the sum of parts."""
+    forward, backward, recompute = KernelCounts(), KernelCounts(), KernelCounts()
+    traffic: list[Traffic] = []
+    for part in parts:
+        forward.update(part.forward)
+        backward.update(part.backward)
+        recompute.update(part.recompute)
+        traffic += part.traffic
+    return PartWork(forward, backward, recompute, merged(traffic))
+
+
+def _kernels(counts: KernelCounts) -> Kernels:
+    found = Kernels()
+    for one, number in counts.items():
+        found[one.kernel] += number
+    return found
+
+
+def _scaled(number: int, factor: Fraction) -> int:
+    return number * factor.numerator // factor.denominator
+
+
 def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
     """Returns the kind of each layer of the model, in order, without layers of multi-token prediction."""
     experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
@@ -287,6 +287,62 @@ def distinct_kinds(args: argparse.Namespace) -> list[LayerKind]:
     """Returns each kind of layer once; the last layer's kind, which layers of multi-token prediction share, is last."""
     every = layer_kinds(args)
     return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
+
+
+def probe_args(
+    args: argparse.Namespace, pattern: Sequence[LayerKind], *, has_all_replicas: bool = False
+) -> argparse.Namespace:
+    """Returns the arguments of a short model with layers of these kinds.
+
+    It runs on the fewest ranks that the layout allows, or on all that share parameters (has_all_replicas). In a
+    pipeline its first stage holds the embedding alone.
+    """
+    args = copy.copy(args)
+    args.ddp_debug = False
+    args.num_layers = len(pattern)
+    if args.num_experts is not None:
+        args.moe_layer_freq = [int(kind.has_experts) for kind in pattern]
+    if args.window_size is not None:
+        args.window_attn_skip_freq = [int(kind.has_window) for kind in pattern]
+    if args.position_embedding_type == "rope":
+        # Long tables take time to compute, and their size is known.
+        args.max_position_embeddings = args.seq_length
+    if args.recompute_num_layers is not None:
+        args.recompute_num_layers = min(args.recompute_num_layers, args.num_layers)
+    stages = min(2, args.pipeline_model_parallel_size)
+    further = "m" * (args.mtp_num_layers or 0)
+    args.pipeline_model_parallel_layout = f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None
+    of_stage = args.world_size // args.pipeline_model_parallel_size
+    args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size = stages, None
+    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
+    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+    expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
+    args.world_size = stages * (of_stage if has_all_replicas else math.lcm(tp * cp, expert_ranks))
+    args.data_parallel_size = args.world_size // (stages * tp * cp)
+    args.num_distributed_optimizer_instances = 1
+    args.rampup_batch_size = args.step_batch_size_schedule = None
+    args.global_batch_size = args.micro_batch_size * args.data_parallel_size
+    return args
+
+
+def part_of_name(name: str) -> str | None:
+    """Returns the part that a module or tensor of this name belongs to; None for what is outside of the layers."""
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"layer {layer[1]}"
+    if re.search(r"\bembedding\b", name):
+        return EMBEDDING
+    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
+
+
+def part_at(name: str, entered: int, *, num_layers: int) -> str:
+    """Returns the part that a module belongs to ("" outside of all), after `entered` of num_layers layers began."""
+    part = part_of_name(name)
+    if part is None:
+        return f"layer {entered}" if entered < num_layers else END
+    # Multi-token prediction embeds later tokens at the end.
+    return END if part == EMBEDDING and entered else part
 
 
 def measure_memory(
@@ -332,6 +388,95 @@ def measure_memory(
     )
 
 
+def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartCost]:
+    """Returns bytes by part: the embedding, each layer by its number, and the end."""
+    params: dict[str, list[ParamSize]] = {}
+    other: Counter[str] = Counter()
+    for name, param in model.named_parameters():
+        part = part_of_name(name) or END
+        if param.requires_grad:
+            params.setdefault(part, []).append(_param_size(param, args))
+        else:
+            other[part] += _bytes(param)
+    for name, buffer in model.named_buffers():
+        if not _is_of_chunk(model, name):
+            other[part_of_name(name) or END] += _bytes(buffer)
+    saved: dict[str, dict[str, int]] = {}
+    for label, size in _saved(model, args, forward_step=forward_step).items():
+        part, _, kind = label.partition(": ")
+        saved.setdefault(part, {})[kind] = size
+    return {
+        part: PartCost(tuple(params.get(part, ())), other[part], saved.get(part, {}))
+        for part in {EMBEDDING, END, *params, *other, *saved}
+    }
+
+
+def _param_size(param: nn.Parameter, args: argparse.Namespace) -> ParamSize:
+    kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+    return ParamSize(param.numel(), kind, own_bucket=param_facts(param).shared_embedding)
+
+
+def _is_of_chunk(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding))
+
+
+def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
+    """Returns saved bytes by "part: kind"; tensors saved between two layers, as by recompute, count to the later."""
+    layers = list(unwrap_model(model).decoder.layers)
+    reached = [0]
+    handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
+
+    def label(name: str) -> str:
+        return f"{part_at(name, reached[-1], num_layers=len(layers))}: {kind_of_module(name)}"
+
+    try:
+        return saved_by(model, args, forward_step=forward_step, kind_of=label).by_kind
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _static_rows(model: nn.Module, args: argparse.Namespace) -> StaticRows | None:
+    dispatchers = [part.token_dispatcher for part in model.modules() if isinstance(part, MoELayer)]
+    if not dispatchers:
+        return None
+    assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in buffers of a fixed size"
+    budget = dispatchers[0].budget
+    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    tokens = args.seq_length * args.micro_batch_size // shared
+    balanced = tokens * budget.topk * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    return StaticRows(budget.rows_of_rank(tokens), balanced)
+
+
+def _chunk_cost(
+    parts: Mapping[str, PartCost],
+    model: nn.Module,
+    *,
+    args: argparse.Namespace,
+    probe: argparse.Namespace,
+    numbers: Sequence[int],
+) -> PartCost:
+    """Returns the bytes that each chunk has once. numbers: layers whose own share is known."""
+    saved: Counter[str] = Counter()
+    for number in numbers:
+        first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
+        saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
+    other, further = 0, args.mtp_num_layers or 0
+    for part in model.modules():
+        size = sum(_bytes(buffer) for buffer in part.buffers(recurse=False))
+        if isinstance(part, RotaryEmbedding):
+            other += size * args.max_position_embeddings // probe.max_position_embeddings
+        elif isinstance(part, AuxLossRecorder):
+            # Tables with a row for each layer of the model, and one number.
+            alone = _bytes(part.backward_scale)
+            other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
+    return PartCost((), other, {kind: size for kind, size in saved.items() if size})
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def measure_work(
     costs: ModelCosts,
     args: argparse.Namespace,
@@ -370,151 +515,6 @@ def measure_work(
     )
 
 
-def probe_args(
-    args: argparse.Namespace, pattern: Sequence[LayerKind], *, has_all_replicas: bool = False
-) -> argparse.Namespace:
-    """Returns the arguments of a short model with layers of these kinds.
-
-    It runs on the fewest ranks that the layout allows, or on all that share parameters (has_all_replicas). In a
-    pipeline its first stage holds the embedding alone.
-    """
-    args = copy.copy(args)
-    args.ddp_debug = False
-    args.num_layers = len(pattern)
-    if args.num_experts is not None:
-        args.moe_layer_freq = [int(kind.has_experts) for kind in pattern]
-    if args.window_size is not None:
-        args.window_attn_skip_freq = [int(kind.has_window) for kind in pattern]
-    if args.position_embedding_type == "rope":
-        # Long tables take time to compute, and their size is known.
-        args.max_position_embeddings = args.seq_length
-    if args.recompute_num_layers is not None:
-        args.recompute_num_layers = min(args.recompute_num_layers, args.num_layers)
-    stages = min(2, args.pipeline_model_parallel_size)
-    further = "m" * (args.mtp_num_layers or 0)
-    args.pipeline_model_parallel_layout = f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None
-    of_stage = args.world_size // args.pipeline_model_parallel_size
-    args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size = stages, None
-    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
-    args.world_size = stages * (of_stage if has_all_replicas else math.lcm(tp * cp, expert_ranks))
-    args.data_parallel_size = args.world_size // (stages * tp * cp)
-    args.num_distributed_optimizer_instances = 1
-    args.rampup_batch_size = args.step_batch_size_schedule = None
-    args.global_batch_size = args.micro_batch_size * args.data_parallel_size
-    return args
-
-
-def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartCost]:
-    """Returns bytes by part: the embedding, each layer by its number, and the end."""
-    params: dict[str, list[ParamSize]] = {}
-    other: Counter[str] = Counter()
-    for name, param in model.named_parameters():
-        part = part_of_name(name) or END
-        if param.requires_grad:
-            params.setdefault(part, []).append(_param_size(param, args))
-        else:
-            other[part] += _bytes(param)
-    for name, buffer in model.named_buffers():
-        if not _is_of_chunk(model, name):
-            other[part_of_name(name) or END] += _bytes(buffer)
-    saved: dict[str, dict[str, int]] = {}
-    for label, size in _saved(model, args, forward_step=forward_step).items():
-        part, _, kind = label.partition(": ")
-        saved.setdefault(part, {})[kind] = size
-    return {
-        part: PartCost(tuple(params.get(part, ())), other[part], saved.get(part, {}))
-        for part in {EMBEDDING, END, *params, *other, *saved}
-    }
-
-
-def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
-    """Returns saved bytes by "part: kind"; tensors saved between two layers, as by recompute, count to the later."""
-    layers = list(unwrap_model(model).decoder.layers)
-    reached = [0]
-    handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
-
-    def label(name: str) -> str:
-        return f"{part_at(name, reached[-1], num_layers=len(layers))}: {kind_of_module(name)}"
-
-    try:
-        return saved_by(model, args, forward_step=forward_step, kind_of=label).by_kind
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def part_at(name: str, entered: int, *, num_layers: int) -> str:
-    """Returns the part that a module belongs to ("" outside of all), after `entered` of num_layers layers began."""
-    part = part_of_name(name)
-    if part is None:
-        return f"layer {entered}" if entered < num_layers else END
-    # Multi-token prediction embeds later tokens at the end.
-    return END if part == EMBEDDING and entered else part
-
-
-def part_of_name(name: str) -> str | None:
-    """Returns the part that a module or tensor of this name belongs to; None for what is outside of the layers."""
-    layer = _LAYER.search(name)
-    if layer is not None:
-        return f"layer {layer[1]}"
-    if re.search(r"\bembedding\b", name):
-        return EMBEDDING
-    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
-
-
-def _param_size(param: nn.Parameter, args: argparse.Namespace) -> ParamSize:
-    kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
-    return ParamSize(param.numel(), kind, own_bucket=param_facts(param).shared_embedding)
-
-
-def _is_of_chunk(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding))
-
-
-def _chunk_cost(
-    parts: Mapping[str, PartCost],
-    model: nn.Module,
-    *,
-    args: argparse.Namespace,
-    probe: argparse.Namespace,
-    numbers: Sequence[int],
-) -> PartCost:
-    """Returns the bytes that each chunk has once. numbers: layers whose own share is known."""
-    saved: Counter[str] = Counter()
-    for number in numbers:
-        first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
-        saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
-    other, further = 0, args.mtp_num_layers or 0
-    for part in model.modules():
-        size = sum(_bytes(buffer) for buffer in part.buffers(recurse=False))
-        if isinstance(part, RotaryEmbedding):
-            other += size * args.max_position_embeddings // probe.max_position_embeddings
-        elif isinstance(part, AuxLossRecorder):
-            # Tables with a row for each layer of the model, and one number.
-            alone = _bytes(part.backward_scale)
-            other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
-    return PartCost((), other, {kind: size for kind, size in saved.items() if size})
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _static_rows(model: nn.Module, args: argparse.Namespace) -> StaticRows | None:
-    dispatchers = [part.token_dispatcher for part in model.modules() if isinstance(part, MoELayer)]
-    if not dispatchers:
-        return None
-    assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in buffers of a fixed size"
-    budget = dispatchers[0].budget
-    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    tokens = args.seq_length * args.micro_batch_size // shared
-    balanced = tokens * budget.topk * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    return StaticRows(budget.rows_of_rank(tokens), balanced)
-
-
 def _trace_stage(
     args: argparse.Namespace,
     model_provider: Callable[..., nn.Module],
@@ -540,6 +540,18 @@ def _trace_stage(
     )
 
 
+def _is_data(one: Traffic) -> bool:
+    return one.phase == PARAMS or (one.phase == GRADS and one.group in _DATA_GROUPS)
+
+
+def _is_tied(one: Traffic) -> bool:
+    return one.phase == GRADS and one.group in ("pp", "embd")
+
+
+def _is_transfer(one: Traffic) -> bool:
+    return one.operation in ("send", "receive")
+
+
 @dataclass(frozen=True)
 class _ParamSpan:
     """Elements of a storage that belong to one parameter or its gradient; shape: of the parameter."""
@@ -563,18 +575,6 @@ def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_
         of_params = found.get(buffer.param_data.untyped_storage()._cdata, [])
         found[buffer.grad_data.untyped_storage()._cdata] = of_params
     return found
-
-
-def _is_data(one: Traffic) -> bool:
-    return one.phase == PARAMS or (one.phase == GRADS and one.group in _DATA_GROUPS)
-
-
-def _is_tied(one: Traffic) -> bool:
-    return one.phase == GRADS and one.group in ("pp", "embd")
-
-
-def _is_transfer(one: Traffic) -> bool:
-    return one.operation in ("send", "receive")
 
 
 class _PartRecorder(WorkRecorder):

@@ -55,15 +55,21 @@ from megatron.training.device_table import Device
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
+# Of a kind of layouts that the run refuses; then none of the kind is tried any more.
+_MOST_REFUSALS = 4
+# Of layouts that do not fit: how many are counted anew in the search for one that the run does not refuse.
+_MOST_TRIED = 12
+# Scaled costs are a little off: what is this near is no progress either.
+_PROGRESS = 0.98
+# An update reads masters and moments and writes them.
+_TOUCHES = 2
+_GIGA = 1e9
 # By whether they are experts': bytes of parameters and of gradients.
 Weights = dict[bool, tuple[int, int]]
 # Kinds by part of the pipeline, the first stage of each content, and numbers of kinds by stage.
 _Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
-# Of a kind of layouts that the run refuses; then none of the kind is tried any more.
-_MOST_REFUSALS = 4
-# An update reads masters and moments and writes them.
-_TOUCHES = 2
-_GIGA = 1e9
+# Called with a line of status for each layout; decides itself what to print.
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,18 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class Found:
+    """The result of a search. front: layouts that none beats in both memory and time, the fastest first. nearest: where
+    nothing fits, the one that needs least. compared, fitting: numbers of layouts.
+    """
+
+    front: tuple[Advice, ...]
+    nearest: Advice | None
+    compared: int
+    fitting: int
+
+
+@dataclass(frozen=True)
 class PassSeconds:
     """Times of one microbatch. exposed: messages that its passes wait for."""
 
@@ -108,59 +126,75 @@ class PassSeconds:
         return self.forward + self.backward + self.exposed
 
 
-def seconds_of(
-    work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
-) -> PassSeconds:
-    """One kernel and one message after the other, but for what kinds of kernels hide; see Overlap."""
-    chunk = work.chunk()
-    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
-    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
-    sent: dict[tuple[str, str], float] = {}
-    for one in work.traffic:
-        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
-        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
-    exposed = sum(
-        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in behind.get(group, ())))
-        for (group, phase), seconds in sent.items()
-    )
-    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
+def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progress: Progress) -> Found:
+    """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
+    micro_batch = space.fixed.get("micro_batch")
+    if micro_batch and space.global_batch % micro_batch:
+        raise CommandLineError(
+            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
+        )
+    compared, known = _costs(space, costs, limit=limit, progress=progress)
+    fitting = [one for one in known if one[0].num_bytes <= limit]
+    if not compared:
+        raise CommandLineError(
+            f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
+            f"data-parallel ranks that divide the global batch of {space.global_batch}; sizes that were given: "
+            f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
+        )
+    front = _front(fitting, costs, limit=limit, most=most, progress=progress)
+    nearest = None
+    if not front:
+        if known and not fitting:
+            # Parameters of more than twice a limit are not looked at any further: here this leaves out nothing that
+            # needs less than what is known.
+            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
+        nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
+        if nearest is None:
+            why = (costs.last_refusal or "").replace(
+                "\n", "; "
+            ) or "the parameters of a rank alone take more than twice the memory"
+            raise CommandLineError(f"none of {compared} layouts can be had: {why}")
+    return Found(tuple(front), nearest, compared, len(fitting))
 
 
-def quick_seconds(
-    stages: Sequence[PassSeconds],
-    shape: Shape,
-    *,
-    reduced: float,
-    gathered: float,
-    updated: float,
-    sharding: Sharding,
-) -> float:
-    """Estimates a step: microbatches through the slowest stage, and each stage once while the pipeline fills.
-
-    stages: of all layers of each, one microbatch. reduced, gathered, updated: seconds of the slowest rank's gradients,
-    parameters and update; the first two overlap with the last backward and the first forward.
-    """
-    slowest = max(stages, key=lambda one: one.total)
-    filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
-    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
-    late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
-    return shape.num_microbatches * slowest.total + filling + late + updated
+def _costs(
+    space: Space, costs: "LayoutCosts", *, limit: int, progress: Progress
+) -> tuple[int, list[tuple[Cost, Layout]]]:
+    """The number of layouts, and those with costs."""
+    total = sum(1 for _ in space.layouts())
+    compared = 0
+    known: list[tuple[Cost, Layout]] = []
+    for layout in space.layouts():
+        progress(f"{compared} of {total} layouts compared")
+        compared += 1
+        cost = costs.cost(layout, limit=limit)
+        if cost is not None:
+            known.append((cost, layout))
+    return compared, known
 
 
-def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
-    """Gradients and parameters of a step. weights: of experts and of the rest, bytes of parameters and gradients."""
-    found = []
-    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
-    for is_expert, (params, grads) in weights.items():
-        name, size = ("edp", shape.expert_ranks) if is_expert else ("dp_cp", shape.dense_ranks)
-        if size < 2:
+def _front(
+    fitting: list[tuple[Cost, Layout]], costs: "LayoutCosts", *, limit: int, most: int, progress: Progress
+) -> list[Advice]:
+    """Returns the best layouts that the run accepts and that fit by their own costs."""
+    found: list[Advice] = []
+    smallest = float("inf")
+    for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
+        if len(found) == most:
+            break
+        if cost.num_bytes > smallest * _PROGRESS:
             continue
-        if sharding is Sharding.NOTHING:
-            found.append(Traffic(name, size, "all-reduce", GRADS, times, grads))
-            continue
-        found.append(Traffic(name, size, "reduce-scatter", GRADS, times, times * grads))
-        found.append(Traffic(name, size, "all-gather", PARAMS, 1, params))
-    return tuple(found)
+        progress(f"{len(fitting)} layouts fit, {len(found)} of the best looked at closely")
+        advice = costs.advice(layout)
+        if advice is not None and advice.num_bytes <= limit:
+            found.append(advice)
+            smallest = min(cost.num_bytes, advice.num_bytes)
+    return sorted(found, key=lambda one: one.time.seconds)
+
+
+def _least(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") -> Advice | None:
+    tried = [costs.advice(layout) for _, layout in islice(candidates, _MOST_TRIED)]
+    return min((advice for advice in tried if advice is not None), key=lambda one: one.num_bytes, default=None)
 
 
 class LayoutCosts:
@@ -517,94 +551,56 @@ def _share_ranks(layout: Layout) -> bool:
     return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
 
 
-# Scaled costs are a little off: what is this near is no progress either.
-_PROGRESS = 0.98
-# Of layouts that do not fit: how many are counted anew in the search for one that the run does not refuse.
-_MOST_TRIED = 12
+def seconds_of(
+    work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
+) -> PassSeconds:
+    """One kernel and one message after the other, but for what kinds of kernels hide; see Overlap."""
+    chunk = work.chunk()
+    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
+    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
+    sent: dict[tuple[str, str], float] = {}
+    for one in work.traffic:
+        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
+        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
+    exposed = sum(
+        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in behind.get(group, ())))
+        for (group, phase), seconds in sent.items()
+    )
+    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a search. front: layouts that none beats in both memory and time, the fastest first. nearest: where
-    nothing fits, the one that needs least. compared, fitting: numbers of layouts.
+def quick_seconds(
+    stages: Sequence[PassSeconds],
+    shape: Shape,
+    *,
+    reduced: float,
+    gathered: float,
+    updated: float,
+    sharding: Sharding,
+) -> float:
+    """Estimates a step: microbatches through the slowest stage, and each stage once while the pipeline fills.
+
+    stages: of all layers of each, one microbatch. reduced, gathered, updated: seconds of the slowest rank's gradients,
+    parameters and update; the first two overlap with the last backward and the first forward.
     """
-
-    front: tuple[Advice, ...]
-    nearest: Advice | None
-    compared: int
-    fitting: int
-
-
-# Called with a line of status for each layout; decides itself what to print.
-Progress = Callable[[str], None]
+    slowest = max(stages, key=lambda one: one.total)
+    filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
+    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
+    late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
+    return shape.num_microbatches * slowest.total + filling + late + updated
 
 
-def search(space: Space, costs: LayoutCosts, *, limit: int, most: int, progress: Progress) -> Found:
-    """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
-    micro_batch = space.fixed.get("micro_batch")
-    if micro_batch and space.global_batch % micro_batch:
-        raise CommandLineError(
-            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
-        )
-    compared, known = _costs(space, costs, limit=limit, progress=progress)
-    fitting = [one for one in known if one[0].num_bytes <= limit]
-    if not compared:
-        raise CommandLineError(
-            f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
-            f"data-parallel ranks that divide the global batch of {space.global_batch}; sizes that were given: "
-            f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
-        )
-    front = _front(fitting, costs, limit=limit, most=most, progress=progress)
-    nearest = None
-    if not front:
-        if known and not fitting:
-            # Parameters of more than twice a limit are not looked at any further: here this leaves out nothing that
-            # needs less than what is known.
-            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
-        nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
-        if nearest is None:
-            why = (costs.last_refusal or "").replace(
-                "\n", "; "
-            ) or "the parameters of a rank alone take more than twice the memory"
-            raise CommandLineError(f"none of {compared} layouts can be had: {why}")
-    return Found(tuple(front), nearest, compared, len(fitting))
-
-
-def _costs(
-    space: Space, costs: LayoutCosts, *, limit: int, progress: Progress
-) -> tuple[int, list[tuple[Cost, Layout]]]:
-    """The number of layouts, and those with costs."""
-    total = sum(1 for _ in space.layouts())
-    compared = 0
-    known: list[tuple[Cost, Layout]] = []
-    for layout in space.layouts():
-        progress(f"{compared} of {total} layouts compared")
-        compared += 1
-        cost = costs.cost(layout, limit=limit)
-        if cost is not None:
-            known.append((cost, layout))
-    return compared, known
-
-
-def _front(
-    fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int, progress: Progress
-) -> list[Advice]:
-    """Returns the best layouts that the run accepts and that fit by their own costs."""
-    found: list[Advice] = []
-    smallest = float("inf")
-    for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
-        if len(found) == most:
-            break
-        if cost.num_bytes > smallest * _PROGRESS:
+def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
+    """Gradients and parameters of a step. weights: of experts and of the rest, bytes of parameters and gradients."""
+    found = []
+    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
+    for is_expert, (params, grads) in weights.items():
+        name, size = ("edp", shape.expert_ranks) if is_expert else ("dp_cp", shape.dense_ranks)
+        if size < 2:
             continue
-        progress(f"{len(fitting)} layouts fit, {len(found)} of the best looked at closely")
-        advice = costs.advice(layout)
-        if advice is not None and advice.num_bytes <= limit:
-            found.append(advice)
-            smallest = min(cost.num_bytes, advice.num_bytes)
-    return sorted(found, key=lambda one: one.time.seconds)
-
-
-def _least(candidates: Iterable[tuple[Cost, Layout]], costs: LayoutCosts) -> Advice | None:
-    tried = [costs.advice(layout) for _, layout in islice(candidates, _MOST_TRIED)]
-    return min((advice for advice in tried if advice is not None), key=lambda one: one.num_bytes, default=None)
+        if sharding is Sharding.NOTHING:
+            found.append(Traffic(name, size, "all-reduce", GRADS, times, grads))
+            continue
+        found.append(Traffic(name, size, "reduce-scatter", GRADS, times, times * grads))
+        found.append(Traffic(name, size, "all-gather", PARAMS, 1, params))
+    return tuple(found)

@@ -29,6 +29,42 @@ _LEAST_CONTEXT_PART = 4096
 _MOST_STAGES = 64
 _MOST_CHUNKS = 4
 _MICRO_BATCHES = (1, 2, 4, 8)
+# Sequences of a step for each GPU where the user says nothing: large runs have about as many.
+_SAMPLES_PER_GPU = 8
+_SEQ_LENGTH = 4096
+# Forward, and a backward of two products for each of its own.
+_PASSES = 3
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "stages": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "micro_batch": "micro_batch_size",
+}
+_CUTS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+# What the user has said of these is not varied, whatever it is.
+_AS_GIVEN = {
+    "sequence": ("sequence_parallel",),
+    "sharding": ("use_distributed_optimizer", "optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    "recompute": (
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "recompute_activations",
+        "moe_layer_recompute",
+    ),
+    "experts": ("moe_expert_rank_capacity_factor", "moe_paged_stash", "moe_expert_capacity_factor"),
+}
 
 
 class Sharding(enum.Enum):
@@ -218,146 +254,6 @@ class Space:
                 yield pair
 
 
-def _size(flag: str, size: int) -> list[str]:
-    return [flag, str(size)] if size > 1 else []
-
-
-def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words that choose what is recomputed; modules: for a choice of parts of layers."""
-    if choice is Recompute.NOTHING:
-        return ()
-    if choice is Recompute.LAYERS:
-        return ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
-
-
-def powers_of_2(largest: int) -> list[int]:
-    """1, 2, 4 and so on up to `largest`."""
-    return [1 << power for power in range(largest.bit_length())]
-
-
-def even_parts(costs: Sequence[float], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Numbers of neighbouring layers, one for each part, whose costliest part is as cheap as can be, and the others as
-    even beside it; None: too few layers.
-
-    costs: of each layer. end_cost: of what the last part has besides, which may have no layer. Where several cuts are
-    as good, early parts get fewer layers: their activations wait longest.
-    """
-    if parts == 1:
-        return (len(costs),)
-    if len(costs) < parts - 1:
-        return None
-    limit = _least_limit(costs, end_cost=end_cost, parts=parts)
-    if len(costs) % parts == 0:
-        equal = (len(costs) // parts,) * parts
-        # Plainer to write down, and to read.
-        if _costliest(costs, equal, end_cost=end_cost) <= limit:
-            return equal
-    filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
-    assert filled is not None, "the least limit is one that can be kept"
-    first = len(costs) - filled[-1]
-    # What comes after the layers may be more than any part of them: that must not make the others uneven.
-    inner = costs[:first]
-    before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
-    assert before is not None, "each part before the last has a layer"
-    return (*before, filled[-1])
-
-
-@lru_cache(maxsize=256)
-def _even_parts(costs: tuple[float, ...], end_cost: float, *, parts: int) -> tuple[int, ...] | None:
-    return even_parts(costs, end_cost=end_cost, parts=parts)
-
-
-def _least_limit(costs: Sequence[float], *, end_cost: float, parts: int) -> float:
-    low, high = max([end_cost, *costs]), sum(costs) + end_cost
-    if _filled(costs, low, end_cost=end_cost, parts=parts) is not None:
-        return low
-    for _ in range(50):
-        middle = (low + high) / 2
-        fits = _filled(costs, middle, end_cost=end_cost, parts=parts) is not None
-        low, high = (low, middle) if fits else (middle, high)
-    # Sums that are equal by hand may differ in their last digits.
-    return high * (1 + 1e-9)
-
-
-def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float) -> float:
-    sums, first = [], 0
-    for count in counts:
-        sums.append(sum(costs[first : first + count]))
-        first += count
-    sums[-1] += end_cost
-    return max(sums)
-
-
-def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Parts filled from the last up to `limit`; None where layers are left over."""
-    counts, left, room = [], len(costs), limit - end_cost
-    for part in reversed(range(parts)):
-        count = 0
-        # Each part before it needs a layer.
-        while left - count > part and costs[left - count - 1] <= room:
-            room -= costs[left - count - 1]
-            count += 1
-        if count == 0 and part < parts - 1:
-            return None
-        counts.append(count)
-        left, room = left - count, limit
-    return tuple(reversed(counts)) if left == 0 else None
-
-
-def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
-    """The cut as --pipeline-model-parallel-layout takes it; further_layers: of multi-token prediction."""
-    parts = [f"{'t' * count}" for count in counts]
-    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * further_layers + "L"
-    words: list[tuple[str, int]] = []
-    for part in parts:
-        if words and words[-1][0] == part:
-            words[-1] = (part, words[-1][1] + 1)
-        else:
-            words.append((part, 1))
-    return "|".join(part if times == 1 else _repeated(part, times) for part, times in words)
-
-
-def _repeated(part: str, times: int) -> str:
-    return f"{part}|{part}" if times == 2 else f"({part}|)*{times - 1}{part}"
-
-
-# Sequences of a step for each GPU where the user says nothing: large runs have about as many.
-_SAMPLES_PER_GPU = 8
-_SEQ_LENGTH = 4096
-_SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "stages": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-    "micro_batch": "micro_batch_size",
-}
-_CUTS = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-# What the user has said of these is not varied, whatever it is.
-_AS_GIVEN = {
-    "sequence": ("sequence_parallel",),
-    "sharding": ("use_distributed_optimizer", "optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    "recompute": (
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-        "recompute_activations",
-        "moe_layer_recompute",
-    ),
-    "experts": ("moe_expert_rank_capacity_factor", "moe_paged_stash", "moe_expert_capacity_factor"),
-}
-
-
 @dataclass(frozen=True)
 class Request:
     """words: the flags of every layout, without those that choose one. args: what they come to on one rank, validated.
@@ -479,10 +375,6 @@ def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ..
     }
 
 
-# Forward, and a backward of two products for each of its own.
-_PASSES = 3
-
-
 def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[dict[LayerKind, float], float]:
     """Returns forward operations for one sample: of each kind of layer, and of what follows the layers.
 
@@ -501,3 +393,107 @@ def _count(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int 
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
     vars(args).update(changed)
     return num_floating_point_operations(args, 1) / _PASSES
+
+
+def _size(flag: str, size: int) -> list[str]:
+    return [flag, str(size)] if size > 1 else []
+
+
+def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...]:
+    """Returns the words that choose what is recomputed; modules: for a choice of parts of layers."""
+    if choice is Recompute.NOTHING:
+        return ()
+    if choice is Recompute.LAYERS:
+        return ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
+
+
+def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
+    """The cut as --pipeline-model-parallel-layout takes it; further_layers: of multi-token prediction."""
+    parts = [f"{'t' * count}" for count in counts]
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * further_layers + "L"
+    words: list[tuple[str, int]] = []
+    for part in parts:
+        if words and words[-1][0] == part:
+            words[-1] = (part, words[-1][1] + 1)
+        else:
+            words.append((part, 1))
+    return "|".join(part if times == 1 else _repeated(part, times) for part, times in words)
+
+
+def _repeated(part: str, times: int) -> str:
+    return f"{part}|{part}" if times == 2 else f"({part}|)*{times - 1}{part}"
+
+
+def powers_of_2(largest: int) -> list[int]:
+    """1, 2, 4 and so on up to `largest`."""
+    return [1 << power for power in range(largest.bit_length())]
+
+
+@lru_cache(maxsize=256)
+def _even_parts(costs: tuple[float, ...], end_cost: float, *, parts: int) -> tuple[int, ...] | None:
+    return even_parts(costs, end_cost=end_cost, parts=parts)
+
+
+def even_parts(costs: Sequence[float], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
+    """Numbers of neighbouring layers, one for each part, whose costliest part is as cheap as can be, and the others as
+    even beside it; None: too few layers.
+
+    costs: of each layer. end_cost: of what the last part has besides, which may have no layer. Where several cuts are
+    as good, early parts get fewer layers: their activations wait longest.
+    """
+    if parts == 1:
+        return (len(costs),)
+    if len(costs) < parts - 1:
+        return None
+    limit = _least_limit(costs, end_cost=end_cost, parts=parts)
+    if len(costs) % parts == 0:
+        equal = (len(costs) // parts,) * parts
+        # Plainer to write down, and to read.
+        if _costliest(costs, equal, end_cost=end_cost) <= limit:
+            return equal
+    filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
+    assert filled is not None, "the least limit is one that can be kept"
+    first = len(costs) - filled[-1]
+    # What comes after the layers may be more than any part of them: that must not make the others uneven.
+    inner = costs[:first]
+    before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
+    assert before is not None, "each part before the last has a layer"
+    return (*before, filled[-1])
+
+
+def _least_limit(costs: Sequence[float], *, end_cost: float, parts: int) -> float:
+    low, high = max([end_cost, *costs]), sum(costs) + end_cost
+    if _filled(costs, low, end_cost=end_cost, parts=parts) is not None:
+        return low
+    for _ in range(50):
+        middle = (low + high) / 2
+        fits = _filled(costs, middle, end_cost=end_cost, parts=parts) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    # Sums that are equal by hand may differ in their last digits.
+    return high * (1 + 1e-9)
+
+
+def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float) -> float:
+    sums, first = [], 0
+    for count in counts:
+        sums.append(sum(costs[first : first + count]))
+        first += count
+    sums[-1] += end_cost
+    return max(sums)
+
+
+def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
+    """Parts filled from the last up to `limit`; None where layers are left over."""
+    counts, left, room = [], len(costs), limit - end_cost
+    for part in reversed(range(parts)):
+        count = 0
+        # Each part before it needs a layer.
+        while left - count > part and costs[left - count - 1] <= room:
+            room -= costs[left - count - 1]
+            count += 1
+        if count == 0 and part < parts - 1:
+            return None
+        counts.append(count)
+        left, room = left - count, limit
+    return tuple(reversed(counts)) if left == 0 else None

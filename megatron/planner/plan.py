@@ -48,6 +48,13 @@ from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_
 from megatron.training.initialize import seed_ranks
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 
+# What a plan does not know, said wherever one is shown.
+NOT_PLANNED = "what the allocator keeps, and data"
+_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
+# What tells stages apart that are otherwise alike.
+_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
+ForwardStep = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class BufferLayout:
@@ -71,91 +78,6 @@ class BufferLayout:
     def padding_share(self) -> float:
         """The share of the buffer that is padding, 0 to 1."""
         return self.padding_bytes / self.num_bytes if self.num_bytes else 0.0
-
-
-def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
-    """The buffers of a rank's wrapped chunks, chunk by chunk; none of modules that hold parameters one by one."""
-    for number, chunk in enumerate(model):
-        if not isinstance(chunk, _BaseDataParallel):
-            continue
-        for buffer in chunk.all_buffers:
-            padding = buffer.layout.numel - sum(span.numel for span in buffer.layout.spans)
-            param_size, grad_size = buffer.param_data.dtype.itemsize, buffer.grad_data.dtype.itemsize
-            yield BufferLayout(
-                number,
-                "expert" if buffer.is_expert else "dense",
-                str(buffer.param_data.dtype).removeprefix("torch."),
-                str(buffer.grad_data.dtype).removeprefix("torch."),
-                tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
-                num_bytes=buffer.layout.numel * (param_size + grad_size),
-                padding_bytes=padding * (param_size + grad_size),
-                bucket_ends=tuple(
-                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
-                    for bucket in buffer.layout.buckets
-                ),
-            )
-
-
-_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
-# What tells stages apart that are otherwise alike.
-_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
-
-
-@dataclass(frozen=True)
-class StageTrace:
-    """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
-    what a step sends, None where nothing is trained.
-    """
-
-    saved: tuple[SavedSizes, ...]
-    experts_of_layer: int
-    step: StepTrace | None
-
-    def working(self, actions: Sequence[Action]) -> int:
-        """Bytes that passes take beside what waits for backward; actions: of the step that was step."""
-        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
-        return 0 if self.step is None else max(0, self.step.peak - kept)
-
-
-def structure_of(model: Sequence[nn.Module]) -> Hashable:
-    """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
-    return tuple(_module(chunk) for chunk in model)
-
-
-def _module(part: nn.Module) -> tuple[Any, ...]:
-    parameters = tuple(
-        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
-    )
-    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
-    # A list of layers names them by their numbers in the whole model.
-    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
-    return type(part), parameters, settings, children
-
-
-def _setting(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_setting(one) for one in value)
-    return type(value)
-
-
-def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
-    """In words, for the validated arguments of a run; see build_flex_dispatcher."""
-    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
-        return ()
-    return (
-        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
-        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
-        "what it does not send twice, is not known without it",
-    )
-
-
-ForwardStep = Callable[..., Any]
-# By what tells stages apart.
-_Known = dict[Hashable, StageTrace]
-# What a plan does not know, said wherever one is shown.
-NOT_PLANNED = "what the allocator keeps, and data"
 
 
 @dataclass(frozen=True)
@@ -232,6 +154,26 @@ class Plan:
     is_balanced: bool
     flops_per_sample: float = 0.0
     substitutions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
+    what a step sends, None where nothing is trained.
+    """
+
+    saved: tuple[SavedSizes, ...]
+    experts_of_layer: int
+    step: StepTrace | None
+
+    def working(self, actions: Sequence[Action]) -> int:
+        """Bytes that passes take beside what waits for backward; actions: of the step that was step."""
+        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
+        return 0 if self.step is None else max(0, self.step.peak - kept)
+
+
+# By what tells stages apart.
+_Known = dict[Hashable, StageTrace]
 
 
 def plan_run(
@@ -423,6 +365,29 @@ class _Build:
         return StageTrace(tuple(saved), max(of_layers), step)
 
 
+def structure_of(model: Sequence[nn.Module]) -> Hashable:
+    """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
+    return tuple(_module(chunk) for chunk in model)
+
+
+def _module(part: nn.Module) -> tuple[Any, ...]:
+    parameters = tuple(
+        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
+    )
+    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
+    # A list of layers names them by their numbers in the whole model.
+    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
+    return type(part), parameters, settings, children
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_setting(one) for one in value)
+    return type(value)
+
+
 def _activations(actions: Sequence[Action], passes: StageTrace, *, stashes: bool) -> dict[str, int]:
     """Returns the bytes at the fullest moment, by kind. stashes: whether what experts save is stashed in pages."""
     if stashes:
@@ -478,3 +443,37 @@ def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
     return {**batch, "loss_mask": torch.zeros(shape, dtype=torch.float32)}
+
+
+def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
+    """The buffers of a rank's wrapped chunks, chunk by chunk; none of modules that hold parameters one by one."""
+    for number, chunk in enumerate(model):
+        if not isinstance(chunk, _BaseDataParallel):
+            continue
+        for buffer in chunk.all_buffers:
+            padding = buffer.layout.numel - sum(span.numel for span in buffer.layout.spans)
+            param_size, grad_size = buffer.param_data.dtype.itemsize, buffer.grad_data.dtype.itemsize
+            yield BufferLayout(
+                number,
+                "expert" if buffer.is_expert else "dense",
+                str(buffer.param_data.dtype).removeprefix("torch."),
+                str(buffer.grad_data.dtype).removeprefix("torch."),
+                tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
+                num_bytes=buffer.layout.numel * (param_size + grad_size),
+                padding_bytes=padding * (param_size + grad_size),
+                bucket_ends=tuple(
+                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
+                    for bucket in buffer.layout.buckets
+                ),
+            )
+
+
+def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
+    """In words, for the validated arguments of a run; see build_flex_dispatcher."""
+    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
+        return ()
+    return (
+        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
+        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
+        "what it does not send twice, is not known without it",
+    )

@@ -36,6 +36,71 @@ from megatron.planner.work import (
     merged,
 )
 
+RECOMPUTE = "recompute"
+_FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
+# torch's, and those of experts with buffers of a fixed size.
+GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
+# They move nothing: memory that is handed out, other views of it, reads by the host.
+_FREE = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
+    *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
+}
+# They read as much as they write, however large the table is.
+_GATHERS = {"embedding", "index", "index_select", "gather"}
+# They read what they are given, and read and write as much of the table.
+_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
+# The sizes of tables make no difference to either.
+ROWS_OF_TABLES = _GATHERS | _SCATTERS
+# The innermost of these that is open says what a message is for.
+_PHASES = {
+    "ScheduleRunner._forward": FORWARD,
+    "ScheduleRunner._backward": BACKWARD,
+    "P2PCommunicator.post": PIPELINE,
+    "_ParamAndGradBucketGroup.launch_gathers": PARAMS,
+    "FSDP::all_gather": PARAMS,
+    "FSDP::post_backward_reduce": GRADS,
+    "_ParamAndGradBucketGroup.launch_reductions": GRADS,
+    "_ParamAndGradBucketGroup.complete_reductions": GRADS,
+    "finalize_model_grads": GRADS,
+    "MegatronOptimizer.step": OPTIMIZER,
+    "Iteration.agree_sync": AGREEMENT,
+    "Iteration.highest_sync": AGREEMENT,
+    "Iteration.first_ranks_order_sync": AGREEMENT,
+    "StatisticsExchange.reduce_sync": STATISTICS,
+}
+_OPERATIONS = {
+    "allreduce_": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+# Their payload is what goes in, of the others what comes out or is there both before and after.
+_BY_INPUT = {"reduce-scatter", "all-to-all"}
+# Messages inside of these are parts of one collective.
+_WHOLE = {
+    "gather_shards_": "all-gather",
+    "_OrderedReduceScatter": "reduce-scatter",
+    "_OrderedReduceScatter._send": "reduce-scatter",
+}
+_BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
+# Names of groups of the same ranks: the first that fits, by what the message is for.
+_OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
+_OF_DATA = (
+    "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
+    "tp_ep_pp tp_dp ep expt_tp tp_ep"
+).split()
+_SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
+
 
 class RunningModules:
     """Follows the forwards of models while `followed`; of nested modules the innermost counts."""
@@ -74,25 +139,6 @@ class RunningModules:
 
     def _leave(self, *_: Any) -> None:
         self._inside.pop()
-
-
-RECOMPUTE = "recompute"
-_FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
-# torch's, and those of experts with buffers of a fixed size.
-GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
-_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
-# They move nothing: memory that is handed out, other views of it, reads by the host.
-_FREE = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
-    *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
-}
-# They read as much as they write, however large the table is.
-_GATHERS = {"embedding", "index", "index_select", "gather"}
-# They read what they are given, and read and write as much of the table.
-_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-# The sizes of tables make no difference to either.
-ROWS_OF_TABLES = _GATHERS | _SCATTERS
 
 
 class WorkRecorder(TorchDispatchMode):
@@ -227,55 +273,6 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.nbytes
-
-
-# The innermost of these that is open says what a message is for.
-_PHASES = {
-    "ScheduleRunner._forward": FORWARD,
-    "ScheduleRunner._backward": BACKWARD,
-    "P2PCommunicator.post": PIPELINE,
-    "_ParamAndGradBucketGroup.launch_gathers": PARAMS,
-    "FSDP::all_gather": PARAMS,
-    "FSDP::post_backward_reduce": GRADS,
-    "_ParamAndGradBucketGroup.launch_reductions": GRADS,
-    "_ParamAndGradBucketGroup.complete_reductions": GRADS,
-    "finalize_model_grads": GRADS,
-    "MegatronOptimizer.step": OPTIMIZER,
-    "Iteration.agree_sync": AGREEMENT,
-    "Iteration.highest_sync": AGREEMENT,
-    "Iteration.first_ranks_order_sync": AGREEMENT,
-    "StatisticsExchange.reduce_sync": STATISTICS,
-}
-# Messages inside of these are parts of one collective.
-_WHOLE = {
-    "gather_shards_": "all-gather",
-    "_OrderedReduceScatter": "reduce-scatter",
-    "_OrderedReduceScatter._send": "reduce-scatter",
-}
-_BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
-_OPERATIONS = {
-    "allreduce_": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "alltoall_": "all-to-all",
-    "broadcast_": "broadcast",
-    "send": "send",
-    "recv_": "receive",
-}
-# Their payload is what goes in, of the others what comes out or is there both before and after.
-_BY_INPUT = {"reduce-scatter", "all-to-all"}
-# Names of groups of the same ranks: the first that fits, by what the message is for.
-_OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
-_OF_DATA = (
-    "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
-    "tp_ep_pp tp_dp ep expt_tp tp_ep"
-).split()
-_SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
 
 
 class MessageRecorder(TorchDispatchMode):

@@ -26,6 +26,19 @@ from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.device_table import Device, planned_device
 
+JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
+# Columns of what is printed.
+WIDTH = 100
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_GIB = 1 << 30
+_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
+_HEAD = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
+_LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
+# More would make files of many megabytes; those of the beginning are told.
+_MOST_PASSES = 20_000
+# Seconds below which a difference of sums is rounding.
+_NOTHING = 1e-12
+
 
 def print_plan(
     args: argparse.Namespace,
@@ -74,10 +87,6 @@ def print_plan(
     print("\n".join(lines))
 
 
-_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
 def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     """The plan of a run with these arguments, line by line."""
     unit, size = next(
@@ -107,14 +116,31 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     ]
 
 
-def _number(count: int, one: str, *, several: str | None = None) -> str:
-    return f"{count} {one if count == 1 else several or one + 's'}"
-
-
 def _value(stage: RankPlan, column: str) -> int:
     value = sum(stage.activations.values()) if column == "activations" else getattr(stage, column)
     assert isinstance(value, int)
     return value
+
+
+def _range(layers: Sequence[int]) -> str:
+    """Numbers that follow each other as first-last."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
+
+
+def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
+    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
+
+
+def _number(count: int, one: str, *, several: str | None = None) -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
+
+
+def _layout(args: argparse.Namespace) -> str:
+    sizes = layout_sizes(args)
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
 
 def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -132,21 +158,31 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
-def _layout(args: argparse.Namespace) -> str:
-    sizes = layout_sizes(args)
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+def buffer_lines(stages: Sequence[RankPlan], *, unit: str, size: int) -> list[str]:
+    """Buckets and padding of each buffer of the stage with the most padding."""
+    most = max(stages, key=lambda stage: sum(one.padding_bytes for one in stage.buffers))
+    return [_buffer_line(one, most.stage, unit=unit, size=size) for one in most.buffers]
 
 
-def _range(layers: Sequence[int]) -> str:
-    """Numbers that follow each other as first-last."""
-    starts = [n for n in layers if n - 1 not in layers]
-    ends = [n for n in layers if n + 1 not in layers]
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
+def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
+    buckets = f"{len(one.bucket_bytes)} {'bucket' if len(one.bucket_bytes) == 1 else 'buckets'}"
+    return (
+        f"buffer of stage {stage}, chunk {one.chunk}: {one.kind}, {one.param_dtype} with {one.grad_dtype} gradients, "
+        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % are padding"
+    )
 
 
-def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
-    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
+def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
+    """What a rank sends in a step, largest first; on links: bytes that leave it where collectives run as rings."""
+    if not stage.links:
+        return []
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for one in sorted(stage.links, key=lambda one: -one.num_bytes):
+        sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
+        rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    return [f"sent in a step by rank {stage.rank}, of stage {stage.stage}, in {unit}:", *lines]
 
 
 def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
@@ -168,41 +204,27 @@ def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     ]
 
 
-_HEAD = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
+def time_lines(step: StepTime) -> list[str]:
+    """Returns the printed lines about the estimated step."""
+    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
+    mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
+    slowest = min(step.stages, key=lambda stage: stage.bubble)
+    kinds = sorted(slowest.by_kind.items(), key=lambda item: -item[1])
+    return [
+        f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tflops:.1f} TFLOP/s a device{mfu}",
+        f"of it, mean over stages: {split}",
+        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
+        f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
+        + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
+        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
+    ]
 
 
-def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
-    """What a rank sends in a step, largest first; on links: bytes that leave it where collectives run as rings."""
-    if not stage.links:
-        return []
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for one in sorted(stage.links, key=lambda one: -one.num_bytes):
-        sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
-        rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-    return [f"sent in a step by rank {stage.rank}, of stage {stage.stage}, in {unit}:", *lines]
-
-
-def buffer_lines(stages: Sequence[RankPlan], *, unit: str, size: int) -> list[str]:
-    """Buckets and padding of each buffer of the stage with the most padding."""
-    most = max(stages, key=lambda stage: sum(one.padding_bytes for one in stage.buffers))
-    return [_buffer_line(one, most.stage, unit=unit, size=size) for one in most.buffers]
-
-
-def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
-    buckets = f"{len(one.bucket_bytes)} {'bucket' if len(one.bucket_bytes) == 1 else 'buckets'}"
-    return (
-        f"buffer of stage {stage}, chunk {one.chunk}: {one.kind}, {one.param_dtype} with {one.grad_dtype} gradients, "
-        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % are padding"
-    )
-
-
-JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
-# More would make files of many megabytes; those of the beginning are told.
-_MOST_PASSES = 20_000
-# Seconds below which a difference of sums is rounding.
-_NOTHING = 1e-12
+def _seconds(seconds: float) -> str:
+    if seconds < _NOTHING:
+        return "0 ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def plan_document(
@@ -230,33 +252,6 @@ def plan_document(
         "notes": notes(plan, device),
         "assumptions": list(ASSUMPTIONS),
     }
-
-
-def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
-    for name, text in texts.items():
-        with replaced_file(folder / name) as file:
-            file.write(text.encode())
-    return [folder / name for name in texts]
-
-
-def time_lines(step: StepTime) -> list[str]:
-    """Returns the printed lines about the estimated step."""
-    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
-    mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
-    slowest = min(step.stages, key=lambda stage: stage.bubble)
-    kinds = sorted(slowest.by_kind.items(), key=lambda item: -item[1])
-    return [
-        f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
-        f"{step.tflops:.1f} TFLOP/s a device{mfu}",
-        f"of it, mean over stages: {split}",
-        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
-        f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
-        + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
-        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
-    ]
 
 
 def notes(plan: Plan, device: Device) -> list[str]:
@@ -318,10 +313,14 @@ def _schedule(step: StepTime) -> list[list[list[Any]]]:
     ]
 
 
-def _seconds(seconds: float) -> str:
-    if seconds < _NOTHING:
-        return "0 ms"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
+    for name, text in texts.items():
+        with replaced_file(folder / name) as file:
+            file.write(text.encode())
+    return [folder / name for name in texts]
 
 
 def rank_range(ranks: Sequence[int]) -> str:
@@ -367,17 +366,45 @@ def _term(one: range) -> str:
     return f"{one.start}:{one.stop}:{one.step}"
 
 
-# Columns of what is printed.
-WIDTH = 100
-_GIB = 1 << 30
-_LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
-
-
 def table_lines(advice: Sequence[Advice]) -> list[str]:
     """One line each, under a line with names."""
     rows = [["", *_LAYOUT_COLUMNS], *([f"{number}.", *_cells(one)] for number, one in enumerate(advice, start=1))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+
+
+def _cells(advice: Advice) -> list[str]:
+    layout, time = advice.layout, advice.time
+    choices = (layout.sharding, layout.recompute, layout.experts)
+    sizes = (
+        layout.tensor,
+        layout.stages,
+        layout.chunks,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.micro_batch,
+    )
+    return [
+        *map(str, sizes),
+        *("-" if one is None else one.value for one in choices),
+        f"{advice.num_bytes / _GIB:.2f}",
+        f"{time.seconds:.3g}",
+        "-" if time.mfu is None else f"{100 * time.mfu:.1f}%",
+        f"{100 * _bubble(time) / time.seconds:.1f}%",
+        f"{100 * _exposed(time) / time.seconds:.1f}%",
+    ]
+
+
+def _bubble(time: StepTime) -> float:
+    """Seconds that the stages wait for each other, on average."""
+    # Differences of sums may end a rounding below nothing.
+    return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
+
+
+def _exposed(time: StepTime) -> float:
+    """Seconds that the stages wait for messages that nothing hides, on average."""
+    return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)
 
 
 def flag_lines(advice: Advice) -> str:
@@ -435,37 +462,3 @@ def _advice_as_json(advice: Advice) -> dict[str, Any]:
         "bubble_seconds": _bubble(time),
         "exposed_seconds": _exposed(time),
     }
-
-
-def _cells(advice: Advice) -> list[str]:
-    layout, time = advice.layout, advice.time
-    choices = (layout.sharding, layout.recompute, layout.experts)
-    sizes = (
-        layout.tensor,
-        layout.stages,
-        layout.chunks,
-        layout.context,
-        layout.expert,
-        layout.expert_tensor,
-        layout.micro_batch,
-    )
-    return [
-        *map(str, sizes),
-        *("-" if one is None else one.value for one in choices),
-        f"{advice.num_bytes / _GIB:.2f}",
-        f"{time.seconds:.3g}",
-        "-" if time.mfu is None else f"{100 * time.mfu:.1f}%",
-        f"{100 * _bubble(time) / time.seconds:.1f}%",
-        f"{100 * _exposed(time) / time.seconds:.1f}%",
-    ]
-
-
-def _bubble(time: StepTime) -> float:
-    """Seconds that the stages wait for each other, on average."""
-    # Differences of sums may end a rounding below nothing.
-    return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
-
-
-def _exposed(time: StepTime) -> float:
-    """Seconds that the stages wait for messages that nothing hides, on average."""
-    return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)

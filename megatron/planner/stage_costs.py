@@ -42,6 +42,7 @@ from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.expert_schedule import stash_events
 
+_OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
 # Rounds of microbatches after which a schedule only repeats itself, until its end.
 _ROUNDS = 3
 
@@ -114,6 +115,59 @@ class StageMemory:
         return self.persistent.total + self.pages + sum(self.activations.values())
 
 
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The sizes of the run of validated args."""
+    kinds = iter(layer_kinds(args))
+    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
+    return Shape(
+        world_size=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        stages=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        layers=tuple(tuple(islice(kinds, count)) for count in counts),
+        num_microbatches=batch_sizes(args).final_num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
+
+
+def check_counted(args: argparse.Namespace) -> None:
+    """Raises CommandLineError for flags that lead to memory which is not counted here."""
+    if args.use_torch_fsdp2:
+        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
+    if args.optimizer not in _OPTIMIZERS:
+        raise CommandLineError(
+            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
+            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
+        )
+    if args.skip_train:
+        raise CommandLineError("--skip-train: layouts are compared for training; drop it")
+
+
+def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
+    """What the first rank of each stage holds, in the run of validated args; costs: of these args.
+
+    Raises CommandLineError for flags that lead to memory which is not counted here.
+    """
+    check_counted(args)
+    shape, ddp_config = shape_of(args), ddp_config_of(args)
+    optimizer_config = config_from_args(OptimizerConfig, args)
+    stages = []
+    for stage in range(shape.stages):
+        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
+        stages.append(
+            StageMemory(
+                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                device_pages,
+                host_pages,
+                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
+            )
+        )
+    return stages
+
+
 def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
     """The parts of each chunk of a stage."""
     numbers = range(stage, len(shape.layers), shape.stages)
@@ -181,103 +235,6 @@ def chunk_buffers(
         )
 
 
-def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
-    """Bytes that a microbatch of each chunk of a stage leaves for its backward, by kind."""
-    found = []
-    for parts in stage_chunks(costs, shape, stage=stage):
-        saved: Counter[str] = Counter()
-        for part in parts:
-            saved.update(part.saved)
-        found.append(saved)
-    return found
-
-
-def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
-    """Returns the bytes at the fullest moment of the stage's schedule, by kind. stashes: whether experts stash."""
-    saved = saved_by_chunk(costs, shape, stage=stage)
-    in_buffers = 0
-    if stashes:
-        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
-        # One layer's rows are outside of pages, between its experts and its copy.
-        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
-        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
-    moments = fullest_moments(
-        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
-    )
-    sizes = [sum(kinds.values()) for kinds in saved]
-    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
-    peak: Counter[str] = Counter()
-    for count, kinds in zip(fullest, saved, strict=True):
-        peak.update({kind: size * count for kind, size in kinds.items()})
-    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
-
-
-def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
-    """Returns how many layers with experts a part of the pipeline has, including multi-token prediction."""
-    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
-    return sum(kind.has_experts for kind in shape.layers[part]) + further
-
-
-@lru_cache(maxsize=1 << 14)
-def fullest_moments(
-    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the microbatches of each chunk between forward and backward, at the moments that no other exceeds.
-
-    A long step is replaced by a shorter one, which has as many rounds as it takes to fill the pipeline.
-    """
-    alive = [0] * pipeline.num_chunks
-    found: set[tuple[int, ...]] = set()
-    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
-        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
-        if action.kind is ActionKind.FORWARD:
-            found.add(tuple(alive))
-    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
-
-
-def short_step(num_microbatches: int, group_size: int) -> int:
-    """Microbatches of the shortest step that fills the pipeline as much, and ends alike."""
-    return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
-
-
-def full_rounds(group_size: int) -> int:
-    """Microbatches after which the pipeline is as full as it ever is."""
-    return _ROUNDS * group_size
-
-
-@lru_cache(maxsize=256)
-def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
-    """Returns the order of passes of each stage, in a step no longer than it takes to fill the pipeline."""
-    length = short_step(num_microbatches, group_size or pipeline.num_stages)
-    return stage_orders(pipeline, length, group_size=group_size)
-
-
-def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
-    """Bytes of the stash's pages of a stage, on the device and on the host, before anything is learned."""
-    if costs.rows is None or not costs.config.moe_paged_stash:
-        return 0, 0
-    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
-    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
-    events = stash_events(kept_events(expand(order, layers)))
-    max_rows = costs.rows.max_rows if events else 0
-    needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
-    layout = pool_layout(costs.config, needs, learned=LearnedSizes())
-    if layout is None:
-        return 0, 0
-    return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
-
-
-def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
-    """Returns for each part of the pipeline the numbers of its layers with experts, from 1 over the model."""
-    numbers, first = [], 1
-    for part, kinds in enumerate(shape.layers):
-        found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
-        first += len(kinds)
-        further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
-        numbers.append([*found, *range(first, first + further)])
-    return numbers
-
-
 def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, list[ParamSize]]:
     found: dict[BufferKind, list[ParamSize]] = {}
     for part in parts:
@@ -319,46 +276,101 @@ def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: 
     return stepped, on_host
 
 
-def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
-    """Returns by group how many of its ranks share a node, in the order of ranks that runs have."""
-    tp, etp = shape.tensor, shape.expert_tensor
-    groups = {
-        "tp": (1, tp),
-        "cp": (tp, shape.context),
-        "tp_cp": (1, tp * shape.context),
-        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
-        "dp_cp": (tp, shape.dense_ranks),
-        "pp": (shape.world_size // shape.stages, shape.stages),
-        "etp": (1, etp),
-        "ep": (etp, shape.expert),
-        "tp_ep": (1, etp * shape.expert),
-        "edp": (etp * shape.expert, shape.expert_ranks),
-        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
-        "stage": (1, shape.world_size // shape.stages),
-        "world": (1, shape.world_size),
-    }
-    return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}
+def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
+    """Bytes of the stash's pages of a stage, on the device and on the host, before anything is learned."""
+    if costs.rows is None or not costs.config.moe_paged_stash:
+        return 0, 0
+    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
+    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
+    events = stash_events(kept_events(expand(order, layers)))
+    max_rows = costs.rows.max_rows if events else 0
+    needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
+    layout = pool_layout(costs.config, needs, learned=LearnedSizes())
+    if layout is None:
+        return 0, 0
+    return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
 
-def _data_messages(
-    costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
-) -> tuple[Traffic, ...]:
-    """Gradients and parameters of a step of a stage, bucket by bucket."""
+def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
+    """Returns for each part of the pipeline the numbers of its layers with experts, from 1 over the model."""
+    numbers, first = [], 1
+    for part, kinds in enumerate(shape.layers):
+        found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
+        first += len(kinds)
+        further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+        numbers.append([*found, *range(first, first + further)])
+    return numbers
+
+
+def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
+    """Returns how many layers with experts a part of the pipeline has, including multi-token prediction."""
+    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+    return sum(kind.has_experts for kind in shape.layers[part]) + further
+
+
+def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
+    """Bytes that a microbatch of each chunk of a stage leaves for its backward, by kind."""
     found = []
-    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
-    for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
-        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
-            if layout.num_shards < 2:
-                continue
-            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
-            group, count = (name, layout.num_shards), len(layout.buckets)
-            grads = layout.numel * kind.grad_dtype.itemsize
-            if not ddp_config.use_distributed_optimizer:
-                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
-                continue
-            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
-            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
-    return merged(found)
+    for parts in stage_chunks(costs, shape, stage=stage):
+        saved: Counter[str] = Counter()
+        for part in parts:
+            saved.update(part.saved)
+        found.append(saved)
+    return found
+
+
+def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
+    """Returns the bytes at the fullest moment of the stage's schedule, by kind. stashes: whether experts stash."""
+    saved = saved_by_chunk(costs, shape, stage=stage)
+    in_buffers = 0
+    if stashes:
+        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
+        # One layer's rows are outside of pages, between its experts and its copy.
+        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
+    moments = fullest_moments(
+        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
+    )
+    sizes = [sum(kinds.values()) for kinds in saved]
+    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
+    peak: Counter[str] = Counter()
+    for count, kinds in zip(fullest, saved, strict=True):
+        peak.update({kind: size * count for kind, size in kinds.items()})
+    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
+
+
+@lru_cache(maxsize=1 << 14)
+def fullest_moments(
+    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the microbatches of each chunk between forward and backward, at the moments that no other exceeds.
+
+    A long step is replaced by a shorter one, which has as many rounds as it takes to fill the pipeline.
+    """
+    alive = [0] * pipeline.num_chunks
+    found: set[tuple[int, ...]] = set()
+    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if action.kind is ActionKind.FORWARD:
+            found.add(tuple(alive))
+    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
+
+
+@lru_cache(maxsize=256)
+def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
+    """Returns the order of passes of each stage, in a step no longer than it takes to fill the pipeline."""
+    length = short_step(num_microbatches, group_size or pipeline.num_stages)
+    return stage_orders(pipeline, length, group_size=group_size)
+
+
+def short_step(num_microbatches: int, group_size: int) -> int:
+    """Microbatches of the shortest step that fills the pipeline as much, and ends alike."""
+    return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
+
+
+def full_rounds(group_size: int) -> int:
+    """Microbatches after which the pipeline is as full as it ever is."""
+    return _ROUNDS * group_size
 
 
 def stage_load(
@@ -394,57 +406,43 @@ def stage_load(
     return StageLoad(tuple(chunks), merged(traffic), update)
 
 
-_OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
+def _data_messages(
+    costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
+) -> tuple[Traffic, ...]:
+    """Gradients and parameters of a step of a stage, bucket by bucket."""
+    found = []
+    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
+    for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
+        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            if layout.num_shards < 2:
+                continue
+            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
+            group, count = (name, layout.num_shards), len(layout.buckets)
+            grads = layout.numel * kind.grad_dtype.itemsize
+            if not ddp_config.use_distributed_optimizer:
+                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
+                continue
+            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
+            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
+    return merged(found)
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
-    """The sizes of the run of validated args."""
-    kinds = iter(layer_kinds(args))
-    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
-    return Shape(
-        world_size=args.world_size,
-        tensor=args.tensor_model_parallel_size,
-        stages=args.pipeline_model_parallel_size,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        layers=tuple(tuple(islice(kinds, count)) for count in counts),
-        num_microbatches=batch_sizes(args).final_num_microbatches,
-        group_size=args.microbatch_group_size_per_vp_stage,
-    )
-
-
-def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
-    """What the first rank of each stage holds, in the run of validated args; costs: of these args.
-
-    Raises CommandLineError for flags that lead to memory which is not counted here.
-    """
-    check_counted(args)
-    shape, ddp_config = shape_of(args), ddp_config_of(args)
-    optimizer_config = config_from_args(OptimizerConfig, args)
-    stages = []
-    for stage in range(shape.stages):
-        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
-        stages.append(
-            StageMemory(
-                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
-                device_pages,
-                host_pages,
-                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
-            )
-        )
-    return stages
-
-
-def check_counted(args: argparse.Namespace) -> None:
-    """Raises CommandLineError for flags that lead to memory which is not counted here."""
-    if args.use_torch_fsdp2:
-        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
-    if args.optimizer not in _OPTIMIZERS:
-        raise CommandLineError(
-            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
-            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
-        )
-    if args.skip_train:
-        raise CommandLineError("--skip-train: layouts are compared for training; drop it")
+def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
+    """Returns by group how many of its ranks share a node, in the order of ranks that runs have."""
+    tp, etp = shape.tensor, shape.expert_tensor
+    groups = {
+        "tp": (1, tp),
+        "cp": (tp, shape.context),
+        "tp_cp": (1, tp * shape.context),
+        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
+        "dp_cp": (tp, shape.dense_ranks),
+        "pp": (shape.world_size // shape.stages, shape.stages),
+        "etp": (1, etp),
+        "ep": (etp, shape.expert),
+        "tp_ep": (1, etp * shape.expert),
+        "edp": (etp * shape.expert, shape.expert_ranks),
+        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
+        "stage": (1, shape.world_size // shape.stages),
+        "world": (1, shape.world_size),
+    }
+    return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}

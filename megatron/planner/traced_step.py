@@ -38,31 +38,6 @@ from megatron.training.setup import setup_steps
 from megatron.training.step_runner import StepRunner
 from megatron.training.step_statistics import StatisticsExchange, Totals
 
-
-@contextmanager
-def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, what fully_shard allocates for the chunks has no memory either; there are streams of the CPU, which do
-    nothing.
-
-    The units themselves are changed in place and for good: their device is meta, and nothing checks for it any more.
-    Reads private parts of torch 2.11 to 2.13: no public way tells fully_shard to run where its parameters are.
-    """
-    parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
-    units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
-    for unit in units:
-        unit.device = torch.device("meta")
-        for param in unit.fsdp_params:
-            param.device = torch.device("meta")
-        # It would refuse them in the first forward.
-        vars(unit)["_validate_no_meta_params"] = lambda: None
-    handle = vars(_fsdp_collectives)["_get_device_handle"]
-    vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
-    try:
-        yield
-    finally:
-        vars(_fsdp_collectives)["_get_device_handle"] = handle
-
-
 # The part of a step that follows its passes.
 _UPDATE = "update"
 
@@ -84,59 +59,6 @@ class StepTrace:
     messages_peak: int
     chunks: tuple[ChunkWork, ...]
     update: Kernels
-
-
-class NoValues(TorchDispatchMode):
-    """Answers reads of tensors without memory with zeros, and leaves out updates that have no shapes to show.
-
-    even_share: of the slots of tokens, how many go to the experts of one rank where it asks.
-    """
-
-    def __init__(self, even_share: float = 1.0) -> None:
-        super().__init__()
-        self._even_share = even_share
-        self._answers: dict[Any, Callable[..., Any]] = {
-            torch.ops.aten._local_scalar_dense.default: _zero,
-            torch.ops.aten._to_copy.default: _on_host,
-            torch.ops.aten.equal.default: lambda *tensors: True,
-            torch.ops.aten.nonzero.default: self._even_rows,
-            torch.ops.aten._grouped_mm.default: _grouped_product,
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers reads of meta tensors, skips fused optimizer kernels, and runs other operators unchanged."""
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            answer = self._answers.get(func)
-            result = NotImplemented if answer is None else answer(*args, **kwargs)
-            return func(*args, **kwargs) if result is NotImplemented else result
-        if func.namespace == "aten" and func._schema.name.startswith("aten::_fused_"):
-            return None
-        return func(*args, **kwargs)
-
-    def _even_rows(self, mask: Tensor) -> Tensor:
-        return mask.new_empty(round(mask.numel() * self._even_share), mask.dim(), dtype=torch.int64)
-
-
-def _zero(number: Tensor) -> float | int:
-    return 0.0 if number.is_floating_point() else 0
-
-
-def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> Any:
-    """NotImplemented for what stays without memory."""
-    if device is None or torch.device(device).type != "cpu":
-        return NotImplemented
-    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
-
-
-def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Tensor:
-    """Returns the empty result of a grouped product, since torch knows its shape for bf16 alone.
-
-    The product is of rows by expert with a matrix for each, or of two tables of rows, which gives one matrix an expert.
-    """
-    shape = left.shape[-2], right.shape[-1]
-    ends = more[0] if more else rest["offs"]
-    return left.new_empty(shape if left.dim() != right.dim() else (len(ends), *shape))
 
 
 class _NamesNoted(StatisticsExchange):
@@ -208,41 +130,6 @@ class TracedSteps:
             self.steps.update_sync()
 
 
-@contextmanager
-def traced_steps(
-    args: argparse.Namespace,
-    model: list[nn.Module],
-    *,
-    optimizer: MegatronOptimizer,
-    forward_step: Callable[..., Any],
-    groups: ProcessGroupCollection,
-    note: Callable[..., None],
-) -> Iterator[TracedSteps]:
-    """Yields the run's steps without memory. model: wrapped chunks, without memory. note: as WorkRecorder's."""
-    steps = setup_steps(
-        args,
-        model,
-        forward_step_func=forward_step,
-        optimizer=optimizer,
-        timers=Timers(0, "minmax"),
-        memory=None,
-        graphs=None,
-    )
-    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
-    static = [layer for layer in layers if layer.expert_step is not None]
-    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
-        # Ranks whose stages have no experts tell as many numbers as others.
-        steps.memory = _Experts(static)
-    steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
-    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
-        yield TracedSteps(steps, optimizer, statistics)
-
-
-def live_rows(args: argparse.Namespace) -> float:
-    """Returns the share of expert buffer rows that hold tokens."""
-    return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
-
-
 def trace_step(
     args: argparse.Namespace,
     model: list[nn.Module],
@@ -288,47 +175,63 @@ def trace_step(
     )
 
 
-def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """Returns the messages where all ranks agree on the statistics of num_names losses; see StatisticsExchange."""
-    # Where it holds, and its sum and count, as fp64.
-    return tuple(
-        replace(one, num_bytes=one.num_bytes + 24 * num_names) if _is_statistics(one) else one for one in links
+def live_rows(args: argparse.Namespace) -> float:
+    """Returns the share of expert buffer rows that hold tokens."""
+    return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
+
+
+@contextmanager
+def traced_steps(
+    args: argparse.Namespace,
+    model: list[nn.Module],
+    *,
+    optimizer: MegatronOptimizer,
+    forward_step: Callable[..., Any],
+    groups: ProcessGroupCollection,
+    note: Callable[..., None],
+) -> Iterator[TracedSteps]:
+    """Yields the run's steps without memory. model: wrapped chunks, without memory. note: as WorkRecorder's."""
+    steps = setup_steps(
+        args,
+        model,
+        forward_step_func=forward_step,
+        optimizer=optimizer,
+        timers=Timers(0, "minmax"),
+        memory=None,
+        graphs=None,
     )
+    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
+    static = [layer for layer in layers if layer.expert_step is not None]
+    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
+        # Ranks whose stages have no experts tell as many numbers as others.
+        steps.memory = _Experts(static)
+    steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
+    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
+        yield TracedSteps(steps, optimizer, statistics)
 
 
-def _is_statistics(one: Traffic) -> bool:
-    return (one.group, one.operation, one.phase) == ("world", "all-reduce", STATISTICS)
+@contextmanager
+def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, what fully_shard allocates for the chunks has no memory either; there are streams of the CPU, which do
+    nothing.
 
-
-def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
-    """Splits messages between stages into those of forward and backward, in the numbers of the schedule.
-
-    All of them have the same size.
+    The units themselves are changed in place and for good: their device is meta, and nothing checks for it any more.
+    Reads private parts of torch 2.11 to 2.13: no public way tells fully_shard to run where its parameters are.
     """
-    transfers = [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
-    kinds = Counter((transfer.direction.value, transfer.action.kind) for transfer in transfers)
-    for one in links:
-        if one.phase != PIPELINE:
-            yield one
-            continue
-        for phase, kind in ((FORWARD, ActionKind.FORWARD), (BACKWARD, ActionKind.BACKWARD)):
-            count = kinds[one.operation, kind]
-            if count:
-                yield replace(one, phase=phase, count=count, num_bytes=one.num_bytes // one.count * count)
-
-
-def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
-    """Returns the messages of a step of num_microbatches; one, two: those of steps of one and of two."""
-    first = {(t.group, t.operation, t.phase): t for t in one}
-    found = []
-    for later in two:
-        before = first.get((later.group, later.operation, later.phase), replace(later, count=0, num_bytes=0))
-        further = num_microbatches - 2
-        count = later.count + further * (later.count - before.count)
-        num_bytes = later.num_bytes + further * (later.num_bytes - before.num_bytes)
-        if count and later.phase != OTHER:
-            found.append(replace(later, count=count, num_bytes=num_bytes))
-    return tuple(found)
+    parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
+    units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
+    for unit in units:
+        unit.device = torch.device("meta")
+        for param in unit.fsdp_params:
+            param.device = torch.device("meta")
+        # It would refuse them in the first forward.
+        vars(unit)["_validate_no_meta_params"] = lambda: None
+    handle = vars(_fsdp_collectives)["_get_device_handle"]
+    vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
+    try:
+        yield
+    finally:
+        vars(_fsdp_collectives)["_get_device_handle"] = handle
 
 
 @contextmanager
@@ -364,3 +267,99 @@ def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tens
     rows, counts, probs = inputs
     of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
     return rows, torch.tensor(of_expert, dtype=torch.int64, device="cpu"), probs
+
+
+class NoValues(TorchDispatchMode):
+    """Answers reads of tensors without memory with zeros, and leaves out updates that have no shapes to show.
+
+    even_share: of the slots of tokens, how many go to the experts of one rank where it asks.
+    """
+
+    def __init__(self, even_share: float = 1.0) -> None:
+        super().__init__()
+        self._even_share = even_share
+        self._answers: dict[Any, Callable[..., Any]] = {
+            torch.ops.aten._local_scalar_dense.default: _zero,
+            torch.ops.aten._to_copy.default: _on_host,
+            torch.ops.aten.equal.default: lambda *tensors: True,
+            torch.ops.aten.nonzero.default: self._even_rows,
+            torch.ops.aten._grouped_mm.default: _grouped_product,
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers reads of meta tensors, skips fused optimizer kernels, and runs other operators unchanged."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            answer = self._answers.get(func)
+            result = NotImplemented if answer is None else answer(*args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        if func.namespace == "aten" and func._schema.name.startswith("aten::_fused_"):
+            return None
+        return func(*args, **kwargs)
+
+    def _even_rows(self, mask: Tensor) -> Tensor:
+        return mask.new_empty(round(mask.numel() * self._even_share), mask.dim(), dtype=torch.int64)
+
+
+def _zero(number: Tensor) -> float | int:
+    return 0.0 if number.is_floating_point() else 0
+
+
+def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> Any:
+    """NotImplemented for what stays without memory."""
+    if device is None or torch.device(device).type != "cpu":
+        return NotImplemented
+    return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
+
+
+def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Tensor:
+    """Returns the empty result of a grouped product, since torch knows its shape for bf16 alone.
+
+    The product is of rows by expert with a matrix for each, or of two tables of rows, which gives one matrix an expert.
+    """
+    shape = left.shape[-2], right.shape[-1]
+    ends = more[0] if more else rest["offs"]
+    return left.new_empty(shape if left.dim() != right.dim() else (len(ends), *shape))
+
+
+def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
+    """Returns the messages of a step of num_microbatches; one, two: those of steps of one and of two."""
+    first = {(t.group, t.operation, t.phase): t for t in one}
+    found = []
+    for later in two:
+        before = first.get((later.group, later.operation, later.phase), replace(later, count=0, num_bytes=0))
+        further = num_microbatches - 2
+        count = later.count + further * (later.count - before.count)
+        num_bytes = later.num_bytes + further * (later.num_bytes - before.num_bytes)
+        if count and later.phase != OTHER:
+            found.append(replace(later, count=count, num_bytes=num_bytes))
+    return tuple(found)
+
+
+def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
+    """Splits messages between stages into those of forward and backward, in the numbers of the schedule.
+
+    All of them have the same size.
+    """
+    transfers = [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
+    kinds = Counter((transfer.direction.value, transfer.action.kind) for transfer in transfers)
+    for one in links:
+        if one.phase != PIPELINE:
+            yield one
+            continue
+        for phase, kind in ((FORWARD, ActionKind.FORWARD), (BACKWARD, ActionKind.BACKWARD)):
+            count = kinds[one.operation, kind]
+            if count:
+                yield replace(one, phase=phase, count=count, num_bytes=one.num_bytes // one.count * count)
+
+
+def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
+    """Returns the messages where all ranks agree on the statistics of num_names losses; see StatisticsExchange."""
+    # Where it holds, and its sum and count, as fp64.
+    return tuple(
+        replace(one, num_bytes=one.num_bytes + 24 * num_names) if _is_statistics(one) else one for one in links
+    )
+
+
+def _is_statistics(one: Traffic) -> bool:
+    return (one.group, one.operation, one.phase) == ("world", "all-reduce", STATISTICS)

@@ -17,17 +17,6 @@ from enum import Enum
 
 from megatron.training.device_table import Device
 
-# The first that is found in a module's name says whose tensors its saved ones are.
-_KINDS = (
-    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
-    (re.compile(r"\bshared_experts\b"), "shared experts"),
-    (re.compile(r"\bexperts\b"), "experts"),
-    (re.compile(r"\brouter\b"), "router"),
-    (re.compile(r"\bmlp\b"), "feed-forward"),
-    (re.compile(r"\bembedding\b"), "embedding"),
-    (re.compile(r"\boutput_layer\b"), "output and loss"),
-)
-EXPERTS, REST = "experts", "norms and residuals"
 # Phases of a step.
 FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OTHER = (
     "forward",
@@ -40,50 +29,19 @@ FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OT
     "statistics",
     "other",
 )
+EXPERTS, REST = "experts", "norms and residuals"
+# The first that is found in a module's name says whose tensors its saved ones are.
+_KINDS = (
+    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
+    (re.compile(r"\bshared_experts\b"), "shared experts"),
+    (re.compile(r"\bexperts\b"), "experts"),
+    (re.compile(r"\brouter\b"), "router"),
+    (re.compile(r"\bmlp\b"), "feed-forward"),
+    (re.compile(r"\bembedding\b"), "embedding"),
+    (re.compile(r"\boutput_layer\b"), "output and loss"),
+)
 # Shares of the payload that leave a rank, and reach it, where ranks form a ring; per rank of n: share * (n - 1) / n.
 RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Messages of one kind of one rank in one training step, over all of its microbatches.
-
-    group: its name, as in ProcessGroupCollection, but etp, edp, stage and world in short. operation: all-reduce,
-    all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: forward, backward, grad reduce, param
-    gather, optimizer, or the few numbers of agreement and statistics. count: how many. num_bytes: of all of them
-    together, see [Note: payload].
-    """
-
-    group: str
-    group_size: int
-    operation: str
-    phase: str
-    count: int
-    num_bytes: int
-
-
-def link_bytes(traffic: Traffic) -> float:
-    """Bytes that leave this rank, and as many that reach it, where collectives run as rings (Patarasu and Yuan, 2009):
-    2 (n - 1) / n of an all-reduce, (n - 1) / n of an all-gather, reduce-scatter or all-to-all among n ranks. Of a send,
-    a receive or a broadcast all, one way.
-    """
-    share = RING_SHARES.get(traffic.operation)
-    if share is None:
-        return float(traffic.num_bytes)
-    return traffic.num_bytes * share * (traffic.group_size - 1) / traffic.group_size
-
-
-def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """The same with one entry for each group, operation and phase, in the order of these words."""
-    found: dict[tuple[str, int, str, str], Traffic] = {}
-    for one in messages:
-        key = (one.group, one.group_size, one.operation, one.phase)
-        known = found.get(key)
-        count, num_bytes = (0, 0) if known is None else (known.count, known.num_bytes)
-        found[key] = replace(one, count=count + one.count, num_bytes=num_bytes + one.num_bytes)
-    return tuple(found[key] for key in sorted(found))
-
-
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
@@ -121,6 +79,24 @@ class ChunkWork:
     recompute: Kernels = field(default_factory=Kernels)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind of one rank in one training step, over all of its microbatches.
+
+    group: its name, as in ProcessGroupCollection, but etp, edp, stage and world in short. operation: all-reduce,
+    all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: forward, backward, grad reduce, param
+    gather, optimizer, or the few numbers of agreement and statistics. count: how many. num_bytes: of all of them
+    together, see [Note: payload].
+    """
+
+    group: str
+    group_size: int
+    operation: str
+    phase: str
+    count: int
+    num_bytes: int
+
+
 def kind_of_module(name: str) -> str:
     """Returns the kind of memory that tensors of the module of that name belong to."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
@@ -150,6 +126,28 @@ def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
 def compute_seconds(kernels: Kernels, device: Device) -> float:
     """Returns the time of all kernels run one after the other."""
     return sum(seconds_by_kind(kernels, device).values())
+
+
+def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """The same with one entry for each group, operation and phase, in the order of these words."""
+    found: dict[tuple[str, int, str, str], Traffic] = {}
+    for one in messages:
+        key = (one.group, one.group_size, one.operation, one.phase)
+        known = found.get(key)
+        count, num_bytes = (0, 0) if known is None else (known.count, known.num_bytes)
+        found[key] = replace(one, count=count + one.count, num_bytes=num_bytes + one.num_bytes)
+    return tuple(found[key] for key in sorted(found))
+
+
+def link_bytes(traffic: Traffic) -> float:
+    """Bytes that leave this rank, and as many that reach it, where collectives run as rings (Patarasu and Yuan, 2009):
+    2 (n - 1) / n of an all-reduce, (n - 1) / n of an all-gather, reduce-scatter or all-to-all among n ranks. Of a send,
+    a receive or a broadcast all, one way.
+    """
+    share = RING_SHARES.get(traffic.operation)
+    if share is None:
+        return float(traffic.num_bytes)
+    return traffic.num_bytes * share * (traffic.group_size - 1) / traffic.group_size
 
 
 def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:

@@ -187,6 +187,29 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
     return costs
 
 
+def _expert_shape(flags: StashFlags) -> ExpertShape:
+    assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
+    return ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)
+
+
+def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
+    """[S, N]: rows of all passes of a step."""
+    summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
+    return summed
+
+
+def _most(values: np.ndarray) -> float:
+    """[S, N] -> the mean over steps of the rank with most."""
+    return float(values.mean(axis=0).max()) if values.size else 0.0
+
+
+def _waiting_groups(needs: StepNeeds) -> int:
+    """Returns the number of groups that wait for backward at the peak of a step."""
+    resident = resident_groups(needs.events)
+    return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
+
+
 def verdict(
     plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[Rung, Sequence[StageCosts]]
 ) -> tuple[bool, list[str]]:
@@ -234,26 +257,3 @@ def verdict(
 def _fullest(costs: Sequence[StageCosts]) -> StageCosts:
     """Returns the stage whose experts save most for backward."""
     return max(costs, key=lambda one: one.footprint.static_bytes)
-
-
-def _waiting_groups(needs: StepNeeds) -> int:
-    """Returns the number of groups that wait for backward at the peak of a step."""
-    resident = resident_groups(needs.events)
-    return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
-
-
-def _most(values: np.ndarray) -> float:
-    """[S, N] -> the mean over steps of the rank with most."""
-    return float(values.mean(axis=0).max()) if values.size else 0.0
-
-
-def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
-    """[S, N]: rows of all passes of a step."""
-    summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
-    return summed
-
-
-def _expert_shape(flags: StashFlags) -> ExpertShape:
-    assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
-    ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
-    return ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)

@@ -17,6 +17,16 @@ from megatron.training.routing_trace import RoutingHeader, RoutingStep
 
 # Of the numbers that a plan may keep in memory: 4 bytes each.
 _MOST_NUMBERS = 1 << 30
+# Names of the models, of their numbers in order, and one example each.
+_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
+    "balanced": ((), "balanced"),
+    "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),
+    "zipf": (("EXPONENT",), "zipf:1.1"),
+    "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
+}
+_LEAST_POPULARITY = 1e-12
+# Beyond these one expert gets all or all get alike, and fp64 overflows: drift takes exp of SPREAD.
+_LEAST, _MOST = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,21 @@ class RoutingSpan:
         """The steps from begin to end."""
         rows = {layer: of_layer[:, begin:end] for layer, of_layer in self.rows.items()}
         return RoutingSpan(self.num_microbatches, rows, self.most_of_pair[begin:end])
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How popular experts are. name: balanced: all alike. dirichlet: popularities of each step and layer are drawn
+    anew, the more alike the larger the concentration. zipf: the expert at place k is chosen as often as k ** -exponent
+    says, places drawn anew. drift: logarithms of popularities wander, with that spread, and forget where they were
+    within about so many steps.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(f"{number:g}" for number in self.numbers)])
 
 
 def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
@@ -202,33 +227,6 @@ def _joined(steps: Sequence[RoutingSpan]) -> RoutingSpan:
     )
 
 
-# Names of the models, of their numbers in order, and one example each.
-_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
-    "balanced": ((), "balanced"),
-    "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),
-    "zipf": (("EXPONENT",), "zipf:1.1"),
-    "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
-}
-_LEAST_POPULARITY = 1e-12
-# Beyond these one expert gets all or all get alike, and fp64 overflows: drift takes exp of SPREAD.
-_LEAST, _MOST = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
-
-
-@dataclass(frozen=True)
-class Skew:
-    """How popular experts are. name: balanced: all alike. dirichlet: popularities of each step and layer are drawn
-    anew, the more alike the larger the concentration. zipf: the expert at place k is chosen as often as k ** -exponent
-    says, places drawn anew. drift: logarithms of popularities wander, with that spread, and forget where they were
-    within about so many steps.
-    """
-
-    name: str
-    numbers: tuple[float, ...]
-
-    def __str__(self) -> str:
-        return ":".join([self.name, *(f"{number:g}" for number in self.numbers)])
-
-
 def parse_skew(text: str) -> Skew:
     """balanced, dirichlet:0.3, zipf:1.1 or drift:0.5:50. Raises ValueError for anything else."""
     name, *words = text.split(":")
@@ -289,6 +287,15 @@ def popularity(skew: Skew, random: np.random.Generator, *, num_steps: int, num_e
     return scaled
 
 
+def _wandering(random: np.random.Generator, shape: tuple[int, int], *, spread: float, memory: float) -> np.ndarray:
+    """[S, E]: numbers of that standard deviation at any time, whose correlation fades as exp(-steps / memory)."""
+    kept = math.exp(-1 / memory)
+    found = random.standard_normal(shape)
+    for step in range(1, shape[0]):
+        found[step] = kept * found[step - 1] + math.sqrt(1 - kept * kept) * found[step]
+    return spread * found
+
+
 def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
     """[S, E] -> [S, E]: the probability that a token chooses each expert, at most 1, topk in all."""
     certain = np.zeros(popularities.shape, dtype=bool)
@@ -301,15 +308,6 @@ def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
         certain = chances >= 1.0
     clipped: np.ndarray = chances.clip(0.0, 1.0)
     return clipped
-
-
-def _wandering(random: np.random.Generator, shape: tuple[int, int], *, spread: float, memory: float) -> np.ndarray:
-    """[S, E]: numbers of that standard deviation at any time, whose correlation fades as exp(-steps / memory)."""
-    kept = math.exp(-1 / memory)
-    found = random.standard_normal(shape)
-    for step in range(1, shape[0]):
-        found[step] = kept * found[step - 1] + math.sqrt(1 - kept * kept) * found[step]
-    return spread * found
 
 
 def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> np.ndarray:
