@@ -1,6 +1,6 @@
-"""Searches the best layouts of a model: those that fit, and among them the ones that none beats in memory and time.
+"""Searches the Pareto front of a model's layouts in memory and time, among those that fit.
 
-Candidates come from layout_space.py. Each is estimated from the costs of a layout of the same kind; the best are
+layout_space.py lists candidates. Each is estimated from the costs of a layout of the same kind, and the best are
 measured on a model built for them.
 """
 
@@ -36,7 +36,6 @@ from megatron.planner.stage_costs import (
     PersistentBytes,
     Shape,
     StageMemory,
-    full_rounds,
     in_node_ranks,
     peak_activations,
     persistent_bytes,
@@ -46,7 +45,7 @@ from megatron.planner.stage_costs import (
     stage_load,
     stash_bytes,
 )
-from megatron.planner.step_time import StepTime, estimate_step, long_step, overlap_of
+from megatron.planner.step_time import StepTime, estimate_step, full_rounds, long_step, overlap_of
 from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
 from megatron.training.arguments import config_from_args, parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
@@ -55,26 +54,26 @@ from megatron.training.device_table import Device
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
-# Of a kind of layouts that the run refuses; then none of the kind is tried any more.
+# Layouts of one kind that the run may refuse before the search skips the kind.
 _MOST_REFUSALS = 4
-# Of layouts that do not fit: how many are counted anew in the search for one that the run does not refuse.
+# Layouts that are measured to find the smallest one that the run accepts, where none fits.
 _MOST_TRIED = 12
-# Scaled costs are a little off: what is this near is no progress either.
+# A slower layout joins the front only if it needs less than this share of memory, since estimates are inexact.
 _PROGRESS = 0.98
-# An update reads masters and moments and writes them.
+# An update reads and writes masters and moments.
 _TOUCHES = 2
 _GIGA = 1e9
-# By whether they are experts': bytes of parameters and of gradients.
+# Bytes of parameters and of gradients, for experts (True) and dense layers (False).
 Weights = dict[bool, tuple[int, int]]
-# Kinds by part of the pipeline, the first stage of each content, and numbers of kinds by stage.
+# Layer kinds of each part of the pipeline, the first stage of each content, and counts of kinds by stage.
 _Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
-# Called with a line of status for each layout; decides itself what to print.
+# Called with a status line for each layout. May print only some of them.
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of a step of a layout, from scaled costs: bytes of the fullest rank, and seconds."""
+    """Estimate of a layout from scaled costs: bytes of the fullest rank, and seconds of a step."""
 
     num_bytes: int
     seconds: float
@@ -82,7 +81,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """A layout that the run does not refuse. words: its command line. stages: what the first rank of each holds."""
+    """A layout that the run accepts. words: its command line. stages: memory of each stage's first rank."""
 
     layout: Layout
     words: tuple[str, ...]
@@ -96,14 +95,15 @@ class Advice:
 
     @property
     def fullest(self) -> int:
-        """The stage whose ranks hold most."""
+        """Number of the stage with the fullest ranks."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search. front: layouts that none beats in both memory and time, the fastest first. nearest: where
-    nothing fits, the one that needs least. compared, fitting: numbers of layouts.
+    """Result of a search. front: Pareto front of the layouts that fit, fastest first.
+
+    nearest: the layout with the least memory, where none fits. compared, fitting: numbers of layouts.
     """
 
     front: tuple[Advice, ...]
@@ -114,7 +114,7 @@ class Found:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Times of one microbatch. exposed: messages that its passes wait for."""
+    """Seconds of one microbatch. exposed: messages that its passes wait for."""
 
     forward: float
     backward: float
@@ -127,7 +127,10 @@ class PassSeconds:
 
 
 def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progress: Progress) -> Found:
-    """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
+    """Searches layouts that fit into `limit` bytes, up to `most` of the front.
+
+    Raises CommandLineError if no layout is possible.
+    """
     micro_batch = space.fixed.get("micro_batch")
     if micro_batch and space.global_batch % micro_batch:
         raise CommandLineError(
@@ -145,8 +148,8 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
     nearest = None
     if not front:
         if known and not fitting:
-            # Parameters of more than twice a limit are not looked at any further: here this leaves out nothing that
-            # needs less than what is known.
+            # costs.cost skips layouts with parameters of more than twice the limit. With the smallest known layout as
+            # the limit, it skips none that needs less.
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
@@ -160,7 +163,7 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
 def _costs(
     space: Space, costs: "LayoutCosts", *, limit: int, progress: Progress
 ) -> tuple[int, list[tuple[Cost, Layout]]]:
-    """The number of layouts, and those with costs."""
+    """Returns the number of layouts, and those with a cost."""
     total = sum(1 for _ in space.layouts())
     compared = 0
     known: list[tuple[Cost, Layout]] = []
@@ -176,7 +179,7 @@ def _costs(
 def _front(
     fitting: list[tuple[Cost, Layout]], costs: "LayoutCosts", *, limit: int, most: int, progress: Progress
 ) -> list[Advice]:
-    """Returns the best layouts that the run accepts and that fit by their own costs."""
+    """Returns the best layouts that the run accepts and that fit by their measured costs."""
     found: list[Advice] = []
     smallest = float("inf")
     for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
@@ -200,7 +203,7 @@ def _least(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") -> A
 class LayoutCosts:
     """Estimates the layouts of one command line. words: its flags without those that choose a layout.
 
-    args: the validated arguments of these flags on one rank. last_refusal: why the run refused the last refused layout.
+    args: the validated arguments of these flags on one rank. last_refusal: the run's error for the last refused layout.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class LayoutCosts:
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._refusals: Counter[tuple[object, ...]] = Counter()
         self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
-        # By what each depends on: layouts that differ in nothing of it share what was found.
+        # Caches, each by the sizes that its values depend on.
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
         self._waiting: dict[tuple[object, ...], dict[int, int]] = {}
@@ -236,9 +239,9 @@ class LayoutCosts:
         return (*self._words, *self._space.flags(layout))
 
     def cost(self, layout: Layout, *, limit: int) -> Cost | None:
-        """Returns an estimate; None where the run refuses such layouts, or parameters take more than twice the limit.
+        """Returns an estimate; None if the run refuses the layout, or its parameters take more than twice the limit.
 
-        Where persistent memory alone exceeds the limit, only that is counted, and seconds are infinite.
+        Over the limit, seconds are infinite, and activations may be left out of the bytes.
         """
         if not self._may_fit(layout, limit=limit):
             return None
@@ -259,7 +262,7 @@ class LayoutCosts:
         return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
-        """Returns exact figures of a layout, from a model built for it; None where the run refuses it."""
+        """Returns measured costs of a layout, from a model built for it; None if the run refuses it."""
         try:
             args = self._validated(layout)
             costs = measure_memory(args, self._provider, forward_step=self._forward_step)
@@ -272,9 +275,9 @@ class LayoutCosts:
         return Advice(layout, self.words_of(layout), stages, time)
 
     def _memory_costs(self, layout: Layout) -> ModelCosts | None:
-        """Returns sizes for microbatches of one sample; None where the run refuses this kind of layout.
+        """Returns the memory of microbatches of one sample; None if the run refuses this kind of layout.
 
-        They are scaled from those of the first layout of the same kind.
+        Scales it from the first layout of the same kind.
         """
         kind = self._kind_of(layout)
         key = (*kind, layout.expert)
@@ -289,15 +292,15 @@ class LayoutCosts:
 
     @staticmethod
     def _kind_of(layout: Layout) -> tuple[object, ...]:
-        """Equal for layouts whose layers differ in the numbers of samples and of experts alone."""
+        """Returns a key that is equal for layouts that differ only in the numbers of samples and experts."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.expert > 1, layout.stages > 1)
         return *sizes, layout.recompute, layout.experts
 
     def _work_of(self, layout: Layout) -> ModelCosts:
-        """Scaled from that of a layout of its kind in which experts' messages have their own name.
+        """Returns the work of a layout, scaled from a layout of its kind.
 
-        Ranks that share experts may be those that share layers too: then messages are named after the latter, and do
-        not say how many ranks with other numbers of experts send them.
+        Where a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
+        group size cannot be scaled. Such a layout is scaled only from one with the same expert parallel size.
         """
         shared = layout.expert if _share_ranks(layout) else None
         kind = (*self._kind_of(layout), shared)
@@ -305,7 +308,7 @@ class LayoutCosts:
             known = self._known[self._kind_of(layout)][1]
             base = known if not _share_ranks(known) and shared is None else layout
             if base.sharding is Sharding.GRADIENTS:
-                # What it copies of gradients follows neither tokens nor weights of one layer.
+                # Copies of sharded gradients scale neither with tokens nor with the weights of a layer.
                 base = replace(base, sharding=Sharding.STATES)
             costs = measure_work(
                 self._known[self._kind_of(layout)][0],
@@ -326,7 +329,7 @@ class LayoutCosts:
         )
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
-        """Whether parameters alone take no more than twice the limit, where layers cut alike are known already."""
+        """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
         alike = self._cut_alike.get((layout.tensor, layout.expert_tensor))
         if alike is None:
             return True
@@ -374,7 +377,7 @@ class LayoutCosts:
         )
 
     def _heads(self, layout: Layout) -> list[int]:
-        """The first stage of each content; later ones hold fewer microbatches, and no more than it."""
+        """Returns the first stage of each content. Later equal stages hold fewer microbatches, and no more memory."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
@@ -389,10 +392,10 @@ class LayoutCosts:
         return *sizes, layout.counts
 
     def _waiting_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
-        """Bytes of activations and pages of each distinct stage, of microbatches of one sample."""
+        """Returns the bytes of activations and pages of each distinct stage, with microbatches of one sample."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
         group = shape.group_size or shape.stages
-        # Whole rounds: how a step ends makes no difference here.
+        # Whole rounds suffice, because the end of a step does not change the peak.
         shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
         key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
         if key not in self._waiting:
@@ -455,7 +458,7 @@ class LayoutCosts:
         return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
-        """Returns one microbatch's times in a layer of each kind, in the embedding, and after the layers."""
+        """Returns the seconds of one microbatch in a layer of each kind, in the embedding, and in the end."""
         key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
             costs = self._work_of(layout)
@@ -467,7 +470,7 @@ class LayoutCosts:
         return self._seconds[key]
 
     def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[StageMemory]) -> StepTime:
-        setup_tokenizer(args)  # the vocabulary is padded for the layout
+        setup_tokenizer(args)  # pads the vocabulary for the layout
         shape, ddp_config = shape_of(args), ddp_config_of(args)
         tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
         samples = args.micro_batch_size * args.data_parallel_size
@@ -496,7 +499,7 @@ class LayoutCosts:
             )
 
         time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
-        return replace(time, spans=[])  # which nobody reads, of many layouts
+        return replace(time, spans=[])  # unused, and large for many layouts
 
     @staticmethod
     def _update_bytes(persistent: PersistentBytes) -> float:
@@ -524,7 +527,7 @@ def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> li
 
 
 def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
-    """Returns for each stage how many layers of each kind it has, and whether it has the embedding and the end."""
+    """Returns the number of layers of each kind in each stage, and of embeddings and ends."""
     found: list[Counter[LayerKind | str]] = []
     for stage in range(stages):
         kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)
@@ -534,7 +537,7 @@ def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[C
 
 
 def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
-    """Bytes of parameters and of gradients of a stage, of experts and of the rest."""
+    """Returns the bytes of parameters and of gradients of a stage, for experts and dense layers."""
     found: dict[bool, tuple[int, int]] = {}
     for parts in stage_chunks(costs, shape, stage=stage):
         for part in parts:
@@ -545,7 +548,7 @@ def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
 
 
 def _share_ranks(layout: Layout) -> bool:
-    """Whether a group of experts has the ranks of a group of layers: stride and size of both are the same."""
+    """Whether a group of expert ranks equals a group of dense ranks, with the same stride and size."""
     tp, cp, ep, etp = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     of_layers = {(1, tp), (tp, cp), (1, tp * cp)}
     return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
@@ -554,7 +557,7 @@ def _share_ranks(layout: Layout) -> bool:
 def seconds_of(
     work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
 ) -> PassSeconds:
-    """One kernel and one message after the other, but for what kinds of kernels hide; see Overlap."""
+    """Returns seconds without overlap, except of messages behind kinds of modules; see Overlap.behind."""
     chunk = work.chunk()
     passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
     computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
@@ -578,10 +581,10 @@ def quick_seconds(
     updated: float,
     sharding: Sharding,
 ) -> float:
-    """Estimates a step: microbatches through the slowest stage, and each stage once while the pipeline fills.
+    """Estimates a step as all microbatches on the slowest stage, after one microbatch on each stage fills the pipeline.
 
-    stages: of all layers of each, one microbatch. reduced, gathered, updated: seconds of the slowest rank's gradients,
-    parameters and update; the first two overlap with the last backward and the first forward.
+    stages: seconds of one microbatch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
+    reductions, parameter gathers and update. The first two overlap with the last backward and the first forward.
     """
     slowest = max(stages, key=lambda one: one.total)
     filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
@@ -591,7 +594,7 @@ def quick_seconds(
 
 
 def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
-    """Gradients and parameters of a step. weights: of experts and of the rest, bytes of parameters and gradients."""
+    """Returns the messages about gradients and parameters in a step. weights: bytes of a stage, see Weights."""
     found = []
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     for is_expert, (params, grads) in weights.items():

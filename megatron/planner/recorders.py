@@ -1,6 +1,6 @@
-"""Recorders of a traced step: kernels, messages and live memory, as they pass torch's dispatcher.
+"""Recorders of a traced step: kernels, messages and live memory, observed at torch's dispatcher.
 
-They observe the run's own code on tensors without memory. The time of what they record is in work.py.
+They observe the run's own code on tensors without memory. work.py estimates the time of the records.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,20 +40,20 @@ RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _COUNTED = {"aten", "paged_stash", "router", "static_rows"}
-# torch's, and those of experts with buffers of a fixed size.
+# Grouped products of torch, and of experts with static buffers.
 GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
-# They move nothing: memory that is handed out, other views of it, reads by the host.
+# Move no bytes: allocations, views, and reads by the host.
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
     *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
 }
-# They read as much as they write, however large the table is.
+# Read as many bytes as they write, however large the table is.
 _GATHERS = {"embedding", "index", "index_select", "gather"}
-# They read what they are given, and read and write as much of the table.
+# Read their source, and read and write the same number of bytes of the table.
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-# The sizes of tables make no difference to either.
+# Their bytes do not depend on the size of the table.
 ROWS_OF_TABLES = _GATHERS | _SCATTERS
-# The innermost of these that is open says what a message is for.
+# Trace names to phases. The innermost open one gives a message its phase.
 _PHASES = {
     "ScheduleRunner._forward": FORWARD,
     "ScheduleRunner._backward": BACKWARD,
@@ -84,16 +84,16 @@ _OPERATIONS = {
     "send": "send",
     "recv_": "receive",
 }
-# Their payload is what goes in, of the others what comes out or is there both before and after.
+# Operations with their input as payload. Others have their output, or a tensor that they change in place.
 _BY_INPUT = {"reduce-scatter", "all-to-all"}
-# Messages inside of these are parts of one collective.
+# Messages inside these trace names are parts of one collective.
 _WHOLE = {
     "gather_shards_": "all-gather",
     "_OrderedReduceScatter": "reduce-scatter",
     "_OrderedReduceScatter._send": "reduce-scatter",
 }
 _BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
-# Names of groups of the same ranks: the first that fits, by what the message is for.
+# Several groups may have the same ranks. The first match names a message, by phase: passes, or all others.
 _OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
 _OF_DATA = (
     "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
@@ -103,7 +103,7 @@ _SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
 
 
 class RunningModules:
-    """Follows the forwards of models while `followed`; of nested modules the innermost counts."""
+    """Tracks the innermost module that runs forward inside `followed`."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -111,7 +111,7 @@ class RunningModules:
 
     @property
     def name(self) -> str:
-        """Within its model, as named_modules says; "" in the model itself and outside of all."""
+        """Name from named_modules of its model; "" in the model itself and outside of all modules."""
         return self._inside[-1] if self._inside else ""
 
     def __bool__(self) -> bool:
@@ -119,7 +119,7 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, modules are followed, also those whose forward raises."""
+        """Tracks modules inside the block, also after a forward that raises."""
         handles = []
         for model in self._models:
             for name, module in model.named_modules():
@@ -142,9 +142,9 @@ class RunningModules:
 
 
 class WorkRecorder(TorchDispatchMode):
-    """Notes kernels by pass while it is on, in a step of one microbatch.
+    """Counts the kernels of each pass inside `recording`, in a step of one microbatch.
 
-    live_rows: of the rows of experts' buffers, the share that products multiply: the rest has no tokens.
+    live_rows: share of the expert buffers' rows that hold tokens. Grouped products skip the rest.
     """
 
     def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:
@@ -164,7 +164,7 @@ class WorkRecorder(TorchDispatchMode):
             yield
 
     def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """The work of each chunk. order: in which the step ran its passes, one of each chunk and kind."""
+        """Returns the work of each chunk. order: passes of the step in order, one of each chunk and kind."""
         of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
         forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
         backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
@@ -172,7 +172,7 @@ class WorkRecorder(TorchDispatchMode):
         return tuple(found[chunk] for chunk in sorted(found))
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a fused kernel, which the dispatcher does not see. tensor: any shape, of the dtype it computes in."""
+        """Counts a kernel. tensor: any shape, in the dtype of the computation. Fused kernels report themselves."""
         counter = self._counter()
         if counter is not None:
             counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
@@ -184,9 +184,9 @@ class WorkRecorder(TorchDispatchMode):
 
     @property
     def pass_name(self) -> str | None:
-        """forward, backward or, of forwards that backward runs again, recompute; None outside of passes."""
+        """The running pass: forward, backward, or recompute for a forward inside backward. None outside of passes."""
         if _BACKWARD in self._names:
-            # Modules run forward in a backward when they are computed again.
+            # A module that runs forward during backward is being recomputed.
             return RECOMPUTE if self._running else BACKWARD
         return FORWARD if _FORWARD in self._names else None
 
@@ -209,7 +209,7 @@ class WorkRecorder(TorchDispatchMode):
         moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
         unit, flops = Unit.MEMORY, 0.0
         if name in GROUPED:
-            # Of both forms: rows by the matrices of experts, and rows by rows to such matrices.
+            # Valid for both forms: rows times expert matrices, and rows times rows for weight gradients.
             unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
         elif func._overloadpacket in flop_registry:
             unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
@@ -243,7 +243,7 @@ class WorkRecorder(TorchDispatchMode):
         return kind_of_module(self._running.name), tensor.detach()
 
     def _unpack(self, kept: tuple[str, Tensor]) -> Tensor:
-        # The backward of the module that saved it comes next.
+        # The module that saved it runs its backward next.
         self._kind, tensor = kept
         return tensor
 
@@ -254,7 +254,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Bytes that an operation reads and writes."""
+    """Returns the bytes that an operation reads and writes."""
     if name in _GATHERS:
         return 2.0 * sum(one.nbytes for one in outputs)
     if name in _SCATTERS:
@@ -266,19 +266,16 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
     known = {id(one) for one in inputs}
     written = sum(one.nbytes for one in outputs if id(one) not in known)
     if func._schema.is_mutable:
-        # What is changed in place is written as well.
-        written += inputs[0].nbytes if not name.startswith(("_foreach_", "_fused_")) else sum(map(_nbytes, inputs)) // 2
+        # Tensors changed in place are written, too. Lists of tensors are taken to be half sources, half results.
+        is_list = name.startswith(("_foreach_", "_fused_"))
+        written += sum(one.nbytes for one in inputs) // 2 if is_list else inputs[0].nbytes
     return float(sum(one.nbytes for one in inputs) + written)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
-
-
 class MessageRecorder(TorchDispatchMode):
-    """Notes the messages of this thread while it is the innermost mode; they are sent as ever.
+    """Records the messages of this thread while it is the innermost mode, and sends them unchanged.
 
-    groups: this rank's, which give messages their groups' names.
+    groups: this rank's groups, which give messages the names of their groups.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
@@ -286,12 +283,12 @@ class MessageRecorder(TorchDispatchMode):
         self._groups = {name: _ranks_of(group) for name, group in vars(groups).items() if group is not None}
         self._names: list[str] = []
         self._messages: list[Traffic] = []
-        self._is_begun = False  # the collective under way has been counted
-        self._is_slice_begun = False  # likewise a slice of it
+        self._is_begun = False  # whether the current collective has been counted
+        self._is_slice_begun = False  # whether its current slice has been counted
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
 
     def take(self) -> tuple[Traffic, ...]:
-        """Returns the messages sent since the last call."""
+        """Returns and forgets the messages recorded since the last call."""
         messages, self._messages = self._messages, []
         return merged(messages)
 
@@ -305,7 +302,7 @@ class MessageRecorder(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Sequence[Any]) -> None:
         if "enter" in func._schema.name:
-            # What torch names itself has the module behind it, in brackets.
+            # Torch's own trace names end with the module in parentheses.
             name = str(args[0]).partition(" (")[0]
             self._names.append(name)
             self._is_begun = self._is_begun and name not in _BEGINNINGS
@@ -320,10 +317,10 @@ class MessageRecorder(TorchDispatchMode):
         count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
         whole = _WHOLE.get(self._names[-1]) if self._names else None
         if whole is not None:
-            # Later slices of a sum are sent where it is waited for.
+            # Later slices of a reduction are sent while it is waited for, and belong to the first one.
             count = int(not self._is_begun and not _BEGINNINGS.isdisjoint(self._names))
             if whole == "reduce-scatter" and args[3] and not self._is_slice_begun:
-                # One message for each other rank: what stays here is as much.
+                # Slices are one message per other rank. The first counts twice, to include this rank's own part.
                 num_bytes *= 2
             self._is_begun = self._is_slice_begun = True
             operation = whole
@@ -332,7 +329,7 @@ class MessageRecorder(TorchDispatchMode):
         self._messages.append(Traffic(group, size, operation, phase, count, num_bytes))
 
     def _name_of(self, group: dist.ProcessGroup, phase: str) -> tuple[str, int]:
-        """The name of a group in a phase, and its size."""
+        """Returns the name of a group in a phase, and its size."""
         key = (group.group_name, phase)
         if key not in self._known:
             ranks = _ranks_of(group)
@@ -344,7 +341,7 @@ class MessageRecorder(TorchDispatchMode):
 
 
 def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> dict[str, tuple[int, ...]]:
-    """The ranks of the groups that messages name."""
+    """Returns the ranks of each group that the messages name."""
     own = {_SHORT.get(name, name): _ranks_of(group) for name, group in vars(groups).items() if group is not None}
     own["world"] = tuple(range(dist.get_world_size()))
     return {name: own[name] for name in sorted({one.group for one in links})}
@@ -364,10 +361,11 @@ def _bytes_of(tensors: Any) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts memory that operations on a device return, from its allocation until its last tensor is gone.
+    """Counts the bytes of storages that operators allocate on a device, until their last tensor is freed.
 
-    While it is the innermost mode, on this thread. What was there before counts as nothing. peaks: the most at once, of
-    each part that `begin` named, "" before. messages_peak: of what has been handed to collectives alone, in and out.
+    Counts on this thread, while it is the innermost mode. Storages allocated earlier do not count. peaks: highest
+    number of live bytes in each part that `begin` named; "" is the part before. messages_peak: highest number of live
+    bytes among inputs and outputs of collectives.
     """
 
     def __init__(self, device_type: str = "meta") -> None:
@@ -379,7 +377,7 @@ class LiveBytes(TorchDispatchMode):
         self.peaks, self.messages_peak = {"": 0}, 0
 
     def begin(self, part: str) -> None:
-        """Counts what is alive from now on for this part."""
+        """Starts a part with a peak of its own."""
         self._part = part
         self.peaks[part] = self._bytes
 
@@ -388,7 +386,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in self._storages((args, kwargs))}
         for storage in self._storages(result):
-            # Views of what was there before are nothing new.
+            # Views of an input allocate nothing.
             if storage._cdata not in given:
                 self._note(storage)
         if func.namespace == "c10d":

@@ -1,6 +1,6 @@
-"""The --dry-run command, and every form in which plans are shown: printed lines, plan.json and values of the page.
+"""The --dry-run command, and the forms of a plan: printed lines, plan.json, and tables of searched layouts.
 
-Nothing is planned here (plan.py, layout_search.py), and the page itself is in page.py.
+plan.py and layout_search.py compute plans, and page.py draws the page.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.device_table import Device, planned_device
 
 JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
-# Columns of what is printed.
+# Columns of a printed line.
 WIDTH = 100
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _GIB = 1 << 30
 _COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
 _HEAD = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
 _LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
-# More would make files of many megabytes; those of the beginning are told.
+# Most passes in plan.json, which would otherwise have many megabytes. The first ones are written.
 _MOST_PASSES = 20_000
-# Seconds below which a difference of sums is rounding.
+# Seconds below which a value is a rounding error.
 _NOTHING = 1e-12
 
 
@@ -88,7 +88,7 @@ def print_plan(
 
 
 def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """The plan of a run with these arguments, line by line."""
+    """Returns the printed lines of a plan."""
     unit, size = next(
         ((unit, size) for unit, size in _UNITS if max(stage.total for stage in plan.stages) >= size), ("bytes", 1)
     )
@@ -112,7 +112,7 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"of it at once up to {fullest.messages / size:.2f} {unit}",
         *buffer_lines(plan.stages, unit=unit, size=size),
         *links_lines(fullest, unit=unit, size=size),
-        *_notes(plan, unit=unit, size=size),
+        *_note_lines(plan, unit=unit, size=size),
     ]
 
 
@@ -123,7 +123,7 @@ def _value(stage: RankPlan, column: str) -> int:
 
 
 def _range(layers: Sequence[int]) -> str:
-    """Numbers that follow each other as first-last."""
+    """Formats layer numbers, such as 1-4,9."""
     starts = [n for n in layers if n - 1 not in layers]
     ends = [n for n in layers if n + 1 not in layers]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
@@ -144,7 +144,7 @@ def _layout(args: argparse.Namespace) -> str:
 
 
 def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """The sizes of a run's layout, by the names that plans have for them; expert tensor: of a model with experts."""
+    """Returns the sizes of a run's layout by name. A model without experts has no size `expert tensor`."""
     tensor = args.tensor_model_parallel_size
     experts = {} if args.num_experts is None else {"expert tensor": args.expert_tensor_parallel_size or tensor}
     return {
@@ -159,7 +159,7 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def buffer_lines(stages: Sequence[RankPlan], *, unit: str, size: int) -> list[str]:
-    """Buckets and padding of each buffer of the stage with the most padding."""
+    """Returns a line on the buckets and padding of each buffer, for the stage with most padding."""
     most = max(stages, key=lambda stage: sum(one.padding_bytes for one in stage.buffers))
     return [_buffer_line(one, most.stage, unit=unit, size=size) for one in most.buffers]
 
@@ -173,7 +173,7 @@ def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
 
 
 def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
-    """What a rank sends in a step, largest first; on links: bytes that leave it where collectives run as rings."""
+    """Returns a table of a rank's messages in a step, largest first. Column on links: bytes from link_bytes."""
     if not stage.links:
         return []
     rows: list[tuple[str, ...]] = [_HEAD]
@@ -185,7 +185,7 @@ def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
     return [f"sent in a step by rank {stage.rank}, of stage {stage.stage}, in {unit}:", *lines]
 
 
-def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
+def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     notes = [f"not in it: {NOT_PLANNED}"]
     if plan.is_balanced:
         notes.append("rows of experts are those of tokens that choose all experts equally often")
@@ -193,7 +193,7 @@ def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
 
 
 def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
-    """Returns a line about the stage with most in the host's memory, if any uses it."""
+    """Returns a line on the stage with the most host memory, if any stage uses it."""
     most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
     kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
     if not kinds:
@@ -230,7 +230,7 @@ def _seconds(seconds: float) -> str:
 def plan_document(
     plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
 ) -> dict[str, Any]:
-    """All that is known of the plan, in bytes and seconds, as JSON has it. step: None where nothing is trained."""
+    """Returns the content of plan.json, in bytes and seconds. step: None where nothing is trained."""
     in_node = places(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
@@ -255,7 +255,7 @@ def plan_document(
 
 
 def notes(plan: Plan, device: Device) -> list[str]:
-    """Returns notes that every form of the plan shows."""
+    """Returns the notes of plan.json and of the page."""
     found = [f"Memory leaves out {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")
@@ -305,7 +305,7 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
-    """Returns each stage's passes: F or B, chunk, microbatch, start and end in seconds."""
+    """Returns the passes of each stage as F or B, chunk, microbatch, and start and end in seconds."""
     most = _MOST_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
@@ -314,7 +314,7 @@ def _schedule(step: StepTime) -> list[list[list[Any]]]:
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
+    """Writes plan.json and plan.html, and returns their paths. Creates the folder if it is missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
     for name, text in texts.items():
@@ -324,9 +324,10 @@ def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def rank_range(ranks: Sequence[int]) -> str:
-    """Such as 0:8:1 for 0 to 7, start:stop:step as Python's range has them; at least one rank, rising.
+    """Formats at least one rank, in rising order, as start:stop:step of Python's range.
 
-    A sum, as 2:4:1 + 0:17:16, has one of each: 2, 3, 18, 19. What is no such sum is several, with commas between.
+    0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that form no such sum
+    are several terms with commas between them.
     """
     terms: list[range] = []
     rest = list(ranks)
@@ -338,14 +339,14 @@ def rank_range(ranks: Sequence[int]) -> str:
             return ", ".join(" + ".join(map(_term, (one, *terms))) for one in _steady(rest))
         terms.append(_steps(offsets[0]))
         rest = [block[0] for block in blocks]
-    # The first rank is where the smallest steps start.
+    # The term with the smallest steps starts at the first rank.
     first = terms.pop(0) if terms else range(1)
     moved = range(first.start + rest[0], first.stop + rest[0], first.step)
     return " + ".join(_term(one) for one in (moved, *terms))
 
 
 def _steady(ranks: Sequence[int]) -> Iterator[range]:
-    """The same ranks in parts of equal steps, each as long as can be."""
+    """Splits ranks into the longest runs of equal steps."""
     while ranks:
         length = _regular(ranks)
         yield _steps(ranks[:length])
@@ -353,7 +354,7 @@ def _steady(ranks: Sequence[int]) -> Iterator[range]:
 
 
 def _regular(ranks: Sequence[int]) -> int:
-    """How many of the first are in equal steps."""
+    """Returns the length of the first run of equal steps."""
     steps = [after - before for before, after in zip(ranks, ranks[1:])]
     return next((at + 1 for at, step in enumerate(steps) if step != steps[0]), len(ranks))
 
@@ -367,7 +368,7 @@ def _term(one: range) -> str:
 
 
 def table_lines(advice: Sequence[Advice]) -> list[str]:
-    """One line each, under a line with names."""
+    """Returns a table with a line for each layout."""
     rows = [["", *_LAYOUT_COLUMNS], *([f"{number}.", *_cells(one)] for number, one in enumerate(advice, start=1))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
@@ -397,18 +398,18 @@ def _cells(advice: Advice) -> list[str]:
 
 
 def _bubble(time: StepTime) -> float:
-    """Seconds that the stages wait for each other, on average."""
-    # Differences of sums may end a rounding below nothing.
+    """Returns the mean seconds that stages wait for each other."""
+    # A difference of sums may be negative by rounding.
     return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
 
 
 def _exposed(time: StepTime) -> float:
-    """Seconds that the stages wait for messages that nothing hides, on average."""
+    """Returns the mean seconds that stages wait for communication that is not overlapped."""
     return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)
 
 
 def flag_lines(advice: Advice) -> str:
-    """The command, ready for a shell, in lines of at most WIDTH where a flag and its values are no longer."""
+    """Returns a layout's command for a shell, in lines of at most WIDTH unless one flag is longer."""
     lines = ["pretrain_gpt.py"]
     flags: list[list[str]] = []
     for word in advice.words:
@@ -416,7 +417,7 @@ def flag_lines(advice: Advice) -> str:
             flags.append([])
         flags[-1].append(word)
     for flag in map(shlex.join, flags):
-        # Room for the number before it, and for what goes on behind it.
+        # Leaves room for the number before the command and the backslash after it.
         if len(lines[-1]) + 1 + len(flag) + 6 > WIDTH:
             lines.append(f"    {flag}")
         else:
@@ -425,12 +426,12 @@ def flag_lines(advice: Advice) -> str:
 
 
 def bytes_in_words(num_bytes: int) -> str:
-    """With all digits, and in GiB."""
+    """Formats a number of bytes with all digits and in GiB."""
     return f"{num_bytes:,} bytes ({num_bytes / _GIB:.2f} GiB)"
 
 
 def found_as_json(found: Found, *, verified: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The front, fastest first, with the differences that dry runs of its first layouts had."""
+    """Returns the result of a search as JSON. verified: differences of the first layouts from their dry runs."""
     return {
         "compared": found.compared,
         "fitting": found.fitting,
