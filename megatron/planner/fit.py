@@ -22,7 +22,7 @@ from megatron.training.device_table import Device
 from megatron.training.memory_need import fit_in_words, gib, is_tight, room_in_words
 
 # Most changes with a full plan, which takes as long as the first plan. The smallest change may be one more.
-_MOST_PLANNED = 4
+_MAX_PLANNED = 4
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,14 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
     hopeful = [one for one in candidates if one.peak is None or one.peak <= fit.memory]
     hopeful.sort(key=lambda one: one.peak is not None and is_tight(one.peak, fit.memory))
     planned: list[Change] = []
-    for one in hopeful[:_MOST_PLANNED]:
+    for one in hopeful[:_MAX_PLANNED]:
         planned += _planned(one, planner)
         if planned and not is_tight(planned[-1].peak, fit.memory):
             return replace(fit, change=planned[-1])
     if candidates and all(one.peak > fit.memory for one in planned):
         # Without an estimate, the last change is taken, which changes most.
         smallest = min(reversed(candidates), key=lambda one: fit.memory if one.peak is None else one.peak)
-        if smallest not in hopeful[:_MOST_PLANNED]:
+        if smallest not in hopeful[:_MAX_PLANNED]:
             planned += _planned(smallest, planner)
     fitting = [one for one in planned if one.peak <= fit.memory]
     if fitting:

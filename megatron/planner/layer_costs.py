@@ -397,9 +397,9 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
     for name, param in model.named_parameters():
         part = part_of_name(name) or END
         if param.requires_grad:
-            kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
-            own_bucket = param_facts(param).shared_embedding
-            params.setdefault(part, []).append(ParamSize(param.numel(), kind, own_bucket))
+            flat_buffer = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+            param_size = ParamSize(param.numel(), flat_buffer, own_bucket=param_facts(param).shared_embedding)
+            params.setdefault(part, []).append(param_size)
         else:
             other[part] += param.nbytes
     for name, buffer in model.named_buffers():

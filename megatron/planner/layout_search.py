@@ -55,13 +55,13 @@ from megatron.training.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 # Layouts of one kind that the run may refuse before the search skips the kind.
-_MOST_REFUSALS = 4
+_MAX_REFUSALS = 4
 # Layouts that are measured to find the smallest one that the run accepts, where none fits.
-_MOST_TRIED = 12
+_MAX_TRIED = 12
 # A slower layout joins the front only if it needs less than this share of memory, since estimates are inexact.
 _PROGRESS = 0.98
 # An update reads and writes masters and moments.
-_TOUCHES = 2
+_ACCESSES_PER_UPDATE = 2
 _GIGA = 1e9
 # Bytes of parameters and of gradients, for experts (True) and dense layers (False).
 Weights = dict[bool, tuple[int, int]]
@@ -151,7 +151,7 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
             # costs.cost skips layouts with parameters of more than twice the limit. With the smallest known layout as
             # the limit, it skips none that needs less.
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
-        nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
+        nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
             why = (costs.last_refusal or "").replace(
                 "\n", "; "
@@ -195,8 +195,8 @@ def _front(
     return sorted(found, key=lambda one: one.time.seconds)
 
 
-def _least(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") -> Advice | None:
-    tried = [costs.advice(layout) for _, layout in islice(candidates, _MOST_TRIED)]
+def _nearest(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") -> Advice | None:
+    tried = [costs.advice(layout) for _, layout in islice(candidates, _MAX_TRIED)]
     return min((advice for advice in tried if advice is not None), key=lambda one: one.num_bytes, default=None)
 
 
@@ -219,18 +219,18 @@ class LayoutCosts:
         self._words, self._args, self._space, self._device = tuple(words), args, space, device
         self._provider, self._forward_step = model_provider, forward_step
         self._kinds = layer_kinds(args)
-        self._behind = overlap_of(args).behind
+        self._overlapped_by = overlap_of(args).overlapped_by
         self._given_sharding = _sharding_of(args)
         self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._works: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._cut_alike: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
+        self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        self._known_by_tensor_sizes: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._refusals: Counter[tuple[object, ...]] = Counter()
         self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
         # Caches, each by the sizes that its values depend on.
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
-        self._waiting: dict[tuple[object, ...], dict[int, int]] = {}
+        self._activations: dict[tuple[object, ...], dict[int, int]] = {}
         self._layers: dict[tuple[object, ...], _Layers] = {}
         self.last_refusal = ""
 
@@ -248,18 +248,18 @@ class LayoutCosts:
         costs = self._memory_costs(layout)
         if costs is None:
             return None
-        shape, heads = self._shape(layout), self._heads(layout)
+        shape, distinct = self._shape(layout), self._distinct(layout)
         weights = self._weights_of(layout, costs, shape=shape)
-        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in heads}
+        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in distinct}
         num_bytes = max(one.total for one in persistent.values())
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
-        waiting = self._waiting_of(layout, costs, shape=shape)
-        num_bytes = max(persistent[stage].total + layout.micro_batch * waiting[stage] for stage in heads)
+        activations = self._activations_of(layout, costs, shape=shape)
+        num_bytes = max(persistent[stage].total + layout.micro_batch * activations[stage] for stage in distinct)
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
         updated = max(self._update_bytes(one) for one in persistent.values()) / self._memory_rate
-        return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
+        return Cost(num_bytes, self._quick_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
         """Returns measured costs of a layout, from a model built for it; None if the run refuses it."""
@@ -304,7 +304,7 @@ class LayoutCosts:
         """
         shared = layout.expert if _share_ranks(layout) else None
         kind = (*self._kind_of(layout), shared)
-        if kind not in self._works:
+        if kind not in self._measured_work:
             known = self._known[self._kind_of(layout)][1]
             base = known if not _share_ranks(known) and shared is None else layout
             if base.sharding is Sharding.GRADIENTS:
@@ -318,8 +318,8 @@ class LayoutCosts:
                 of_each_kind=1,
                 has_all_replicas=False,
             )
-            self._works[kind] = costs, base
-        costs, base = self._works[kind]
+            self._measured_work[kind] = costs, base
+        costs, base = self._measured_work[kind]
         return costs.scaled(
             Scale(
                 samples=Fraction(layout.micro_batch, base.micro_batch),
@@ -330,17 +330,17 @@ class LayoutCosts:
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
         """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
-        alike = self._cut_alike.get((layout.tensor, layout.expert_tensor))
-        if alike is None:
+        known = self._known_by_tensor_sizes.get((layout.tensor, layout.expert_tensor))
+        if known is None:
             return True
         if self._weights_key(layout) not in self._weights:
-            costs = alike[0].scaled(Scale(experts=Fraction(alike[1].expert, layout.expert)))
+            costs = known[0].scaled(Scale(experts=Fraction(known[1].expert, layout.expert)))
             self._weights_of(layout, costs, shape=self._shape(layout))
         weights = self._weights[self._weights_key(layout)]
         return max(sum(params for params, _ in one.values()) for one in weights.values()) <= 2 * limit
 
     def _find_costs(self, layout: Layout, kind: tuple[object, ...]) -> bool:
-        if self._refusals[kind] >= _MOST_REFUSALS:
+        if self._refusals[kind] >= _MAX_REFUSALS:
             return False
         try:
             args = self._validated(layout)
@@ -349,7 +349,7 @@ class LayoutCosts:
             self._refusals[kind] += 1
             self.last_refusal = str(error)
             return False
-        self._known[kind] = self._cut_alike[layout.tensor, layout.expert_tensor] = costs, layout
+        self._known[kind] = self._known_by_tensor_sizes[layout.tensor, layout.expert_tensor] = costs, layout
         return True
 
     def _validated(self, layout: Layout) -> argparse.Namespace:
@@ -376,14 +376,14 @@ class LayoutCosts:
             group_size=self._args.microbatch_group_size_per_vp_stage,
         )
 
-    def _heads(self, layout: Layout) -> list[int]:
+    def _distinct(self, layout: Layout) -> list[int]:
         """Returns the first stage of each content. Later equal stages hold fewer microbatches, and no more memory."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
         key = self._weights_key(layout)
         if key not in self._weights:
-            self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._heads(layout)}
+            self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._distinct(layout)}
         return self._weights[key]
 
     @staticmethod
@@ -391,20 +391,20 @@ class LayoutCosts:
         sizes = (layout.tensor, layout.expert, layout.expert_tensor, layout.stages)
         return *sizes, layout.counts
 
-    def _waiting_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
+    def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
         """Returns the bytes of activations and pages of each distinct stage, with microbatches of one sample."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
         group = shape.group_size or shape.stages
         # Whole rounds suffice, because the end of a step does not change the peak.
         shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
         key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
-        if key not in self._waiting:
-            self._waiting[key] = {}
-            for stage in self._heads(layout):
+        if key not in self._activations:
+            self._activations[key] = {}
+            for stage in self._distinct(layout):
                 pages = stash_bytes(costs, shape, stage=stage)
                 kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
-                self._waiting[key][stage] = pages[0] + sum(kept.values())
-        return self._waiting[key]
+                self._activations[key][stage] = pages[0] + sum(kept.values())
+        return self._activations[key]
 
     def _persistent_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> PersistentBytes:
         sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
@@ -429,7 +429,7 @@ class LayoutCosts:
             args.optimizer = "distributed_fused_adam" if args.shard_gradients else "adam"
         return args
 
-    def _about_seconds(
+    def _quick_seconds(
         self,
         layout: Layout,
         *,
@@ -465,7 +465,8 @@ class LayoutCosts:
             parts: list[tuple[LayerKind | str, PartCost]] = [*costs.layers.items()]
             parts += [(EMBEDDING, costs.embedding), (END, costs.end)]
             self._seconds[key] = {
-                name: seconds_of(part.work, self._device, in_node=in_node, behind=self._behind) for name, part in parts
+                name: seconds_of(part.work, self._device, in_node=in_node, overlapped_by=self._overlapped_by)
+                for name, part in parts
             }
         return self._seconds[key]
 
@@ -503,7 +504,7 @@ class LayoutCosts:
 
     @staticmethod
     def _update_bytes(persistent: PersistentBytes) -> float:
-        return float(_TOUCHES * (persistent.masters + persistent.moments + persistent.host_states))
+        return float(_ACCESSES_PER_UPDATE * (persistent.masters + persistent.moments + persistent.host_states))
 
     @cached_property
     def _memory_rate(self) -> float:
@@ -555,9 +556,9 @@ def _share_ranks(layout: Layout) -> bool:
 
 
 def seconds_of(
-    work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
+    work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
 ) -> PassSeconds:
-    """Returns seconds without overlap, except of messages behind kinds of modules; see Overlap.behind."""
+    """Returns seconds without overlap, except as Overlap.overlapped_by says."""
     chunk = work.chunk()
     passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
     computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
@@ -566,7 +567,7 @@ def seconds_of(
         seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
         sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
     exposed = sum(
-        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in behind.get(group, ())))
+        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in overlapped_by.get(group, ())))
         for (group, phase), seconds in sent.items()
     )
     return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)

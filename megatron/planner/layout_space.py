@@ -25,15 +25,15 @@ from megatron.training.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 # Shortest part of a sequence under context parallelism. For shorter parts tensor parallelism is better.
-_LEAST_CONTEXT_PART = 4096
-_MOST_STAGES = 64
-_MOST_CHUNKS = 4
+_MIN_CONTEXT_PART = 4096
+_MAX_STAGES = 64
+_MAX_CHUNKS = 4
 _MICRO_BATCHES = (1, 2, 4, 8)
 # Default of sequences per GPU in a step, about as in large runs.
 _SAMPLES_PER_GPU = 8
-_SEQ_LENGTH = 4096
+_DEFAULT_SEQ_LENGTH = 4096
 # Training counts forward, and a backward with twice its FLOPs.
-_PASSES = 3
+_FORWARDS_IN_TRAINING = 3
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "stages": "pipeline_model_parallel_size",
@@ -52,7 +52,7 @@ _CUTS = (
     "account_for_loss_in_pipeline_split",
 )
 # If the user sets one of these flags, the search does not vary the choice.
-_AS_GIVEN = {
+_NOT_VARIED = {
     "sequence": ("sequence_parallel",),
     "sharding": ("use_distributed_optimizer", "optimizer", "overlap_grad_reduce", "overlap_param_gather"),
     "recompute": (
@@ -215,14 +215,14 @@ class Space:
         return self._sizes("tensor", [size for size in powers_of_2(largest) if self.num_heads % size == 0])
 
     def _stage_sizes(self) -> list[int]:
-        largest = min(self.num_layers, _MOST_STAGES)
+        largest = min(self.num_layers, _MAX_STAGES)
         return self._sizes("stages", [n for n in range(1, largest + 1) if self.world_size % n == 0])
 
     def _context_sizes(self) -> list[int]:
-        return self._sizes("context", powers_of_2(max(1, self.seq_length // _LEAST_CONTEXT_PART)))
+        return self._sizes("context", powers_of_2(max(1, self.seq_length // _MIN_CONTEXT_PART)))
 
     def _chunk_sizes(self, stages: int) -> list[int]:
-        most = min(_MOST_CHUNKS, self.num_layers // stages) if stages > 1 else 1
+        most = min(_MAX_CHUNKS, self.num_layers // stages) if stages > 1 else 1
         return self._sizes("chunks", powers_of_2(most))
 
     def _micro_batches(self, data: int) -> list[int]:
@@ -277,7 +277,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
     check_counted(args)
     setup_tokenizer(args)  # sets the size of the vocabulary
     fixed: dict[str, Any] = {name: vars(parsed)[dest] for name, dest in _SIZES.items() if dest in given}
-    fixed |= {name: None for name, dests in _AS_GIVEN.items() if given & set(dests)}
+    fixed |= {name: None for name, dests in _NOT_VARIED.items() if given & set(dests)}
     cuts = [name for name in _CUTS if name in given]
     if cuts:
         fixed |= _fixed_cut(every, fixed, flag=f"--{cuts[0].replace('_', '-')}")
@@ -311,10 +311,10 @@ def _given(words: Sequence[str]) -> set[str]:
 
 def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> list[str]:
     """Returns the flags that a run needs and the user did not give."""
-    longest = args.max_position_embeddings or _SEQ_LENGTH
+    longest = args.max_position_embeddings or _DEFAULT_SEQ_LENGTH
     wanted: Mapping[str, tuple[bool, tuple[str, ...]]] = {
         "bf16": (not (args.bf16 or args.fp16), ()),
-        "seq_length": (args.seq_length is None, (str(min(_SEQ_LENGTH, longest)),)),
+        "seq_length": (args.seq_length is None, (str(min(_DEFAULT_SEQ_LENGTH, longest)),)),
         "global_batch_size": (
             args.global_batch_size is None and args.step_batch_size_schedule is None,
             (str(_SAMPLES_PER_GPU * world_size),),
@@ -392,7 +392,7 @@ def _count(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int 
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
     vars(args).update(changed)
-    return num_floating_point_operations(args, 1) / _PASSES
+    return num_floating_point_operations(args, 1) / _FORWARDS_IN_TRAINING
 
 
 def _size(flag: str, size: int) -> list[str]:

@@ -50,9 +50,9 @@ from megatron.training.setup import get_model, setup_batches, setup_model_and_op
 
 # Shown with every plan.
 NOT_PLANNED = "what the allocator keeps, and data"
-_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
+_COMPARED_TYPES = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
 # Attributes that differ between layers of the same structure.
-_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
+_IGNORED_NAMES = {"layer_number", "offset", "_init_seed"}
 ForwardStep = Callable[..., Any]
 
 
@@ -299,10 +299,10 @@ class _Build:
         )
         orders = orders_of(num_microbatches)
         place = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
-        alike = structure_of(self.model), *place
-        if alike not in known:
-            known[alike] = self._passes(groups, forward_step, num_microbatches=num_microbatches)
-        passes = known[alike]
+        key = structure_of(self.model), *place
+        if key not in known:
+            known[key] = self._passes(groups, forward_step, num_microbatches=num_microbatches)
+        passes = known[key]
         return RankPlan(
             rank,
             stage,
@@ -378,14 +378,14 @@ def _module(part: nn.Module) -> tuple[Any, ...]:
     parameters = tuple(
         (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
     )
-    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
+    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _IGNORED_NAMES)
     # Layers are named by their numbers in the whole model.
     children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
     return type(part), parameters, settings, children
 
 
 def _setting(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _COMPARED_TYPES):
         return value
     if isinstance(value, (tuple, list)):
         return tuple(_setting(one) for one in value)

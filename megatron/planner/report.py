@@ -21,7 +21,7 @@ from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
 from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, place_of, plan_run
-from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, places, run_time
+from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, ranks_per_node, run_time
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.device_table import Device, planned_device
@@ -31,13 +31,13 @@ JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
 WIDTH = 100
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _GIB = 1 << 30
-_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
-_HEAD = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
+_MEMORY_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
+_LINK_COLUMNS = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
 _LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
 # Most passes in plan.json, which would otherwise have many megabytes. The first ones are written.
-_MOST_PASSES = 20_000
+_MAX_PASSES = 20_000
 # Seconds below which a value is a rounding error.
-_NOTHING = 1e-12
+_ROUNDING_SECONDS = 1e-12
 
 
 def print_plan(
@@ -92,9 +92,9 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     unit, size = next(
         ((unit, size) for unit, size in _UNITS if max(stage.total for stage in plan.stages) >= size), ("bytes", 1)
     )
-    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_COLUMNS)]
+    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_MEMORY_COLUMNS)]
     for stage in plan.stages:
-        values = [_value(stage, column) / size for column in _COLUMNS]
+        values = [_value(stage, column) / size for column in _MEMORY_COLUMNS]
         rows.append((str(stage.stage), str(stage.rank), _range(stage.layers), *(f"{value:.2f}" for value in values)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
@@ -107,9 +107,9 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
-        f"peak: with what is taken for a while, of stage {fullest.stage} by passes up to {fullest.working / size:.2f} "
-        f"{unit} beside activations, by the update, without them, up to {fullest.updating / size:.2f} {unit}; messages "
-        f"of it at once up to {fullest.messages / size:.2f} {unit}",
+        f"peak: includes temporary memory, on stage {fullest.stage} up to {fullest.working / size:.2f} {unit} in "
+        f"passes, or up to {fullest.updating / size:.2f} {unit} in the update, which runs without activations; "
+        f"messages hold up to {fullest.messages / size:.2f} {unit} of it",
         *buffer_lines(plan.stages, unit=unit, size=size),
         *links_lines(fullest, unit=unit, size=size),
         *_note_lines(plan, unit=unit, size=size),
@@ -168,7 +168,7 @@ def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
     buckets = f"{len(one.bucket_bytes)} {'bucket' if len(one.bucket_bytes) == 1 else 'buckets'}"
     return (
         f"buffer of stage {stage}, chunk {one.chunk}: {one.kind}, {one.param_dtype} with {one.grad_dtype} gradients, "
-        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % are padding"
+        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % is padding"
     )
 
 
@@ -176,7 +176,7 @@ def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
     """Returns a table of a rank's messages in a step, largest first. Column on links: bytes from link_bytes."""
     if not stage.links:
         return []
-    rows: list[tuple[str, ...]] = [_HEAD]
+    rows: list[tuple[str, ...]] = [_LINK_COLUMNS]
     for one in sorted(stage.links, key=lambda one: -one.num_bytes):
         sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
         rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
@@ -186,7 +186,7 @@ def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
 
 
 def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
-    notes = [f"not in it: {NOT_PLANNED}"]
+    notes = [f"not included: {NOT_PLANNED}"]
     if plan.is_balanced:
         notes.append("rows of experts are those of tokens that choose all experts equally often")
     return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
@@ -199,8 +199,8 @@ def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     if not kinds:
         return []
     return [
-        f"in the host's memory, and not in the table: up to {sum(most.host.values()) / size:.2f} {unit} a rank, "
-        f"of stage {most.stage}: {kinds}"
+        f"in the host's memory, not in the table: up to {sum(most.host.values()) / size:.2f} {unit} per rank, "
+        f"on stage {most.stage}: {kinds}"
     ]
 
 
@@ -213,7 +213,7 @@ def time_lines(step: StepTime) -> list[str]:
     return [
         f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
         f"{step.tflops:.1f} TFLOP/s a device{mfu}",
-        f"of it, mean over stages: {split}",
+        f"split of the step, mean over stages: {split}",
         f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
         f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
         + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
@@ -222,7 +222,7 @@ def time_lines(step: StepTime) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    if seconds < _NOTHING:
+    if seconds < _ROUNDING_SECONDS:
         return "0 ms"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
@@ -231,7 +231,7 @@ def plan_document(
     plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
 ) -> dict[str, Any]:
     """Returns the content of plan.json, in bytes and seconds. step: None where nothing is trained."""
-    in_node = places(plan, device)
+    in_node = ranks_per_node(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
         "world_size": args.world_size,
@@ -306,7 +306,7 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
     """Returns the passes of each stage as F or B, chunk, microbatch, and start and end in seconds."""
-    most = _MOST_PASSES // len(step.spans)
+    most = _MAX_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
         for stage in step.spans

@@ -64,14 +64,14 @@ class Overlap:
 
     gradients, parameters: whether reductions and gathers of buckets overlap. in_every_pass: which of the phases GRADS
     and PARAMS send messages in every microbatch, not only in the last or the first. transfers: whether transfers
-    between stages overlap. behind: maps a group to the kinds of modules that run while its messages are in flight.
+    between stages overlap. overlapped_by: maps a group to the kinds of modules that run during its messages.
     """
 
     gradients: bool = False
     parameters: bool = False
     in_every_pass: frozenset[str] = frozenset()
     transfers: bool = True
-    behind: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    overlapped_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTim
         orders,
         device=device,
         overlap=overlap_of(args),
-        in_node=places(plan, device),
+        in_node=ranks_per_node(plan, device),
         tokens=samples * args.seq_length,
         flops_per_rank=plan.flops_per_sample * samples / args.world_size,
     )
@@ -155,10 +155,10 @@ def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTim
 
 def overlap_of(args: argparse.Namespace) -> Overlap:
     """Returns the communication that the flags overlap with computation."""
-    behind: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
+    overlapped_by: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
     if args.cp_comm_type in ("p2p", ["p2p"]):
         # Ring attention computes on one block while the next one is sent.
-        behind["cp"] = ("attention",)
+        overlapped_by["cp"] = ("attention",)
     in_every_pass: frozenset[str] = frozenset()
     if args.use_torch_fsdp2:
         # FSDP2 gathers units ahead of their layer, in both passes of each microbatch.
@@ -171,11 +171,11 @@ def overlap_of(args: argparse.Namespace) -> Overlap:
         parameters=args.overlap_param_gather,
         in_every_pass=in_every_pass,
         transfers=args.overlap_p2p_comm,
-        behind=behind,
+        overlapped_by=overlapped_by,
     )
 
 
-def places(plan: Plan, device: Device) -> dict[str, int]:
+def ranks_per_node(plan: Plan, device: Device) -> dict[str, int]:
     """Returns the number of ranks of each group on one node, in the stage with the fewest."""
     found: dict[str, int] = {}
     for stage in plan.stages:
@@ -367,7 +367,7 @@ class _StageClock:
             )
             compute, hidden = sum(by_kind.values()), 0.0
             for group, seconds in by_group.items():
-                hidden += min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.behind.get(group, ())))
+                hidden += min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.overlapped_by.get(group, ())))
             exposed = sum(by_group.values()) - hidden
             streamed = self._streamed(kind, number)
             hidden, exposed = hidden + min(streamed, compute), exposed + max(0.0, streamed - compute)

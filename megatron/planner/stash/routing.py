@@ -16,7 +16,7 @@ from megatron.planner.stash.stages import ExpertRanks, PlannedRun
 from megatron.training.routing_trace import RoutingHeader, RoutingStep
 
 # Most numbers that a plan keeps in memory, of 4 bytes each.
-_MOST_NUMBERS = 1 << 30
+_MAX_STORED_NUMBERS = 1 << 30
 # Maps a model of skew to the names of its numbers, in order, and an example.
 _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "balanced": ((), "balanced"),
@@ -24,9 +24,9 @@ _MODELS: dict[str, tuple[tuple[str, ...], str]] = {
     "zipf": (("EXPONENT",), "zipf:1.1"),
     "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
 }
-_LEAST_POPULARITY = 1e-12
+_MIN_POPULARITY = 1e-12
 # Beyond these limits routing is degenerate or uniform, and exp of drift's SPREAD overflows fp64.
-_LEAST, _MOST = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
+_MIN_NUMBER, _MAX_NUMBERS = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,11 @@ def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
     """Raises ValueError if the rows of num_steps steps exceed the limit of memory."""
     passes = num_steps * len(run.layers) * run.num_microbatches
     numbers = passes * num_groups * run.ranks.expert_ranks
-    if numbers > _MOST_NUMBERS:
+    if numbers > _MAX_STORED_NUMBERS:
         raise ValueError(
             f"{num_steps:,} steps x {len(run.layers)} layers x {run.num_microbatches} micro-batches x "
             f"{num_groups * run.ranks.expert_ranks} expert ranks are {numbers:,} passes: must be at most "
-            f"{_MOST_NUMBERS:,}; give fewer --plan-steps or --plan-groups"
+            f"{_MAX_STORED_NUMBERS:,}; give fewer --plan-steps or --plan-groups"
         )
 
 
@@ -239,8 +239,8 @@ def parse_skew(text: str) -> Skew:
         numbers = tuple(float(word) for word in words)
     except ValueError:
         numbers = ()
-    if len(numbers) != len(wanted) or not all(_LEAST <= n <= _MOST[one] for one, n in zip(wanted, numbers)):
-        limits = " and ".join(f"{one} from {_LEAST:g} to {_MOST[one]:g}" for one in wanted)
+    if len(numbers) != len(wanted) or not all(_MIN_NUMBER <= n <= _MAX_NUMBERS[one] for one, n in zip(wanted, numbers)):
+        limits = " and ".join(f"{one} from {_MIN_NUMBER:g} to {_MAX_NUMBERS[one]:g}" for one in wanted)
         shape = ":".join([name, *wanted])
         raise ValueError(
             f"--skew is {text!r}: must be {shape} with {limits}, as {example}"
@@ -279,7 +279,7 @@ def popularity(skew: Skew, random: np.random.Generator, *, num_steps: int, num_e
         found = random.permuted(np.broadcast_to(np.arange(1.0, num_experts + 1) ** -numbers[0], shape), axis=1)
     else:
         found = np.exp(_wandering(random, shape, spread=numbers[0], memory=numbers[1]))
-    found = np.maximum(found / found.sum(axis=1, keepdims=True), _LEAST_POPULARITY)
+    found = np.maximum(found / found.sum(axis=1, keepdims=True), _MIN_POPULARITY)
     scaled: np.ndarray = found / found.sum(axis=1, keepdims=True)
     return scaled
 
@@ -301,7 +301,7 @@ def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
     for _ in range(topk + 1):
         left = topk - certain.sum(axis=1, keepdims=True)
         others = np.where(certain, 0.0, popularities)
-        chances = np.where(certain, 1.0, others * left / others.sum(axis=1, keepdims=True).clip(_LEAST_POPULARITY))
+        chances = np.where(certain, 1.0, others * left / others.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY))
         certain = chances >= 1.0
     clipped: np.ndarray = chances.clip(0.0, 1.0)
     return clipped
@@ -315,7 +315,7 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
     shape = run.num_microbatches, num_steps, num_groups, num_ranks
     noise = random.standard_normal(shape) * np.sqrt(tokens * spreads)[:, None]
     # The noise sums to zero over ranks, because every token chooses topk experts.
-    share = spreads / spreads.sum(axis=1, keepdims=True).clip(_LEAST_POPULARITY)
+    share = spreads / spreads.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY)
     noise -= share[:, None] * noise.sum(axis=3, keepdims=True)
     # Rounds cumulative sums, so that rounding keeps the total.
     ends = np.rint(np.cumsum(means[:, None] + noise, axis=3))
@@ -329,7 +329,7 @@ def _most_of_pairs(chances: np.ndarray, run: PlannedRun, *, num_groups: int, ran
     ranks = run.ranks
     draws = run.num_microbatches * num_groups * ranks.num_sharing
     means, spreads = chances.sum(axis=2), (chances * (1 - chances)).sum(axis=2)
-    alone = spreads * (1 - spreads / spreads.sum(axis=1, keepdims=True).clip(_LEAST_POPULARITY))
+    alone = spreads * (1 - spreads / spreads.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY))
     # The distribution of the maximum of n draws is the n-th power of one draw's distribution.
     levels = torch.from_numpy(random.random(means.shape) ** (1 / draws)).clamp(1e-12, 1 - 1e-12)
     most = ranks.tokens * means + np.sqrt(ranks.tokens * alone) * torch.special.ndtri(levels).numpy()

@@ -28,9 +28,9 @@ from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 
 # Most attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need more attempts.
-_MAX_VOIDS = 64
+_MAX_ATTEMPTS = 64
 # Numbers that are processed together. They fit into a core's cache.
-_NUMBERS_AT_ONCE = 1 << 16
+_BLOCK_NUMBERS = 1 << 16
 _COUNTED = (
     Counter.VOID,
     Counter.HIGH_WATER_DEVICE,
@@ -177,7 +177,7 @@ class _Walker:
             begin = 0
             while begin < span.num_steps:
                 self._plan(span.num_microbatches)
-                found = self._attempt(span.part(begin, begin + self._steps_at_once))
+                found = self._attempt(span.part(begin, begin + self._steps_per_attempt))
                 stop = found.first_void if self.grows else None
                 done = found if stop is None else found.until(stop)
                 self._take(done)
@@ -185,8 +185,8 @@ class _Walker:
                 if stop is None:
                     continue
                 voids[first + begin] += 1
-                assert voids[first + begin] <= _MAX_VOIDS, (
-                    f"step {first + begin} still overflows after {_MAX_VOIDS} attempts"
+                assert voids[first + begin] <= _MAX_ATTEMPTS, (
+                    f"step {first + begin} still overflows after {_MAX_ATTEMPTS} attempts"
                 )
                 if self.flags.moe_paged_stash_overflow_policy == "error":
                     return self._result(voids[: first + begin], ended_at=first + begin)
@@ -195,10 +195,10 @@ class _Walker:
         return self._result(voids, ended_at=None)
 
     @property
-    def _steps_at_once(self) -> int:
+    def _steps_per_attempt(self) -> int:
         if any(stage.measures_first_step for stage in self._stages):
             return 1
-        return max(1, _NUMBERS_AT_ONCE // self.num_ranks)
+        return max(1, _BLOCK_NUMBERS // self.num_ranks)
 
     def _plan(self, num_microbatches: int) -> None:
         if num_microbatches == self._planned:
