@@ -600,35 +600,18 @@ class _PartRecorder(WorkRecorder):
             for handle in handles:
                 handle.remove()
 
+    def _enter_layer(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._entered = number
+
+        return enter
+
     @property
     def part(self) -> str:
         """The part whose forward or backward is running."""
         if self._running or self.pass_name in (None, FORWARD):
             return part_at(self._running.name, self._entered, num_layers=len(self._layers))
         return self._saved_part
-
-    def parts(self, messages: Mapping[str, Sequence[Traffic]]) -> dict[str, PartWork]:
-        """Returns the recorded work, with the messages of each part."""
-        names = {part for part, _ in self._counts} | {*messages}
-
-        def counts(part: str, name: str) -> KernelCounts:
-            return self._counts.get((part, name), KernelCounts())
-
-        return {
-            part: PartWork(
-                counts(part, FORWARD), counts(part, BACKWARD), counts(part, RECOMPUTE), merged(messages.get(part, ()))
-            )
-            for part in sorted(names)
-        }
-
-    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel by part, too. tensor: any shape, in the dtype of the computation."""
-        super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
-        name = self.pass_name
-        if name is not None:
-            kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
-            counts = self._counts.setdefault((self.part, name), KernelCounts())
-            counts[CountedKernel(kernel, self._weight_bytes[False], self._weight_bytes[True])] += 1
 
     def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
         if name not in ROWS_OF_TABLES:
@@ -671,11 +654,14 @@ class _PartRecorder(WorkRecorder):
         spans = self._spans[leaf.untyped_storage()._cdata]
         return any(one.is_expert for one in spans if one.start <= start < one.end)
 
-    def _enter_layer(self, number: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._entered = number
-
-        return enter
+    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        """Counts a kernel by part, too. tensor: any shape, in the dtype of the computation."""
+        super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
+        name = self.pass_name
+        if name is not None:
+            kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
+            counts = self._counts.setdefault((self.part, name), KernelCounts())
+            counts[CountedKernel(kernel, self._weight_bytes[False], self._weight_bytes[True])] += 1
 
     def _pack(self, tensor: Tensor) -> Any:
         return self.part, super()._pack(tensor)
@@ -683,6 +669,20 @@ class _PartRecorder(WorkRecorder):
     def _unpack(self, kept: Any) -> Tensor:
         self._saved_part, packed = kept
         return super()._unpack(packed)
+
+    def parts(self, messages: Mapping[str, Sequence[Traffic]]) -> dict[str, PartWork]:
+        """Returns the recorded work, with the messages of each part."""
+        names = {part for part, _ in self._counts} | {*messages}
+
+        def counts(part: str, name: str) -> KernelCounts:
+            return self._counts.get((part, name), KernelCounts())
+
+        return {
+            part: PartWork(
+                counts(part, FORWARD), counts(part, BACKWARD), counts(part, RECOMPUTE), merged(messages.get(part, ()))
+            )
+            for part in sorted(names)
+        }
 
 
 class _PartMessages(MessageRecorder):

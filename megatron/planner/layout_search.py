@@ -141,7 +141,7 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
     if not compared:
         raise CommandLineError(
             f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
-            f"data-parallel ranks that divide the global batch of {space.global_batch}; sizes that were given: "
+            f"data-parallel ranks that divide the global batch of {space.global_batch}; given sizes: "
             f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
         )
     front = _front(fitting, costs, limit=limit, most=most, progress=progress)
@@ -153,10 +153,9 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
             _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
         nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
         if nearest is None:
-            why = (costs.last_refusal or "").replace(
-                "\n", "; "
-            ) or "the parameters of a rank alone take more than twice the memory"
-            raise CommandLineError(f"none of {compared} layouts can be had: {why}")
+            too_large = "the parameters of a rank alone take more than twice the memory"
+            why = costs.last_refusal.replace("\n", "; ") or too_large
+            raise CommandLineError(f"none of {compared} layouts is possible: {why}")
     return Found(tuple(front), nearest, compared, len(fitting))
 
 
@@ -187,7 +186,7 @@ def _front(
             break
         if cost.num_bytes > smallest * _PROGRESS:
             continue
-        progress(f"{len(fitting)} layouts fit, {len(found)} of the best looked at closely")
+        progress(f"{len(fitting)} layouts fit, {len(found)} of the best measured")
         advice = costs.advice(layout)
         if advice is not None and advice.num_bytes <= limit:
             found.append(advice)
@@ -221,13 +220,14 @@ class LayoutCosts:
         self._kinds = layer_kinds(args)
         self._overlapped_by = overlap_of(args).overlapped_by
         self._given_sharding = _sharding_of(args)
-        self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._known_by_tensor_sizes: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
-        self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._refusals: Counter[tuple[object, ...]] = Counter()
-        self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
+        # Measured costs with their layout: memory by kind, the last memory by tensor sizes, and work by kind.
+        self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        self._known_by_tensor_sizes: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
+        self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
         # Caches, each by the sizes that its values depend on.
+        self._scaled: dict[tuple[object, ...], ModelCosts] = {}
+        self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
         self._activations: dict[tuple[object, ...], dict[int, int]] = {}
@@ -274,6 +274,22 @@ class LayoutCosts:
         time = self._step_time(args, costs, stages=stages)
         return Advice(layout, self.words_of(layout), stages, time)
 
+    def _may_fit(self, layout: Layout, *, limit: int) -> bool:
+        """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
+        known = self._known_by_tensor_sizes.get((layout.tensor, layout.expert_tensor))
+        if known is None:
+            return True
+        if self._weights_key(layout) not in self._weights:
+            costs = known[0].scaled(Scale(experts=Fraction(known[1].expert, layout.expert)))
+            self._weights_of(layout, costs, shape=self._shape(layout))
+        weights = self._weights[self._weights_key(layout)]
+        return max(sum(params for params, _ in one.values()) for one in weights.values()) <= 2 * limit
+
+    @staticmethod
+    def _weights_key(layout: Layout) -> tuple[object, ...]:
+        sizes = (layout.tensor, layout.expert, layout.expert_tensor, layout.stages)
+        return *sizes, layout.counts
+
     def _memory_costs(self, layout: Layout) -> ModelCosts | None:
         """Returns the memory of microbatches of one sample; None if the run refuses this kind of layout.
 
@@ -295,49 +311,6 @@ class LayoutCosts:
         """Returns a key that is equal for layouts that differ only in the numbers of samples and experts."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.expert > 1, layout.stages > 1)
         return *sizes, layout.recompute, layout.experts
-
-    def _work_of(self, layout: Layout) -> ModelCosts:
-        """Returns the work of a layout, scaled from a layout of its kind.
-
-        Where a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
-        group size cannot be scaled. Such a layout is scaled only from one with the same expert parallel size.
-        """
-        shared = layout.expert if _share_ranks(layout) else None
-        kind = (*self._kind_of(layout), shared)
-        if kind not in self._measured_work:
-            known = self._known[self._kind_of(layout)][1]
-            base = known if not _share_ranks(known) and shared is None else layout
-            if base.sharding is Sharding.GRADIENTS:
-                # Copies of sharded gradients scale neither with tokens nor with the weights of a layer.
-                base = replace(base, sharding=Sharding.STATES)
-            costs = measure_work(
-                self._known[self._kind_of(layout)][0],
-                self._validated(base),
-                self._provider,
-                forward_step=self._forward_step,
-                of_each_kind=1,
-                has_all_replicas=False,
-            )
-            self._measured_work[kind] = costs, base
-        costs, base = self._measured_work[kind]
-        return costs.scaled(
-            Scale(
-                samples=Fraction(layout.micro_batch, base.micro_batch),
-                experts=Fraction(base.expert, layout.expert),
-                expert_ranks=Fraction(layout.expert, base.expert),
-            )
-        )
-
-    def _may_fit(self, layout: Layout, *, limit: int) -> bool:
-        """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
-        known = self._known_by_tensor_sizes.get((layout.tensor, layout.expert_tensor))
-        if known is None:
-            return True
-        if self._weights_key(layout) not in self._weights:
-            costs = known[0].scaled(Scale(experts=Fraction(known[1].expert, layout.expert)))
-            self._weights_of(layout, costs, shape=self._shape(layout))
-        weights = self._weights[self._weights_key(layout)]
-        return max(sum(params for params, _ in one.values()) for one in weights.values()) <= 2 * limit
 
     def _find_costs(self, layout: Layout, kind: tuple[object, ...]) -> bool:
         if self._refusals[kind] >= _MAX_REFUSALS:
@@ -386,26 +359,6 @@ class LayoutCosts:
             self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._distinct(layout)}
         return self._weights[key]
 
-    @staticmethod
-    def _weights_key(layout: Layout) -> tuple[object, ...]:
-        sizes = (layout.tensor, layout.expert, layout.expert_tensor, layout.stages)
-        return *sizes, layout.counts
-
-    def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
-        """Returns the bytes of activations and pages of each distinct stage, with microbatches of one sample."""
-        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
-        group = shape.group_size or shape.stages
-        # Whole rounds suffice, because the end of a step does not change the peak.
-        shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
-        key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
-        if key not in self._activations:
-            self._activations[key] = {}
-            for stage in self._distinct(layout):
-                pages = stash_bytes(costs, shape, stage=stage)
-                kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
-                self._activations[key][stage] = pages[0] + sum(kept.values())
-        return self._activations[key]
-
     def _persistent_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> PersistentBytes:
         sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
         key = (*sizes, layout.sharding, layout.counts, stage)
@@ -428,6 +381,29 @@ class LayoutCosts:
             args.shard_gradients = sharding is Sharding.GRADIENTS
             args.optimizer = "distributed_fused_adam" if args.shard_gradients else "adam"
         return args
+
+    def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
+        """Returns the bytes of activations and pages of each distinct stage, with microbatches of one sample."""
+        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
+        group = shape.group_size or shape.stages
+        # Whole rounds suffice, because the end of a step does not change the peak.
+        shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
+        key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
+        if key not in self._activations:
+            self._activations[key] = {}
+            for stage in self._distinct(layout):
+                pages = stash_bytes(costs, shape, stage=stage)
+                kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
+                self._activations[key][stage] = pages[0] + sum(kept.values())
+        return self._activations[key]
+
+    @staticmethod
+    def _update_bytes(persistent: PersistentBytes) -> float:
+        return float(_ACCESSES_PER_UPDATE * (persistent.masters + persistent.moments + persistent.host_states))
+
+    @cached_property
+    def _memory_rate(self) -> float:
+        return self._device.memory_gb_s * _GIGA * self._device.attainable_memory
 
     def _quick_seconds(
         self,
@@ -470,6 +446,38 @@ class LayoutCosts:
             }
         return self._seconds[key]
 
+    def _work_of(self, layout: Layout) -> ModelCosts:
+        """Returns the work of a layout, scaled from a layout of its kind.
+
+        Where a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
+        group size cannot be scaled. Such a layout is scaled only from one with the same expert parallel size.
+        """
+        shared = layout.expert if _share_ranks(layout) else None
+        kind = (*self._kind_of(layout), shared)
+        if kind not in self._measured_work:
+            known = self._known[self._kind_of(layout)][1]
+            base = known if not _share_ranks(known) and shared is None else layout
+            if base.sharding is Sharding.GRADIENTS:
+                # Copies of sharded gradients scale neither with tokens nor with the weights of a layer.
+                base = replace(base, sharding=Sharding.STATES)
+            costs = measure_work(
+                self._known[self._kind_of(layout)][0],
+                self._validated(base),
+                self._provider,
+                forward_step=self._forward_step,
+                of_each_kind=1,
+                has_all_replicas=False,
+            )
+            self._measured_work[kind] = costs, base
+        costs, base = self._measured_work[kind]
+        return costs.scaled(
+            Scale(
+                samples=Fraction(layout.micro_batch, base.micro_batch),
+                experts=Fraction(base.expert, layout.expert),
+                expert_ranks=Fraction(layout.expert, base.expert),
+            )
+        )
+
     def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[StageMemory]) -> StepTime:
         setup_tokenizer(args)  # pads the vocabulary for the layout
         shape, ddp_config = shape_of(args), ddp_config_of(args)
@@ -501,14 +509,6 @@ class LayoutCosts:
 
         time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
         return replace(time, spans=[])  # unused, and large for many layouts
-
-    @staticmethod
-    def _update_bytes(persistent: PersistentBytes) -> float:
-        return float(_ACCESSES_PER_UPDATE * (persistent.masters + persistent.moments + persistent.host_states))
-
-    @cached_property
-    def _memory_rate(self) -> float:
-        return self._device.memory_gb_s * _GIGA * self._device.attainable_memory
 
 
 def _sharding_of(args: argparse.Namespace) -> Sharding:

@@ -163,17 +163,17 @@ class StageTrace:
     """Memory and work of a stage that equal stages share.
 
     saved: bytes that a microbatch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
-    layer save. step: the traced step, None where nothing is trained.
+    layer save. step: the traced step, empty where nothing is trained.
     """
 
     saved: tuple[SavedSizes, ...]
     experts_of_layer: int
-    step: StepTrace | None
+    step: StepTrace
 
     def working(self, actions: Sequence[Action]) -> int:
         """Returns the temporary bytes of the passes. actions: the schedule of the traced step."""
         kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
-        return 0 if self.step is None else max(0, self.step.peak - kept)
+        return max(0, self.step.peak - kept)
 
 
 # Traces by the structure of a stage.
@@ -204,7 +204,7 @@ def plan_run(
         if only_stages is not None and stage not in only_stages:
             continue
         with as_rank(args, rank) as groups:
-            build = _Build(args, model_provider, config_overrides=config_overrides)
+            build = _RankBuild(args, model_provider, config_overrides=config_overrides)
             stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, known=known))
             is_balanced = is_balanced or build.is_balanced
             stashed.append(build.stash_events)
@@ -212,7 +212,7 @@ def plan_run(
         with flags_named_in_errors():
             check_effect(stashed)
     # Every rank's exchange of statistics holds the losses of all ranks.
-    names = {name for passes in known.values() if passes.step is not None for name in passes.step.names}
+    names = {name for trace in known.values() for name in trace.step.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
@@ -260,7 +260,7 @@ def _publish(args: argparse.Namespace) -> None:
     publish_tokenizer(setup_tokenizer(args))
 
 
-class _Build:
+class _RankBuild:
     """Builds one rank's wrapped model and optimizer, and plans their memory and work."""
 
     def __init__(
@@ -301,8 +301,8 @@ class _Build:
         place = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
         key = structure_of(self.model), *place
         if key not in known:
-            known[key] = self._passes(groups, forward_step, num_microbatches=num_microbatches)
-        passes = known[key]
+            known[key] = self._trace(groups, forward_step, num_microbatches=num_microbatches)
+        trace, step = known[key], known[key].step
         return RankPlan(
             rank,
             stage,
@@ -315,18 +315,18 @@ class _Build:
             moments=state["moments"],
             pages=pages[0],
             host_pages=pages[1],
-            activations=_activations(orders[stage], passes, stashes=sum(pages) > 0),
+            activations=_activations(orders[stage], trace, stashes=sum(pages) > 0),
             sizes=parameters_by_key(self.model),
             buffers=tuple(buffer_layouts(self.model)),
-            links=() if passes.step is None else passes.step.links,
-            chunks=() if passes.step is None else passes.step.chunks,
-            update=Kernels() if passes.step is None else passes.step.update,
-            groups={} if passes.step is None else ranks_by_name(groups, passes.step.links),
-            working=passes.working(orders_of(min(2, num_microbatches))[stage]),
-            updating=0 if passes.step is None else passes.step.update_peak,
-            messages=0 if passes.step is None else passes.step.messages_peak,
+            links=step.links,
+            chunks=step.chunks,
+            update=step.update,
+            groups=ranks_by_name(groups, step.links),
+            working=trace.working(orders_of(min(2, num_microbatches))[stage]),
+            updating=step.update_peak,
+            messages=step.messages_peak,
             host_states=state["host_states"],
-            host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in passes.saved]).total(),
+            host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in trace.saved]).total(),
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
@@ -340,13 +340,11 @@ class _Build:
             return 0, 0
         return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
-    def _passes(
-        self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int
-    ) -> StageTrace:
+    def _trace(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> StageTrace:
         args, model = self._args, self.model
         if self._optimizer is None:
             # An evaluation has no backward.
-            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, None)
+            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, StepTrace())
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
@@ -392,13 +390,13 @@ def _setting(value: Any) -> Any:
     return type(value)
 
 
-def _activations(actions: Sequence[Action], passes: StageTrace, *, stashes: bool) -> dict[str, int]:
+def _activations(actions: Sequence[Action], trace: StageTrace, *, stashes: bool) -> dict[str, int]:
     """Returns the bytes of activations at the schedule's peak, by kind. stashes: whether experts stash in pages."""
     if stashes:
         # One layer's rows are still in its buffers, not yet copied to pages.
-        peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in passes.saved])
-        return {**peak, EXPERTS: passes.experts_of_layer}
-    return dict(peak_bytes(actions, [kept.by_kind for kept in passes.saved]))
+        peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in trace.saved])
+        return {**peak, EXPERTS: trace.experts_of_layer}
+    return dict(peak_bytes(actions, [kept.by_kind for kept in trace.saved]))
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:

@@ -163,33 +163,6 @@ class WorkRecorder(TorchDispatchMode):
         with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
             yield
 
-    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """Returns the work of each chunk. order: passes of the step in order, one of each chunk and kind."""
-        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
-        forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
-        backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
-        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
-        return tuple(found[chunk] for chunk in sorted(found))
-
-    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel. tensor: any shape, in the dtype of the computation. Fused kernels report themselves."""
-        counter = self._counter()
-        if counter is not None:
-            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
-
-    @property
-    def kind(self) -> str:
-        """The kind of the module whose forward or backward is running."""
-        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
-
-    @property
-    def pass_name(self) -> str | None:
-        """The running pass: forward, backward, or recompute for a forward inside backward. None outside of passes."""
-        if _BACKWARD in self._names:
-            # A module that runs forward during backward is being recomputed.
-            return RECOMPUTE if self._running else BACKWARD
-        return FORWARD if _FORWARD in self._names else None
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator and counts its kernel, unless it is a view or free."""
         kwargs = kwargs or {}
@@ -201,22 +174,6 @@ class WorkRecorder(TorchDispatchMode):
             return result
         self._count(func, name, args=args, kwargs=kwargs, result=result)
         return result
-
-    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
-        moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
-        unit, flops = Unit.MEMORY, 0.0
-        if name in GROUPED:
-            # Valid for both forms: rows times expert matrices, and rows times rows for weight gradients.
-            unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
-        elif func._overloadpacket in flop_registry:
-            unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
-        if moved or flops:
-            self.note(
-                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
-            )
 
     def _follow(self, func: Any, args: Sequence[Any]) -> None:
         if "enter" not in func._schema.name:
@@ -239,6 +196,41 @@ class WorkRecorder(TorchDispatchMode):
             return counters[name][-1]
         return self.update if _UPDATE in self._names else None
 
+    @property
+    def pass_name(self) -> str | None:
+        """The running pass: forward, backward, or recompute for a forward inside backward. None outside of passes."""
+        if _BACKWARD in self._names:
+            # A module that runs forward during backward is being recomputed.
+            return RECOMPUTE if self._running else BACKWARD
+        return FORWARD if _FORWARD in self._names else None
+
+    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
+        moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
+        unit, flops = Unit.MEMORY, 0.0
+        if name in GROUPED:
+            # Valid for both forms: rows times expert matrices, and rows times rows for weight gradients.
+            unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
+        elif func._overloadpacket in flop_registry:
+            unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        if moved or flops:
+            self.note(
+                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
+            )
+
+    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        """Counts a kernel. tensor: any shape, in the dtype of the computation. Fused kernels report themselves."""
+        counter = self._counter()
+        if counter is not None:
+            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
+
+    @property
+    def kind(self) -> str:
+        """The kind of the module whose forward or backward is running."""
+        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
+
     def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
         return kind_of_module(self._running.name), tensor.detach()
 
@@ -246,6 +238,14 @@ class WorkRecorder(TorchDispatchMode):
         # The module that saved it runs its backward next.
         self._kind, tensor = kept
         return tensor
+
+    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
+        """Returns the work of each chunk. order: passes of the step in order, one of each chunk and kind."""
+        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
+        forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
+        backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
+        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
+        return tuple(found[chunk] for chunk in sorted(found))
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -8,7 +8,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -44,7 +44,7 @@ _UPDATE = "update"
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Record of a rank's step.
+    """Record of a rank's step, empty by default.
 
     links: messages of a step. names: names of the reported losses, which set the size of the exchange of statistics.
     peak: bytes allocated at the peak of the passes in addition to persistent memory, including saved tensors, in a step
@@ -53,13 +53,13 @@ class StepTrace:
     chunk. update: the optimizer's kernels.
     """
 
-    links: tuple[Traffic, ...]
-    names: frozenset[str]
-    peak: int
-    update_peak: int
-    messages_peak: int
-    chunks: tuple[ChunkWork, ...]
-    update: Kernels
+    links: tuple[Traffic, ...] = ()
+    names: frozenset[str] = frozenset()
+    peak: int = 0
+    update_peak: int = 0
+    messages_peak: int = 0
+    chunks: tuple[ChunkWork, ...] = ()
+    update: Kernels = field(default_factory=Kernels)
 
 
 class _NamedStatistics(StatisticsExchange):

@@ -95,17 +95,17 @@ def traced_spans(
     joined or split to the run's tokens and fill the run's ranks in order. If a step has too few blocks, blocks are
     drawn from those of the step. Raises ValueError for the trace of another model.
     """
-    layout = _Layout(run, num_groups=num_groups, random=np.random.default_rng(seed))
-    planned = [layout.step(step) for step in steps]
+    mapper = _BlockMapper(run, num_groups=num_groups, random=np.random.default_rng(seed))
+    planned = [mapper.step(step) for step in steps]
     if not planned:
         raise ValueError("the trace has no step yet: must be what --record-routing wrote in a run of one step or more")
     check_size(run, num_steps=len(planned), num_groups=num_groups)
     spans = [_joined(list(equal)) for _, equal in groupby(planned, key=lambda one: one.num_microbatches)]
-    return spans, sorted(layout.guesses)
+    return spans, sorted(mapper.guesses)
 
 
-class _Layout:
-    """Puts recorded blocks on the ranks of the run."""
+class _BlockMapper:
+    """Maps recorded blocks to the ranks of the run. guesses: sentences on what the trace does not tell."""
 
     def __init__(self, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> None:
         self._run, self._ranks, self._num_groups, self._random = run, run.ranks, num_groups, random

@@ -151,12 +151,17 @@ def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], gr
 
 @dataclass
 class _Walker:
+    """State of a simulated run: the stages' pools, the attempts so far, and the growth.
+
+    A walk repeats: plan pools, attempt a block of steps, learn from those before the first discarded one, grow.
+    """
+
     run: PlannedRun
     flags: StashFlags
     grows: bool
     num_ranks: int
     _stages: "list[StageWalk]" = field(init=False)
-    _found: "list[_Found]" = field(default_factory=list)
+    _found: "list[_Attempt]" = field(default_factory=list)
     _grown: LearnedSizes = LearnedSizes()
     _capacity_factor: float = field(init=False)
     _planned: int | None = None  # micro-batches of the planned pools; None if sizes may have changed since
@@ -180,7 +185,7 @@ class _Walker:
                 found = self._attempt(span.part(begin, begin + self._steps_per_attempt))
                 stop = found.first_void if self.grows else None
                 done = found if stop is None else found.until(stop)
-                self._take(done)
+                self._complete(done)
                 begin += done.span.num_steps
                 if stop is None:
                     continue
@@ -207,7 +212,7 @@ class _Walker:
             stage.plan(num_microbatches, grown=self._grown, capacity_factor=self._capacity_factor)
         self._planned = num_microbatches
 
-    def _attempt(self, part: RoutingSpan) -> "_Found":
+    def _attempt(self, part: RoutingSpan) -> "_Attempt":
         ranks, budget = self.run.ranks, replace(self.run.ranks.budget, factor=self._capacity_factor)
         over = part.most_rows > budget.rows_of_rank(ranks.tokens)
         if ranks.counts_pairs:
@@ -217,9 +222,9 @@ class _Walker:
         outcomes = [stage.outcomes(part) for stage in self._stages]
         layouts = [tuple(stage.layouts or ()) for stage in self._stages]
         wanted = [stage.wanted_pages(part) for stage in self._stages]
-        return _Found(part, over, outcomes, layouts, wanted)
+        return _Attempt(part, over, outcomes, layouts, wanted)
 
-    def _take(self, found: "_Found") -> None:
+    def _complete(self, found: "_Attempt") -> None:
         self._found.append(found)
         measures = any(stage.measures_first_step for stage in self._stages)
         for stage in self._stages:
@@ -227,7 +232,7 @@ class _Walker:
         if measures and found.span.num_steps:
             self._planned = None
 
-    def _grow(self, found: "_Found", step: int) -> None:
+    def _grow(self, found: "_Attempt", step: int) -> None:
         """Grows rows or pages of all ranks after a discarded step."""
         part = found.span.part(step, step + 1)
         # After lost rows the need of pages is unknown, as later layers had other rows in that attempt.
@@ -236,7 +241,7 @@ class _Walker:
         self._capacity_factor = capacity_factor(self._capacity_factor, self._grown)
         self._planned = None
 
-    def _more_pages(self, found: "_Found", step: int) -> list[LearnedSizes]:
+    def _more_pages(self, found: "_Attempt", step: int) -> list[LearnedSizes]:
         part, sizes = found.span.part(step, step + 1), []
         for stage, outcome in zip(self._stages, found.outcomes, strict=True):
             if outcome is not None:
@@ -278,7 +283,7 @@ class _Walker:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Attempt:
     """Attempt at some steps. over_capacity: expert overflows, [S], bool. outcomes, layouts, wanted: one per stage."""
 
     span: RoutingSpan
@@ -312,7 +317,7 @@ class _Found:
                     highest = np.maximum(highest, np.where(has, int(rung), 0))
         return highest
 
-    def until(self, stop: int) -> "_Found":
+    def until(self, stop: int) -> "_Attempt":
         """Returns the attempt with the steps before `stop`."""
         outcomes = [
             None
@@ -324,7 +329,7 @@ class _Found:
             for one in self.outcomes
         ]
         wanted = [of_stage[:stop] for of_stage in self.wanted]
-        return _Found(self.span.part(0, stop), self.over_capacity[:stop], outcomes, self.layouts, wanted)
+        return _Attempt(self.span.part(0, stop), self.over_capacity[:stop], outcomes, self.layouts, wanted)
 
 
 def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
