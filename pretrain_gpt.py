@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.planner import print_plan
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.errors import exit_on_user_error
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.utils import get_batch_on_this_cp_rank

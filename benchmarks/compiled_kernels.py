@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from benchmarks import kernel_launches  # noqa: E402
 from benchmarks.kernel_launches import Launch  # noqa: E402
-from megatron.core.triton_compile import Residency  # noqa: E402
+from megatron.core.device.triton_compile import Residency  # noqa: E402
 
 ARCHITECTURES = (80, 90, 100)
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -26,10 +26,9 @@ if str(ROOT) not in sys.path:
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
 from megatron.core.datasets.data_iterators import BatchPlan, DataIterator  # noqa: E402
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig  # noqa: E402
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # noqa: E402
-from megatron.core.datasets.loss_masks import loss_mask_prefix  # noqa: E402
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, loss_mask_prefix  # noqa: E402
 from megatron.core.device import keep_cpu_heap  # noqa: E402
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer  # noqa: E402
+from megatron.core.tokenizers.tokenizer import NullTokenizer  # noqa: E402
 
 VOCABULARY = NullTokenizer(50_000)
 MEAN_DOCUMENT = 600

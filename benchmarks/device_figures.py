@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.sides import run_rounds, start_side  # noqa: E402
-from megatron.training.device_table import devices_of_file  # noqa: E402
+from megatron.training.compute.devices import devices_of_file  # noqa: E402
 
 RANKS = 2
 _SMALL = 512

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from megatron.core.device.triton_compile import CompileCase
 from megatron.core.optimizer import triton_adam
 from megatron.core.optimizer.stored_floats import Plain, Rounded, ScaledHalf, StoredFloats, WithRemainder
 from megatron.core.transformer.moe import triton_router, triton_rows
@@ -40,7 +41,6 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     encode_tensors,
 )
-from megatron.core.triton_compile import CompileCase
 
 MODULES: tuple[ModuleType, ...] = (
     triton_grouped_gemm,

@@ -21,7 +21,7 @@ from benchmarks.train_step import FLAGS, RANKS, build_ours  # noqa: E402
 from megatron.planner.plan import plan_run  # noqa: E402
 from megatron.planner.step_time import run_time  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.device_table import CPU_NAME, NAME_VARIABLE, planned_device  # noqa: E402
+from megatron.training.compute.devices import CPU_NAME, NAME_VARIABLE, planned_device  # noqa: E402
 from megatron.training.initialize import initialize_megatron  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
 from megatron.training.training import train_step  # noqa: E402

@@ -44,7 +44,7 @@ from megatron.planner.stash.routing import RoutingSpan, traced_spans  # noqa: E4
 from megatron.planner.stash.stages import PlannedRun, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Walk, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
-from megatron.training.routing_trace import read_routing  # noqa: E402
+from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
 from tools.quickstart import Workspace, prepare, tokenizer_flags  # noqa: E402
 from tools.run_log import Series, read_run  # noqa: E402
 

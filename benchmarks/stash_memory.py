@@ -236,7 +236,7 @@ def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
         return RankFigures(peaks, arena_bytes=0, dropped=0, voids=0, rss_bytes=rss)
     dropped = step.counters[Counter.DROPPED_GATE_UP] + step.counters[Counter.DROPPED_ACT]
     arena = step.layout.device_pages * step.layout.page_bytes
-    return RankFigures(peaks, arena_bytes=arena, dropped=dropped, voids=step.voids, rss_bytes=rss)
+    return RankFigures(peaks, arena_bytes=arena, dropped=dropped, voids=step.num_discards, rss_bytes=rss)
 
 
 def measure(case: Case) -> list[RankFigures]:

@@ -31,7 +31,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from tools.ports import free_port
 
 SEED = 1234

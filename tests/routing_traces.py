@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.training.routing_trace import RoutingHeader, step_line
+from megatron.training.callbacks.routing_trace import RoutingHeader, step_line
 
 
 def write_trace(path: Path, header: RoutingHeader, steps: Iterable[Mapping[int, Tensor]]) -> None:

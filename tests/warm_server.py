@@ -2,7 +2,7 @@
 
 import gc
 
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 
 flag_table()  # cached: each training program needs it
 gc.collect()

@@ -12,10 +12,10 @@ from torch import nn
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher, padded_rank_rows
 from megatron.training.arguments import parse_args
-from megatron.training.command_line.graph_checks import check_graphs
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.conflicts import check_graphs
+from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.yaml_config import config_text
-from megatron.training.step_runner import StepGraph
+from megatron.training.step.runner import StepGraph
 
 WARMUP_STEPS = 2
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")

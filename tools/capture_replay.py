@@ -24,8 +24,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.group_collectives import gather_objects
 from megatron.training.callbacks import StepReport
+from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.failure_board import FailureBoard
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
@@ -86,9 +86,9 @@ def _first_difference(own: _Trained, expected: _Trained) -> list[str]:
 def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) -> list[_Trained]:
     """Trains the run, with tapes if given, and returns the results of each rank."""
     asked, rest = asked_of(argv)
-    with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
+    with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         # Other kernels for experts in fp32 are told by the host, on the CPU alone, where rows begin.
-        args = initialize_megatron(argv=[*rest, "--deterministic-mode"], board=board)
+        args = initialize_megatron(argv=[*rest, "--deterministic-mode"], broadcast=broadcast)
         leave_files_alone(args)
         if tapes is not None:
             asked.give_to(args)

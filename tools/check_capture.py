@@ -37,18 +37,19 @@ from megatron.core.process_groups_config import group_rank, group_size  # noqa: 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.timers import Timers  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes  # noqa: E402
+from megatron.training.checkpointing.rng_state import seed_ranks  # noqa: E402
+from megatron.training.error_broadcast import ErrorBroadcast  # noqa: E402
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks  # noqa: E402
-from megatron.training.expert_memory import build_expert_memory  # noqa: E402
-from megatron.training.failure_board import FailureBoard  # noqa: E402
 from megatron.training.global_vars import publish_timers, publish_tokenizer  # noqa: E402
-from megatron.training.initialize import initialize_megatron, leave_process_group, seed_ranks  # noqa: E402
+from megatron.training.initialize import initialize_megatron, leave_process_group  # noqa: E402
 from megatron.training.setup import (  # noqa: E402
     setup_batches,
     setup_model_and_optimizer,
     setup_steps,
     setup_tokenizer,
 )
-from megatron.training.step_runner import StepRunner  # noqa: E402
+from megatron.training.step.expert_memory import build_expert_memory  # noqa: E402
+from megatron.training.step.runner import StepRunner  # noqa: E402
 from tools.asked_graphs import (  # noqa: E402
     WARMUP_STEPS,
     asked_of,
@@ -84,8 +85,8 @@ def _say(verdict: str, found: Sequence[str]) -> None:
 def breaks_of(argv: Sequence[str]) -> list[str]:
     """Returns what breaks the graphs of the command line on any rank: flags, operations with lines. Collective."""
     asked, rest = asked_of(argv)
-    with FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
-        args = initialize_megatron(argv=rest, board=board)
+    with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
+        args = initialize_megatron(argv=rest, broadcast=broadcast)
         refused = refusals_of_flags(args, asked)
         if asked.impl == "local":
             if refused:

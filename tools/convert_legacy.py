@@ -23,12 +23,11 @@ from megatron.core.process_groups_config import group_rank
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.planner.fake_ranks import fake_rank
 from megatron.training.arguments import parse_args
-from megatron.training.checkpoint_args import args_to_json, model_arguments
-from megatron.training.checkpoint_folder import iteration_folder, write_tracker
+from megatron.training.checkpointing.folder import iteration_folder, write_tracker
+from megatron.training.checkpointing.run_values import args_to_json, check_arguments, load_run_values, model_arguments
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.gpt_builder import build_gpt
-from megatron.training.run_values import check_arguments, load_run_values
 from megatron.training.setup import model_parts
-from megatron.training.train_state import TrainState
 from tools.legacy_checkpoint import (
     MODEL_FILE,
     ChunkFacts,
@@ -119,7 +118,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
         raise ValueError(f"--save is {save}: {target} is there already, and is not overwritten; give a new folder")
     save.mkdir(parents=True, exist_ok=True)
     values = {**stored, **{name: vars(args)[name] for name in (*_LAYOUT, "padded_vocab_size", "sequence_parallel")}}
-    with folders.written_beside(target) as temporary:
+    with folders.atomic_folder(target) as temporary:
         for rank in range(_num_files(args)):
             with _rank_of_files(args, rank) as (name, parts):
                 tensors = [tensor for part in parts for tensor in model_sharded_tensors(part)]

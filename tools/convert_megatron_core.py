@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.planner.fake_ranks import fake_rank
 from megatron.training.arguments import parse_args
-from megatron.training.checkpoint_folder import RELEASE, iteration_folder, write_release_tracker, write_tracker
+from megatron.training.checkpointing.folder import RELEASE, iteration_folder, write_release_tracker, write_tracker
+from megatron.training.checkpointing.run_values import check_arguments
 from megatron.training.gpt_builder import build_gpt
-from megatron.training.run_values import check_arguments
 from tools.convert_legacy import common_of_weights, json_values, model_args
 from tools.legacy_checkpoint import FUSED_NORMS
 from tools.megatron_core_files import COMMON_FILE, MegatronCoreFiles, find_megatron_core

@@ -19,12 +19,12 @@ from megatron.core.dist_checkpointing import load, model_sharded_tensors  # noqa
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer  # noqa: E402
 from megatron.core.tokenizers.tokenizer import Tokenizer  # noqa: E402
-from megatron.training.arguments import config_from_args, parse_args  # noqa: E402
-from megatron.training.checkpoint_args import model_arguments  # noqa: E402
-from megatron.training.command_line.flag_table import flags_of_class  # noqa: E402
+from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training.checkpointing.run_values import load_run_values, model_arguments  # noqa: E402
+from megatron.training.command_line.config_builder import config_from_args  # noqa: E402
+from megatron.training.command_line.flags import flags_of_class  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from megatron.training.gpt_builder import build_gpt  # noqa: E402
-from megatron.training.run_values import load_run_values  # noqa: E402
 from tools.stored_checkpoints import checkpoint_of_load  # noqa: E402
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")

@@ -21,11 +21,17 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.torch_files import load_allowed
+from megatron.core.dist_checkpointing.storage import load_allowed
 from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
-from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE, iteration_folder, iteration_of_text, read_tracker
-from megatron.training.run_values import is_count
+from megatron.training.checkpointing.folder import (
+    RELEASE,
+    TRACKER_FILE,
+    iteration_folder,
+    iteration_of_text,
+    read_tracker,
+)
+from megatron.training.checkpointing.run_values import is_count
 
 MODEL_FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

@@ -24,13 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing import VerifiedCheckpoint
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece, read_json
-from megatron.core.dist_checkpointing.storage import METADATA_FILE, read_metadata
-from megatron.core.dist_checkpointing.stored_contents import stored_pieces
-from megatron.core.dist_checkpointing.torch_files import load_allowed
-from megatron.training.checkpoint_folder import RELEASE, TRACKER_FILE, iteration_of_text
-from megatron.training.run_values import is_count
+from megatron.core.dist_checkpointing.storage import METADATA_FILE, load_allowed, read_metadata, stored_pieces
+from megatron.core.logical_tensors import canonical_name
+from megatron.training.checkpointing.folder import RELEASE, TRACKER_FILE, iteration_of_text
+from megatron.training.checkpointing.run_values import is_count
 from tools.legacy_checkpoint import ALLOWED, NOT_WEIGHTS, Inert
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
 from megatron.core.datasets.text_files import RawDocument, can_be_cut, read_raw_documents
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import replaced_file
 
 PLAN, LOCK = "plan.json", "lock"
 

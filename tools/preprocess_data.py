@@ -24,19 +24,19 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from megatron.core.checksum import file_crc32  # noqa: E402
 from megatron.core.config_field import field_spec  # noqa: E402
 from megatron.core.datasets.indexed_dataset import (  # noqa: E402
     IndexedDataset,
     IndexedDatasetBuilder,
     get_bin_path,
     get_idx_path,
+    loss_mask_prefix,
 )
-from megatron.core.datasets.loss_masks import loss_mask_prefix  # noqa: E402
 from megatron.core.datasets.text_files import find_text_files, is_json  # noqa: E402
+from megatron.core.files import file_crc32  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig  # noqa: E402
 from megatron.core.tokenizers.chat_template import read_template  # noqa: E402
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer  # noqa: E402
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer  # noqa: E402
 from tools.packing import Chat, packed  # noqa: E402
 from tools.partitions import Piece, Workspace, cut, documents, publish  # noqa: E402
 from tools.token_chunks import (  # noqa: E402

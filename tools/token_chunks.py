@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.indexed_dataset import DType
-from megatron.core.datasets.loss_masks import loss_mask_prefix
+from megatron.core.datasets.indexed_dataset import DType, loss_mask_prefix
 from megatron.core.datasets.text_files import BadLine, RawDocument, decode_record, decode_texts
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate
-from megatron.core.tokenizers.library_tokenizer import LibraryTokenizer
+from megatron.core.tokenizers.library_tokenizers import LibraryTokenizer
+from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
 CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy while one has a slow chunk

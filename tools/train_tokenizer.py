@@ -21,7 +21,7 @@ from megatron.core.datasets.text_files import (  # noqa: E402
     find_text_files,
     read_raw_documents,
 )
-from megatron.core.replaced_file import replaced_file  # noqa: E402
+from megatron.core.files import replaced_file  # noqa: E402
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = len(pre_tokenizers.ByteLevel.alphabet()) + 1

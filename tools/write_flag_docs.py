@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
-from megatron.training.command_line.harmless_flags import HARMLESS
-from megatron.training.command_line.refusals import refusal
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
+from megatron.training.command_line.refusals import HARMLESS
 from megatron.training.command_line.values import choice_names, text_of_value
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -265,7 +265,7 @@ def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measur
     if step is None or step.layout is None:
         return measured
     again = step.counters[Counter.DROPPED_ACT] + step.counters[Counter.DROPPED_GATE_UP]
-    return replace(measured, again=again, on_host=step.counters[Counter.SPILLED_PAGES], voids=step.voids)
+    return replace(measured, again=again, on_host=step.counters[Counter.SPILLED_PAGES], voids=step.num_discards)
 
 
 def lines_of(case: Case, sides: Mapping[str, Side], *, processes: Sequence[Process]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Parameters in the order in which their elements lie in memory: plain, channels_last, transposed.
 
 Flat buffers hold this order, so that a layout is neither lost nor paid for with a copy. What is stored in checkpoints
-is the logical order, see logical.py and flat_ranges.py of dist_checkpointing.
+is the logical order, see logical_tensors.py.
 """
 
 from collections.abc import Iterable

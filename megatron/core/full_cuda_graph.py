@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from megatron.core.agreement import all_ranks_agree
-from megatron.core.device import CudaGraphs, default_device
+from megatron.core.device import CudaGraphs, default_device, rng_tracker
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.graphs.capture import (
     CaptureFailedError,
     Graph,
@@ -27,9 +27,7 @@ from megatron.core.graphs.capture import (
     naming_first_error,
     signature,
 )
-from megatron.core.group_collectives import any_rank_sync
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.trace_ranges import trace_range
+from megatron.core.group_collectives import all_ranks_agree, any_rank_sync
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class FullCudaGraphWrapper:
                 raise ValueError(f"{name} is {number}: must be at least 1")
         self._failure: str | None = None
         self._run = forward_backward_func
-        self._device = device or CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
+        self._device = device or CudaGraphs(default_device(), generators=rng_tracker().generators)
         self._participants = list(participants)
         self._follow_up = follow_up
         self._max_graphs = max_graphs

@@ -1,6 +1,6 @@
-"""Configuration that every parallel component shares: precision and the schedule's callables.
+"""Configuration shared by all parallel components: the layout over ranks, pipeline stages, precision, and callables.
 
-Parallel sizes are in parallel_layout_config.py, shapes of the network in transformer/transformer_config.py.
+Process groups are built in parallel_state.py. Network shapes are in transformer/transformer_config.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,20 +12,18 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.parallel_layout_config import ParallelLayoutConfig, validate_parallel_layout
-from megatron.core.pipeline_config import PipelineConfig
 from megatron.core.timers import Timers
 
-# Fills a weight of any shape and float dtype in place.
+# Initializes a weight of any shape and float dtype in place.
 InitMethod = Callable[[torch.Tensor], object]
 NoSync = Callable[[], AbstractContextManager[None]]
-# Takes a chunk's parameters.
+# Receives the parameters of a model chunk.
 SyncOfChunk = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class ConstantInit:
-    """Fills a parameter with one value."""
+    """Initializes a parameter with a constant."""
 
     value: float
 
@@ -35,14 +33,100 @@ class ConstantInit:
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
-    """Precision and schedule of a model, with its parallel layout; `TransformerConfig` inherits the fields.
+class ParallelLayoutConfig:
+    """Sizes of the rank grid: how weights, layers, sequences and experts are split over ranks.
 
-    The callables are set by the training loop: `grad_scale_func` multiplies the loss before backward, and with it the
-    losses that hang inside a model which has `set_aux_loss_scale`, `no_sync_func` defers gradient reduction to the
-    last microbatch, `grad_sync_func` and `param_sync_func` start collectives of a chunk
-    (pipeline_parallel/sync_callables.py says when; each a list with one callable a chunk where there are several),
-    `finalize_model_grads_func` runs after the last one. `timers` measure the passes.
+    The remaining ranks are data-parallel replicas. virtual_pipeline_model_parallel_size: model chunks per stage; None
+    means one.
+    """
+
+    cli_group: ClassVar[str] = "parallel layout"
+
+    tensor_model_parallel_size: int = config_field(1, help="Ranks that share the weights of each layer.", at_least=1)
+    sequence_parallel: bool = config_field(
+        False,
+        help="Cut activations between the layers that tensor-parallel ranks share along the sequence; experts need it.",
+    )
+    pipeline_model_parallel_size: int = config_field(
+        1, help="Stages that consecutive layers are spread over.", at_least=1
+    )
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = config_field(1, help="Ranks that share each sequence.", at_least=1)
+    expert_model_parallel_size: int = config_field(
+        1, help="Ranks that the experts of a layer are spread over; they are taken from all but the stages.", at_least=1
+    )
+    expert_tensor_parallel_size: int | None = config_field(
+        None, help="Ranks that share the weights of each expert; unset: as many as of other layers.", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    """How layers are distributed over pipeline stages, and how stages communicate.
+
+    By default all stages and chunks have the same number of layers; transformer/pipeline_split.py computes it.
+    pipeline_dtype: dtype of the tensors sent between stages, equal to that of the hidden states; None means
+    params_dtype.
+    """
+
+    cli_group: ClassVar[str] = "pipeline stages"
+
+    pipeline_dtype: torch.dtype | None = None
+
+    microbatch_group_size_per_vp_stage: int | None = config_field(
+        None,
+        flags=("--microbatch-group-size-per-virtual-pipeline-stage",),
+        help="Micro-batches that pass through a chunk before the stage turns to its next one; unset: as many as "
+        "there are stages, which is the least.",
+        at_least=1,
+    )
+    num_layers_in_first_pipeline_stage: int | None = config_field(
+        None,
+        flags=("--decoder-first-pipeline-num-layers",),
+        dest="decoder_first_pipeline_num_layers",
+        help="Layers of the first stage; the stages without a number of their own share the rest evenly.",
+        at_least=1,
+    )
+    num_layers_in_last_pipeline_stage: int | None = config_field(
+        None,
+        flags=("--decoder-last-pipeline-num-layers",),
+        dest="decoder_last_pipeline_num_layers",
+        help="Layers of the last stage; the stages without a number of their own share the rest evenly.",
+        at_least=1,
+    )
+    account_for_embedding_in_pipeline_split: bool = config_field(
+        False, help="Count the embedding as a layer of the first stage when layers are spread evenly."
+    )
+    account_for_loss_in_pipeline_split: bool = config_field(
+        False, help="Count output layer and loss as a layer of the last stage when layers are spread evenly."
+    )
+    pipeline_model_parallel_layout: str | None = config_field(
+        None,
+        help="What each stage (chunk by chunk of all stages) holds: E embedding, t layer, m layer of multi-token "
+        "prediction, L loss, | next stage, *N times, (...) group; for example Et*3|(tt|)*2tL.",
+    )
+    overlap_p2p_comm: bool = config_field(
+        True,
+        flags=("--no-overlap-p2p-communication",),
+        help="Receive what a stage needs next when it needs it, not while it computes.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
+    """Precision and schedule callables of a model, with its parallel layout; `TransformerConfig` inherits the fields.
+
+    The training loop sets the callables. `grad_scale_func` scales the loss before backward, and the auxiliary losses of
+    a model that has `set_aux_loss_scale`. `no_sync_func` defers gradient reduction to the last microbatch.
+    `grad_sync_func` and `param_sync_func` launch collectives of a model chunk at the times that
+    pipeline_parallel/sync_callables.py documents; with several chunks each is a list with one callable per chunk.
+    `finalize_model_grads_func` runs after the last microbatch. `timers` measure the passes.
     """
 
     cli_group: ClassVar[str] = "mixed precision and determinism"
@@ -87,7 +171,22 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
         validate_parallel_layout(self)
 
 
+def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
+    """Raises ValueError for virtual stages without pipeline stages."""
+    virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
+    if virtual is not None and (virtual < 1 or virtual > 1 and stages == 1):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual}: must be 1 with pipeline_model_parallel_size {stages}"
+        )
+
+
+def check_multiple(name: str, value: int, *, of: str, size: int) -> None:
+    """Raises ValueError unless `size` divides `value`; the message names both fields."""
+    if value % size:
+        raise ValueError(f"{name} is {value}: must be a multiple of {of} ({size})")
+
+
 def validate_precision(config: ModelParallelConfig) -> None:
-    """Raises ValueError where the precision flags contradict each other."""
+    """Raises ValueError if the precision flags contradict each other."""
     if config.fp16 and config.bf16:
         raise ValueError("--fp16 and --bf16 are both given: choose one precision")

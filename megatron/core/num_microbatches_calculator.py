@@ -1,21 +1,159 @@
-"""How many microbatches make a global batch.
+"""Global batch sizes over a run, and the number of microbatches that each data-parallel rank computes in a step.
 
-The one holder of module-level state is here because scripts ask through plain functions. How the global batch grows is
-batch_schedule.py.
+BatchSchedule maps consumed samples to a global batch size, and NumMicroBatches divides it over ranks. Both are pure.
+The functions at the end keep one calculator for the process, because Megatron's scripts ask through plain functions.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import bisect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
-from megatron.core.batch_schedule import BatchSchedule, build_batch_schedule
+# Units of token thresholds: "60B" is 60e9 tokens.
+_TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """Global batch sizes in samples, and the number of consumed samples from which each applies.
+
+    starts: begin with 0 and never decrease. setting: the field that the user set, for error messages.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    setting: str = "global_batch_size"
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Returns the batch size of the step that begins after `consumed_samples`."""
+        return self.sizes[bisect.bisect_right(self.starts, consumed_samples) - 1]
+
+    @property
+    def final_size(self) -> int:
+        """The batch size that the schedule ends with."""
+        return self.sizes[-1]
+
+    def rounded_down(self, multiple: int) -> "BatchSchedule":
+        """Returns the schedule with each size rounded down to a multiple of `multiple`."""
+        return replace(self, sizes=tuple(size // multiple * multiple for size in self.sizes))
+
+    def samples_after(self, iterations: int) -> int:
+        """Returns the samples that the first `iterations` steps consume."""
+        consumed = 0
+        for size, steps in self._phases():
+            taken = iterations if steps is None else min(steps, iterations)
+            consumed += taken * size
+            iterations -= taken
+        return consumed
+
+    def iterations_within(self, samples: int, *, consumed: int = 0) -> int:
+        """Returns the number of whole steps between `consumed` and `samples` consumed samples."""
+        iterations = 0
+        for size, steps in self._phases(consumed):
+            fitting = max(0, samples - consumed) // size
+            if steps is None or fitting < steps:
+                return iterations + fitting
+            iterations += steps
+            consumed += steps * size
+        raise AssertionError("the last phase has no end")
+
+    def _phases(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
+        """Yields each size and its number of steps, counted from `consumed`; None for the last, which has no end."""
+        for size, following in zip_longest(self.sizes, self.starts[1:]):
+            # Zero steps if a larger batch has already passed the whole phase.
+            steps = None if following is None else max(0, -(-(following - consumed) // size))
+            yield size, steps
+            consumed += size * (steps or 0)
+
+
+def build_batch_schedule(
+    global_batch_size: int | None,
+    *,
+    rampup_batch_size: Sequence[int] | None = None,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> BatchSchedule:
+    """Builds the schedule from at most one of the two settings; it must end at the global batch size.
+
+    seq_length: tokens per sample, for thresholds in tokens. Raises ValueError.
+    """
+    if rampup_batch_size is not None and step_batch_size_schedule is not None:
+        raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose one schedule")
+    if step_batch_size_schedule is None:
+        assert global_batch_size is not None, "without a step schedule the global batch size is required"
+        return ramp_up(rampup_batch_size, global_batch_size) if rampup_batch_size else constant_batch(global_batch_size)
+    schedule = parse_step_schedule(step_batch_size_schedule, seq_length=seq_length or 1)
+    if global_batch_size not in (None, schedule.final_size):
+        raise ValueError(
+            f"global_batch_size is {global_batch_size}: must be left out or be the last batch size of "
+            f"step_batch_size_schedule, {schedule.final_size}"
+        )
+    return schedule
+
+
+def constant_batch(global_batch_size: int) -> BatchSchedule:
+    """Returns a schedule with one batch size."""
+    return BatchSchedule((0,), (global_batch_size,))
+
+
+def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSchedule:
+    """Returns the schedule of [start, increment, samples]: equal increments up to the global batch size.
+
+    Raises ValueError if the increments do not lead to the global batch size.
+    """
+    shown = f"rampup_batch_size is {' '.join(map(str, rampup_batch_size))}"
+    if len(rampup_batch_size) != 3:
+        raise ValueError(f"{shown}: must be three numbers: START INCREMENT SAMPLES")
+    start, increment, samples = rampup_batch_size
+    if start < 1 or increment < 1 or samples < 0:
+        raise ValueError(f"{shown}: START and INCREMENT must be at least 1, SAMPLES at least 0")
+    if start > global_batch_size or (global_batch_size - start) % increment:
+        raise ValueError(
+            f"{shown}: START plus a number of INCREMENTs must give global_batch_size, which is {global_batch_size}"
+        )
+    count = (global_batch_size - start) // increment
+    # Increment k applies after k / count of the samples, rounded up to whole samples.
+    starts = [-(-samples * k // count) if k else 0 for k in range(count + 1)]
+    return BatchSchedule(tuple(starts), tuple(start + increment * k for k in range(count + 1)), "rampup_batch_size")
+
+
+def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
+    """Parses "THRESHOLD:BATCH_SIZE ...", in which each batch size applies from its threshold on.
+
+    A threshold is a number of samples or, with the suffix K, M, B or T (10^3 .. 10^12), of tokens, rounded up to whole
+    samples of `seq_length` tokens. Raises ValueError unless thresholds start at 0 and increase.
+    """
+    shown = f"step_batch_size_schedule is {text!r}"
+    entries = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", word) for word in text.split()]
+    if not entries or None in entries:
+        raise ValueError(f'{shown}: must be THRESHOLD:BATCH_SIZE pairs with spaces between, such as "0:256 2B:512"')
+    pairs = [(_threshold(entry[1], entry[2], seq_length=seq_length), int(entry[3])) for entry in entries if entry]
+    starts, sizes = zip(*pairs)
+    if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:])):
+        raise ValueError(f"{shown}: thresholds must start at 0 and rise; in samples they are {list(starts)}")
+    if min(sizes) < 1:
+        raise ValueError(f"{shown}: batch sizes must be at least 1")
+    return BatchSchedule(starts, sizes, "step_batch_size_schedule")
+
+
+def _threshold(number: str, unit: str, *, seq_length: int) -> int:
+    # Integer arithmetic, since floats cannot represent 10^16 tokens exactly.
+    whole, _, fraction = number.partition(".")
+    if not unit:
+        if fraction:
+            raise ValueError(f"step_batch_size_schedule: {number} samples: must be whole, or tokens with K, M, B or T")
+        return int(whole)
+    tokens = int(whole + fraction) * _TOKEN_UNITS[unit]
+    return -(-tokens // (10 ** len(fraction) * seq_length))
 
 
 @dataclass(frozen=True)
 class NumMicroBatches:
-    """Batch sizes of one run, in samples.
+    """Batch sizes of one run, in samples, and how they divide into microbatches.
 
-    schedule: what is asked for. Each size must be a multiple of micro_batch_size x data_parallel_size, unless
-    decrease_if_needed rounds it down to one: `running` has the sizes that are trained with.
+    schedule: the requested sizes. Each must be a multiple of micro_batch_size x data_parallel_size, or is rounded down
+    to one with decrease_if_needed. running: the sizes that are trained with.
     """
 
     schedule: BatchSchedule
@@ -30,7 +168,7 @@ class NumMicroBatches:
                 raise ValueError(f"{name} is {vars(self)[name]}: must be at least 1")
         for size in self.schedule.sizes:
             self._check_size(size)
-        # Frozen: this is how a derived field is set.
+        # A frozen dataclass allows no plain assignment.
         object.__setattr__(self, "running", self.schedule.rounded_down(self.samples_per_round))
 
     def _check_size(self, size: int) -> None:
@@ -48,16 +186,16 @@ class NumMicroBatches:
 
     @property
     def samples_per_round(self) -> int:
-        """Samples that all ranks process with one microbatch each."""
+        """Samples of one microbatch on every data-parallel rank."""
         return self.micro_batch_size * self.data_parallel_size
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Microbatches of each rank in the step that begins after `consumed_samples`."""
+        """Returns the microbatches of each rank in the step that begins after `consumed_samples`."""
         return self.running.size_at(consumed_samples) // self.samples_per_round
 
     @property
     def final_num_microbatches(self) -> int:
-        """Microbatches of each rank once the batch has its final size; evaluation always uses that."""
+        """Microbatches of each rank at the final batch size, which evaluation always uses."""
         return self.running.final_size // self.samples_per_round
 
 
@@ -86,8 +224,8 @@ def init_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> NumMicroBatches:
-    """Fixes the batch sizes of this process, in samples; raises ValueError where they do not divide."""
-    # A second run in this process with other sizes would change the first one's.
+    """Sets the batch sizes of this process, in samples. Raises ValueError if they do not divide."""
+    # A second run in this process would change the batch sizes of the first.
     if _HOLDER.calculator is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
     schedule = build_batch_schedule(
@@ -102,29 +240,29 @@ def init_num_microbatches_calculator(
 
 
 def destroy_num_microbatches_calculator() -> None:
-    """Forgets the batch sizes, so that another run in this process can set its own."""
+    """Discards the batch sizes, so that another run in this process can set its own."""
     _HOLDER.calculator = None
 
 
 def get_num_microbatches() -> int:
-    """Microbatches of each rank in the next step."""
+    """Returns the microbatches of each rank in the next step."""
     return _HOLDER.ask(NumMicroBatches.num_microbatches)
 
 
 def get_current_global_batch_size() -> int:
-    """Samples over all ranks that the schedule wants of the next step."""
+    """Returns the global batch size that the schedule requests for the next step, in samples."""
     return _HOLDER.ask(lambda calculator, consumed: calculator.schedule.size_at(consumed))
 
 
 def get_current_running_global_batch_size() -> int:
-    """Samples over all ranks of the next step: less than wanted where --decrease-batch-size-if-needed rounds down."""
+    """Returns the global batch size of the next step, after --decrease-batch-size-if-needed rounded it down."""
     return _HOLDER.ask(lambda calculator, consumed: calculator.running.size_at(consumed))
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
     """Moves to the batch size of the step that begins after `consumed_samples`.
 
-    consistency_check, verbose: for scripts; every size of the schedule was checked at the start.
+    consistency_check, verbose: accepted for Megatron's scripts. init_num_microbatches_calculator has checked all sizes.
     """
     del consistency_check, verbose
     _HOLDER.consumed_samples = consumed_samples

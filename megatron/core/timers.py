@@ -1,6 +1,6 @@
 """Named stopwatches with levels, as scripts written for Megatron use them, and their times over ranks.
 
-Which of a step's timers are shown, and when, is megatron/training/meters.py's.
+Which of a step's timers are shown, and when, is megatron/training/meters/meters.py's.
 """
 
 from collections.abc import Iterator, Sequence

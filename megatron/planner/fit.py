@@ -18,8 +18,8 @@ from megatron.planner.layout_space import EXPERT_FLAGS, Experts, Recompute, reco
 from megatron.planner.plan import ForwardStep, Plan
 from megatron.planner.stage_costs import quick_stages
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.device_table import Device
-from megatron.training.memory_need import fit_in_words, gib, is_tight, room_in_words
+from megatron.training.compute.devices import Device
+from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
 
 # Most changes with a full plan, which takes as long as the first plan. The smallest change may be one more.
 _MAX_PLANNED = 4

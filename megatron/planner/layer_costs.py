@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
-from megatron.core.transformer.moe.moe_config import layers_with_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
@@ -50,7 +50,7 @@ from megatron.planner.work import (
     kind_of_module,
     merged,
 )
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.setup import get_model, setup_model_and_optimizer
 
 EMBEDDING, END = "embedding", "end"

@@ -47,11 +47,12 @@ from megatron.planner.stage_costs import (
 )
 from megatron.planner.step_time import StepTime, estimate_step, full_rounds, long_step, overlap_of
 from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
-from megatron.training.arguments import config_from_args, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.compute.devices import Device
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.data_parallel import ddp_config_of
-from megatron.training.device_table import Device
-from megatron.training.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 # Layouts of one kind that the run may refuse before the search skips the kind.

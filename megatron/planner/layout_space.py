@@ -14,14 +14,15 @@ from itertools import product
 from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.pipeline_split import layers_per_part
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_costs import LayerKind, layer_kinds
 from megatron.planner.stage_costs import check_counted
-from megatron.training.arguments import config_from_args, core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.parser import build_parser
-from megatron.training.command_line.registry import flag_table
-from megatron.training.flops import num_floating_point_operations
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 # Shortest part of a sequence under context parallelism. For shorter parts tensor parallelism is better.

@@ -24,9 +24,9 @@ from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.core.parallel_state import DEFAULT_ORDER, RankGenerator
 from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_generator import DEFAULT_ORDER, RankGenerator
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.sizing import check_effect
@@ -38,15 +38,15 @@ from megatron.planner.fake_ranks import fake_rank
 from megatron.planner.recorders import ranks_by_name
 from megatron.planner.traced_step import StepTrace, trace_step, with_names
 from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
+from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.expert_memory import build_expert_memory
-from megatron.training.flops import count_of, num_floating_point_operations, parameters_by_key
+from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.global_vars import publish_run, publish_timers, publish_tokenizer
-from megatron.training.held_memory import bytes_of, gradient_tensors, parameter_tensors
-from megatron.training.initialize import seed_ranks
+from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
+from megatron.training.step.expert_memory import build_expert_memory
 
 # Shown with every plan.
 NOT_PLANNED = "what the allocator keeps, and data"

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -15,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.files import replaced_file
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.replaced_file import replaced_file
+from megatron.pages.page import MissingPackageError
 from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
@@ -24,7 +26,7 @@ from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, 
 from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, ranks_per_node, run_time
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.device_table import Device, planned_device
+from megatron.training.compute.devices import Device, planned_device
 
 JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
 # Columns of a printed line.
@@ -314,9 +316,16 @@ def _schedule(step: StepTime) -> list[list[list[Any]]]:
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html, and returns their paths. Creates the folder if it is missing. Raises OSError."""
+    """Writes plan.json and plan.html, and returns their paths. Creates the folder if it is missing. Raises OSError.
+
+    If a package of pages is missing, writes only plan.json and names the package on stderr.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
+    texts = {JSON_FILE: json.dumps(document, indent=1)}
+    try:
+        texts[PAGE_FILE] = page(document)
+    except MissingPackageError as error:
+        print(f"{PAGE_FILE} is not written: {error}", file=sys.stderr)
     for name, text in texts.items():
         with replaced_file(folder / name) as file:
             file.write(text.encode())

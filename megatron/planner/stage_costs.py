@@ -22,8 +22,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
-from megatron.core.pipeline_split import layers_per_part
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
 from megatron.planner.step_time import StageLoad, short_step
 from megatron.planner.work import (
@@ -36,11 +36,12 @@ from megatron.planner.work import (
     Traffic,
     merged,
 )
-from megatron.training.arguments import config_from_args, core_transformer_config_from_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of
-from megatron.training.expert_schedule import stash_events
+from megatron.training.step.expert_memory import stash_events
 
 # Optimizers with states that state_bytes counts.
 _OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")

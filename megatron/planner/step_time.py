@@ -27,8 +27,8 @@ from megatron.planner.work import (
     ranks_in_node,
     seconds_by_kind,
 )
+from megatron.training.compute.devices import Device
 from megatron.training.data_parallel import ddp_config_of
-from megatron.training.device_table import Device
 
 # Shown with every estimated time.
 ASSUMPTIONS = (

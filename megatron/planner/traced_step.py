@@ -33,10 +33,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
 from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, ChunkWork, Kernels, Traffic, merged
-from megatron.training.exit_conditions import LOCAL_REASONS
 from megatron.training.setup import setup_steps
-from megatron.training.step_runner import StepRunner
-from megatron.training.step_statistics import StatisticsExchange, Totals
+from megatron.training.step.exit_conditions import LOCAL_REASONS
+from megatron.training.step.runner import StepRunner
+from megatron.training.step.statistics import StatisticsExchange, Totals
 
 # Name of the part of a step after its passes.
 _UPDATE = "update"
@@ -85,7 +85,7 @@ class _Experts:
             assert layer.expert_step is not None
             layer.expert_step.begin()
 
-    def void_flags(self) -> Tensor:
+    def overflow_flags(self) -> Tensor:
         return torch.zeros(2, dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:

@@ -1,6 +1,6 @@
-"""The training program: pretrain() and what scripts written for Megatron import from here."""
+"""The training program: pretrain() and the names that scripts written for Megatron-LM import from here."""
 
-from megatron.training.console import print_rank_0
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.global_vars import get_args, get_timers, get_tokenizer
 from megatron.training.training import pretrain
 

@@ -1,6 +1,6 @@
-"""The command line of a training program: parse_args, validate_args and configurations built from the result.
+"""The command line of a training program: parse_args, validate_args and the transformer's configuration.
 
-How flags are made from fields, refused or explained is in command_line/.
+command_line/ defines, parses, refuses and checks the flags.
 """
 
 import argparse
@@ -8,29 +8,28 @@ import sys
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from megatron.training.command_line.config_builder import config_from_args, core_transformer_config_from_args
+from megatron.training.command_line.config_builder import core_transformer_config_from_args
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
+from megatron.training.command_line.flags import (
+    Flag,
+    FlagState,
+    FlagTable,
+    flag_table,
+    no_effect_notice,
+    refusal,
+)
+from megatron.training.command_line.model_presets import preset_file, table_of_models, tiny
 from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
-from megatron.training.command_line.refusals import AGREED_VALUES, no_effect_notice, refusal
-from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.refusals import AGREED_VALUES
 from megatron.training.command_line.validation import read_launcher, validate_args
-from megatron.training.command_line.values import text_of_value, yaml_of_value
-from megatron.training.command_line.yaml_config import config_text, read_config_file, shown_flags
-from megatron.training.model_presets import preset_file, table_of_models, tiny
+from megatron.training.command_line.values import text_of_value
+from megatron.training.command_line.yaml_config import config_text, read_config_file
 
 __all__ = [
-    "MODEL_SHAPE_DESTS",
-    "CommandLineError",
-    "config_from_args",
-    "config_values",
     "core_transformer_config_from_args",
     "parse_args",
     "validate_args",
 ]
-
-# Arguments that say where a process or a run is, not how it was set up.
-_OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 
 def parse_args(
@@ -38,48 +37,34 @@ def parse_args(
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
-    """The arguments from, in rising precedence, defaults, the file of --config and `argv` (None: the process's own).
+    """Parses the arguments, in rising precedence, from defaults, --model, the file of --config, and `argv`.
 
-    Holds every known flag that is not refused, under Megatron's name. Raises CommandLineError; --help and
-    --print-config print on rank 0 and exit.
+    argv: None for the process's own. Returns every known flag that is not refused, under Megatron-LM's name. Raises
+    CommandLineError for mistakes. --help, --list-models and --print-config print on rank 0 and exit.
     """
     table = flag_table()
-    # Copied: the caller may go on using its list.
+    # A copy, because the caller may reuse its list.
     words = list(sys.argv[1:] if argv is None else argv)
     parser, script_dests, mistakes = build_parser(table, extra_args_provider)
     for word in words:
-        # Of which argparse makes an empty list.
+        # argparse would turn it into an empty list.
         if word.startswith("--") and word.endswith("=--"):
             raise CommandLineError(f"{word.removesuffix('=--')}: '--' is no value")
-    # Defaults, so that the command line wins without a word about precedence elsewhere.
+    # Set as defaults, so that the command line takes precedence.
     parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
     args, leftovers = parser.parse_known_args(words)
-    # All at once: a long launch script is then corrected once.
+    # All problems are collected, so that a launch script needs only one correction.
     problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
     problems += [*mistakes, *vars(args).pop(REFUSED, [])]
-    _judge_values(args, [flag for flag in table.flags if flag.dest not in script_dests], problems=problems)
+    _check_values(args, [flag for flag in table.flags if flag.dest not in script_dests], problems=problems)
     if args.list_models:
         _print_and_exit(table_of_models())
-    # Before validation: half a configuration may be shown and completed by hand.
+    # Before validation, so that an incomplete configuration can be printed and completed.
     if args.print_config:
         _print_and_exit(config_text(args, table=table, script_dests=script_dests))
-    # Last: --world-size of the planner has the same name as what the launcher says.
+    # Last, because it overwrites --world-size with the launcher's number.
     read_launcher(args)
     return args
-
-
-def config_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a run by name in the arguments, as JSON values: what --print-config shows, scripts' own too."""
-    table = flag_table()
-    known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
-    # What a script added, and what follows from the flags, such as the padded vocabulary.
-    silent = {*table.by_dest, *_OF_ONE_RANK}
-    others = {name: value for name, value in vars(args).items() if name not in silent and _is_plain(value)}
-    return {**known, **others}
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
@@ -88,7 +73,7 @@ def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Se
     values = {}
     if "config" in named:
         values = read_config_file(named["config"], table=table, script_dests=script_dests)
-    # A file may name a model too, if the flag is not a script's own.
+    # A file may name a model too, unless --model is a flag of the script.
     model, scale = ({**values, **named}.get(name) for name in ("model", "model_scale"))
     if model is None or "model" in script_dests:
         if scale is not None and "model_scale" not in script_dests:
@@ -99,8 +84,8 @@ def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Se
 
 
 def _named_first(words: Sequence[str]) -> dict[str, str]:
-    """The values of flags that are needed before the other flags have defaults, of those that are given."""
-    # No errors and no help from this one: it looks for a few flags among many.
+    """Returns the given values of flags that are needed before the parser has its defaults."""
+    # It looks for a few flags only, and reports no errors and no help.
     finder = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
@@ -109,21 +94,21 @@ def _named_first(words: Sequence[str]) -> dict[str, str]:
     try:
         return vars(finder.parse_known_args(words)[0])
     except argparse.ArgumentError:
-        # A --config without a file name: the real parser says so.
+        # A --config without a file name, which the main parser reports.
         return {}
 
 
-def _judge_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
-    """Raises the problems that are known already, with values that would train another model; says which flags change
-    nothing.
+def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
+    """Raises CommandLineError with `problems` and with flags that would train another model; prints a note about flags
+    without an effect.
     """
     without_effect = []
     for flag in flags:
-        # Refused flags never get this far.
+        # The parser has reported refused flags.
         if flag.state in (FlagState.WORKS, FlagState.REFUSED):
             continue
         value = vars(args)[flag.dest]
-        # Scripts pass many flags at their defaults; nothing is lost, so nothing is said.
+        # Scripts pass many flags at their defaults, which needs no message.
         if value == flag.default or value in AGREED_VALUES.get(flag.flags[0], ()):
             continue
         if flag.state is FlagState.NO_EFFECT:

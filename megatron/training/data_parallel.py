@@ -1,6 +1,6 @@
-"""Wraps a run's model chunks for data parallelism as the flags say, and joins them with the schedule of passes.
+"""Wraps a run's model chunks for data parallelism, and connects their collectives with the pipeline schedule.
 
-How gradients are reduced is megatron.core.distributed's; when the schedule calls is pipeline_parallel's.
+megatron.core.distributed reduces gradients. megatron.core.pipeline_parallel calls the connected functions.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from megatron.core.distributed import (
 )
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
-from megatron.training.arguments import config_from_args
+from megatron.training.command_line.config_builder import config_from_args
 
 _ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
 
 
 def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
-    """The chunks of a stage, in order, each wrapped; their collectives have one order. Collective."""
+    """Wraps the chunks of a stage, in order, with one scheduler for all of their collectives. Collective."""
     if args.use_torch_fsdp2:
         config = _with_flags_of_gradients(config_from_args(TorchFullyShardedDataParallelConfig, args), args)
         return [
@@ -39,8 +39,8 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             get_model_config(part),
             ddp_config,
             part,
-            # Later chunks are computed while the first is reduced or gathered: nothing is hidden by cutting them, and
-            # memory freed only where gradients do not stand.
+            # Collectives of later chunks overlap with the computation of other chunks, so buckets hide nothing more.
+            # They only free memory earlier if gradients have the lifetime of a bucket.
             disable_bucketing=chunk > 0 and not ddp_config.has_bucket_lifetime_grads,
             pg_collection=get_process_groups(),
             launch_order=order,
@@ -50,7 +50,7 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
 
 
 def ddp_config_of(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """How the flags have the chunks of a run wrapped."""
+    """Builds the configuration of the data-parallel wrapper from the flags."""
     return _with_flags_of_gradients(config_from_args(DistributedDataParallelConfig, args), args)
 
 
@@ -58,16 +58,16 @@ def _with_flags_of_gradients(config: _ConfigT, args: argparse.Namespace) -> _Con
     return dataclasses.replace(
         config,
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
-        # An overflow under fp16 is the loss scaler's business.
+        # Under fp16 the loss scaler handles overflows.
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
     )
 
 
 def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
-    """Lets the schedule of passes start the collectives of the chunks that overlap with them."""
+    """Connects the schedule with the chunks, so that it starts collectives that overlap with passes."""
     for chunk in model:
         if isinstance(chunk, TorchFullyShardedDataParallel):
-            # Each backward reduces; torch is told which is the last.
+            # Each backward reduces gradients, and torch needs to know the last one.
             chunk.config.no_sync_func = chunk.accumulate
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for chunk in chunks:
@@ -80,10 +80,10 @@ def _join(
     config, overlap = chunk.config, chunk.ddp_config
     if overlap.release_gradients:
         config.no_sync_func = [each.accumulate for each in chunks]
-    # With shard_gradients every backward ends with what it has reduced.
+    # With shard_gradients every backward reduces its own gradients.
     elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
         config.no_sync_func = [each.no_sync for each in chunks]
-        # With one chunk a stage it is better to start within its last backward.
+        # With one chunk per stage, starting within its last backward overlaps more.
         if args.align_grad_reduce and len(chunks) > 1:
             config.grad_sync_func = [each.start_grad_sync for each in chunks]
     if overlap.overlap_param_gather and overlap.align_param_gather:

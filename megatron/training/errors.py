@@ -1,6 +1,6 @@
-"""How a run ends on a mistake of its user: lines `error: ...` on each rank and a non-zero exit, no traceback.
+"""Ends a run on a mistake of its user: lines `error: ...` on each rank and a non-zero exit code, without a traceback.
 
-Which mistakes there are is for the code that raises; bugs, and what libraries raise, keep their traceback.
+Bugs, and errors of libraries, keep their traceback.
 """
 
 import dis
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.core.distributed.consistency import WeightMismatchError
-from megatron.training.arguments import CommandLineError
-from megatron.training.failure_board import lost_another_rank, place_of
-from megatron.training.memory_need import is_lack_of_memory
-from megatron.training.recovery_state import LossSpikeError
-from megatron.training.step_runner import ExpertOverflowError
-from megatron.training.step_statistics import NonFiniteLossError
+from megatron.core.group_collectives import RemoteRankError
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.error_broadcast import lost_another_rank, place_of
+from megatron.training.meters.memory import is_lack_of_memory
+from megatron.training.recovery import LossSpikeError
+from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.statistics import NonFiniteLossError
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
-INTERRUPT_EXIT_CODE = 130  # as shells have it: 128 + SIGINT
+INTERRUPT_EXIT_CODE = 130  # the shell's code: 128 + SIGINT
 
 _EVERY_RANK_KNOWS = (
     RemoteRankError,
@@ -38,7 +38,7 @@ _LONGEST_NOTE = 400  # characters
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns errors that the user can mend into a line on stderr and SystemExit; others keep their traceback."""
+    """Turns errors that the user can fix into a line on stderr and SystemExit; others keep their traceback."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -46,7 +46,7 @@ def exit_on_user_error() -> Iterator[None]:
         raise SystemExit(INTERRUPT_EXIT_CODE) from error
     except BrokenPipeError as error:
         _say("error: nobody reads the output any more (a pipe was closed): write it to a file to keep the run going")
-        # Or the interpreter fails once more, in words of its own, when it flushes what was not read.
+        # Otherwise the interpreter fails again when it flushes the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILURE_EXIT_CODE) from error
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -60,13 +60,13 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def message_for_other_ranks(error: BaseException) -> str:
-    """One line that says what ended a rank."""
+    """Returns a line about the error that ended a rank."""
     text = _message_for_user(error) or f"{type(error).__name__}: {error}"
     return text.partition("\n")[0][:_LONGEST_NOTE]
 
 
 def _message_for_user(error: BaseException) -> str | None:
-    """Returns a message that tells the user what to do; None for a bug."""
+    """Returns a message for the user; None for a bug."""
     if isinstance(error, (OSError, *_EVERY_RANK_KNOWS)) or (isinstance(error, ValueError) and raised_on_purpose(error)):
         return str(error)
     if is_lack_of_memory(error):
@@ -79,9 +79,9 @@ def _message_for_user(error: BaseException) -> str | None:
 
 
 def raised_on_purpose(error: BaseException) -> bool:
-    """Whether a `raise` of this framework or of the user's script made the error.
+    """Whether a `raise` of this framework or of the user's script raised the error.
 
-    A ValueError from within numpy or torch, or from int("x"), says that our code called them wrongly.
+    A ValueError from within numpy or torch, or from int("x"), is a bug of their caller.
     """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
@@ -89,10 +89,10 @@ def raised_on_purpose(error: BaseException) -> bool:
     if last is None:
         return False
     code = last.tb_frame.f_code
-    # Where this framework is installed itself, it is still no library to it.
+    # This framework's own modules are not a library, even if it is installed.
     own = last.tb_frame.f_globals["__name__"].startswith("megatron.")
     installed = not own and any(part in _INSTALLED for part in Path(code.co_filename).parts)
-    # The instruction, not the source line: calls into C have no frame of their own.
+    # The instruction decides, because calls into C have no frame of their own.
     return not installed and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 

@@ -1,4 +1,4 @@
-"""The GPT of a set of arguments: what pretrain_gpt.py trains and tools load again; other models need other builders."""
+"""Builds the GPT of a set of arguments, for pretrain_gpt.py and for tools that load it again."""
 
 import argparse
 
@@ -7,20 +7,20 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.command_line.config_builder import flags_named_in_errors
-from megatron.training.memory_need import check_weights_fit
+from megatron.training.meters.memory import check_weights_fit
 
 
 def build_gpt(
     args: argparse.Namespace, *, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:
-    """A model, or part of one, with fresh weights, in fp32 or as args.params_dtype says.
+    """Builds a model, or a part of one, with initial weights, in fp32 or args.params_dtype.
 
-    args: validated, with vocabulary sizes. The other arguments as GPTModel's.
+    args: validated, with vocabulary sizes. Other parameters: as for GPTModel.
     """
     config = core_transformer_config_from_args(args)
     with flags_named_in_errors():
         check_weights_fit(config, args.padded_vocab_size)
-        # Tools have arguments of their own, which say nothing of it.
+        # The arguments of tools may lack it.
         by_engine = vars(args).get("transformer_impl") == "transformer_engine"
         layers = get_gpt_decoder_block_spec(config, use_transformer_engine=by_engine)
     model = GPTModel(

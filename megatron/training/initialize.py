@@ -1,11 +1,13 @@
-"""Start and end of a run's processes: arguments, torch.distributed, process groups, seeds.
+"""Starts and ends a run's processes: arguments, restarts, torch.distributed, process groups, seeds.
 
-Builds no model and reads no data; training.py does.
+setup.py builds the model and reads data.
 """
 
 import argparse
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,21 +16,21 @@ from megatron.core import parallel_state
 from megatron.core.device import (
     default_device,
     prepare_device,
-    seed_all,
     use_deterministic_kernels,
 )
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank
-from megatron.core.rank_generator import DEFAULT_ORDER
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.training.arguments import config_from_args, parse_args, validate_args
-from megatron.training.checkpoint_args import load_args_from_checkpoint
+from megatron.core.parallel_state import DEFAULT_ORDER
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.checkpointing.folder import complete_iterations, find_checkpoint
+from megatron.training.checkpointing.rng_state import seed_generators
+from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values
+from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.config import DistributedConfig
-from megatron.training.console import print_rank_0
-from megatron.training.failure_board import FailureBoard
+from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.global_vars import publish_run
-from megatron.training.joining import common_settings, join_process_group
-from megatron.training.restarts import continue_after_restart, keep_global_batch_size
+from megatron.training.startup_handshake import common_settings, join_process_group
 
 
 def initialize_megatron(
@@ -37,12 +39,12 @@ def initialize_megatron(
     *,
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
-    board: FailureBoard | None = None,
+    broadcast: ErrorBroadcast | None = None,
 ) -> argparse.Namespace:
     """Parses and checks the arguments, joins the process group and seeds every generator.
 
-    Works under torchrun and in a plain process, which becomes a group of one. board: where ranks tell each other of
-    failures from the moment that they have met. Raises ValueError for bad arguments, and for ranks whose differ.
+    Works under torchrun and in a plain process, which becomes a group of one. broadcast: gets connected, so
+    that ranks send each other their errors. Raises ValueError for bad arguments, and for ones that differ by rank.
     """
     notices: list[str | None] = []
     args = read_arguments(
@@ -58,13 +60,14 @@ def initialize_megatron(
         device,
         rank=args.rank,
         settings=common_settings(args),
-        board=board,
+        broadcast=broadcast,
     )
     groups = build_groups(args)
     for notice in filter(None, notices):
         print_rank_0(notice)
+    # The same on all replicas, which draw the same weights. seed_ranks then separates them.
     # All copies draw the same weights; seed_ranks parts them once that is done.
-    _seed(args.seed, groups)
+    seed_generators(args.seed, groups)
     publish_run(args)
     return args
 
@@ -77,9 +80,9 @@ def read_arguments(
     argv: Sequence[str] | None = None,
     notices: list[str | None] | None = None,
 ) -> argparse.Namespace:
-    """The arguments of the run, with those of its checkpoint where flags ask for them, checked on this rank alone.
+    """Parses and validates the arguments on this rank, with arguments of the checkpoint if flags request them.
 
-    notices: takes what the first rank is to say of them, or None. Raises ValueError for bad arguments.
+    notices: receives lines for the first rank to print. Raises ValueError for bad arguments.
     """
     args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
     found = [continue_after_restart(args), keep_global_batch_size(args)]
@@ -91,9 +94,9 @@ def read_arguments(
 
 
 def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
-    """The process groups of the layout that args say, over all ranks that there are. Collective.
+    """Builds the process groups of the layout of `args` over all ranks. Collective.
 
-    Raises ValueError for sizes that do not fit.
+    Raises ValueError for sizes that do not fit the number of ranks.
     """
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
@@ -110,7 +113,7 @@ def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
 
 
 def leave_process_group() -> None:
-    """Ends what initialize_megatron began; safe where it never got that far."""
+    """Reverts initialize_megatron, even if it failed halfway."""
     publish_run(None)
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
@@ -118,22 +121,47 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
-
-    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
-    """
-    _seed(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
-
-
-def _seed(seed: int, groups: ProcessGroupCollection) -> None:
-    seed_all(seed)
-    model_parallel_cuda_manual_seed(
-        seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
-    )
-
-
 def silence_library_notices() -> None:
-    """Hides notices of libraries that no user can act on."""
+    """Hides warnings of libraries that users cannot act on."""
     # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
     warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
+
+
+# Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
+# Flags about the checkpoint that the first start loaded, with their values for a restart.
+_OF_FIRST_START = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
+
+
+def continue_after_restart(args: argparse.Namespace) -> str | None:
+    """In a restart, sets --load of `args` to the run's own checkpoints in --save; returns a line to print.
+
+    Changes nothing in a first start, without --save, or before the run's first checkpoint, when the restart begins
+    where the first start began. Called between parse_args and validate_args, on each rank separately.
+    """
+    count = sum(int(os.environ.get(name, "0")) for name in RESTART_COUNTS)
+    if count == 0 or args.save is None or args.skip_train or not complete_iterations(Path(args.save)):
+        return None
+    args.load = args.save
+    vars(args).update(_OF_FIRST_START)
+    return f"  restart {count}: going on from --save {args.save}"
+
+
+def keep_global_batch_size(args: argparse.Namespace) -> str | None:
+    """Sets an unset --global-batch-size to the value of the checkpoint in --load; returns a line to print if it does.
+
+    Otherwise it would depend on the number of ranks, and a run resumed with fewer ranks would train on other batches.
+    Called as continue_after_restart. Ignores an unreadable checkpoint, which its load reports.
+    """
+    schedules = (args.global_batch_size, args.step_batch_size_schedule, args.rampup_batch_size)
+    if args.load is None or args.finetune or any(value is not None for value in schedules):
+        return None
+    try:
+        found = find_checkpoint(args.load, step=args.ckpt_step)
+        stored = None if found is None or found.is_release else load_run_values(found.path)["args"]
+    except (ValueError, OSError):
+        return None
+    if stored is None or stored.get("global_batch_size") is None:
+        return None
+    args.global_batch_size = stored["global_batch_size"]
+    return f"  --global-batch-size {args.global_batch_size}: as in the checkpoint of --load"

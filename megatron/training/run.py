@@ -1,4 +1,4 @@
-"""TrainingRun: everything a training loop works with, gathered once by the setup and handed down by argument."""
+"""TrainingRun: the parts and counters of a run, built once by setup.py and passed to functions as an argument."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,38 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import begin_save_checkpoint, load_checkpoint
-from megatron.training.config import CheckpointConfig, TrainingConfig
-from megatron.training.exit_conditions import ExitConditions
-from megatron.training.expert_memory import ExpertMemory
-from megatron.training.fault_config import FaultConfig
-from megatron.training.meters import Meter
-from megatron.training.recovery_state import Recovery
-from megatron.training.saves import RunSaves
-from megatron.training.step_runner import StepRunner
-from megatron.training.train_state import TrainState
+from megatron.training.checkpointing.saving import RunSaves
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
+from megatron.training.meters.meters import Meter
+from megatron.training.step.exit_conditions import ExitConditions
+from megatron.training.step.expert_memory import ExpertMemory
+from megatron.training.step.runner import StepRunner
+
+# More skipped steps in a row than this mean that the model is broken, not the data.
+_MOST_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass
+class Recovery:
+    """Record of a run's bad steps, the same on all ranks.
+
+    skipped_positions: data positions, in samples, whose batches are skipped. num_skipped_in_a_row: bad steps since the
+    last good one.
+    """
+
+    config: FaultConfig = field(default_factory=FaultConfig)
+    num_rewinds: int = 0
+    num_skipped_in_a_row: int = 0
+    skipped_positions: set[int] = field(default_factory=set)
+
+    def may_skip(self) -> bool:
+        """Whether the latest bad step, which is counted already, may be skipped."""
+        return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MOST_SKIPPED_IN_A_ROW
+
+    def may_rewind(self) -> bool:
+        """Whether the run may rewind to a checkpoint once more."""
+        return self.num_rewinds < self.config.max_rewinds
 
 
 @dataclass(kw_only=True)
@@ -39,7 +62,7 @@ class TrainingRun:
     scheduler: OptimizerParamScheduler | None
     batches: NumMicroBatches
     steps: StepRunner
-    expert_memory: ExpertMemory | None  # None: experts have as many rows as come
+    expert_memory: ExpertMemory | None  # None: experts are dropless
     groups: ProcessGroupCollection
     device: torch.device
     state: TrainState
@@ -50,15 +73,15 @@ class TrainingRun:
     recovery: Recovery = field(default_factory=Recovery)
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
-    datasets: Sequence[Any] = ()  # train, valid and test, and by how many processes they are read
-    num_workers: int = 0
+    datasets: Sequence[Any] = ()  # train, valid and test
+    num_workers: int = 0  # processes that read the datasets
     train_iterator: Iterator[Any] | None = None
     valid_iterator: Iterator[Any] | None = None
     test_iterator: Iterator[Any] | None = None
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the next training step over all ranks; follows the samples consumed."""
+        """Samples of the next training step over all ranks, which may depend on the consumed samples."""
         return self.batches.running.size_at(self.state.consumed_train_samples)
 
     @property
@@ -68,25 +91,25 @@ class TrainingRun:
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples of one batch of an evaluation over all ranks: the final size from the start, as in Megatron."""
+        """Samples of an evaluation's batch over all ranks: always the final batch size, as in Megatron-LM."""
         return self.batches.running.final_size
 
     @property
     def train_iters(self) -> int:
-        """The step that ends the run."""
+        """The number of the last step."""
         return self.training.train_iters or 0
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether something that happens every `interval` steps happens after this one."""
+        """Whether an action that runs every `interval` steps is due after this step; never for None."""
         return interval is not None and self.state.iteration % interval == 0
 
     @property
     def owes_evaluation(self) -> bool:
-        """Whether an evaluation is due and not done; a run stopped by a signal leaves it to the run that resumes."""
+        """Whether an evaluation is due and not done. A run stopped by a signal leaves it to the run that resumes."""
         return self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
 
     def count_step(self, *, updated: bool, nan: bool) -> None:
-        """Moves the counters past one training step."""
+        """Advances the counters by a training step."""
         self.state.iteration += 1
         self.state.consumed_train_samples += self.global_batch_size
         update_num_microbatches(self.state.consumed_train_samples)
@@ -94,13 +117,13 @@ class TrainingRun:
         self.state.nan_iterations += nan
 
     def measured(self, report: StepReport) -> StepReport:
-        """The report with what the flags want to know besides; collective."""
+        """Returns the report with the measurements that flags request. Collective."""
         for meter in self.meters:
             report = meter.measure(report)
         return report
 
     def load_checkpoint(self, config: CheckpointConfig | None = None) -> None:
-        """Continues from --load, in place; nothing happens without --load. Collective. config: other settings."""
+        """Loads the checkpoint of --load, if given, in place. Collective. config: replaces the run's settings."""
         load_checkpoint(
             self.model,
             self.optimizer,
@@ -114,31 +137,31 @@ class TrainingRun:
         self.args.consumed_valid_samples = self.state.consumed_valid_samples
 
     def move_position(self, consumed_train_samples: int) -> None:
-        """Lets training go on behind that many samples."""
+        """Sets the data position: the number of consumed samples."""
         self.state.consumed_train_samples = consumed_train_samples
         update_num_microbatches(consumed_train_samples)
         if self.training.train_samples is not None:
-            # The steps before may have had other batch sizes than this run's.
+            # Earlier steps may have had other batch sizes than this run's.
             left = self.batches.running.iterations_within(
                 self.training.train_samples, consumed=self.state.consumed_train_samples
             )
             self.training.train_iters = self.args.train_iters = self.state.iteration + left
-        # Scripts read these from the arguments, as in Megatron.
+        # Scripts read these from the arguments, as in Megatron-LM.
         self.args.iteration = self.state.iteration
         self.args.consumed_train_samples = self.state.consumed_train_samples
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint of the current state under --save, or begins to with --async-save. Collective.
+        """Writes a checkpoint under --save, if given, or starts to with --async-save. Collective.
 
-        Where it cannot be written, a line says why. Nothing happens without --save.
+        If it cannot be written, prints a warning and continues.
         """
         if self.checkpoint.save is not None:
             self.saves.save(self.state.iteration, self._begin_save)
 
     def save_last_checkpoint(self) -> None:
-        """Writes a checkpoint of the current state under --save, if the newest is an older one. Collective.
+        """Writes a checkpoint under --save, unless the newest one has the current state. Collective.
 
-        Raises CheckpointError on every rank where it cannot be written.
+        Raises CheckpointError on every rank if it cannot be written.
         """
         self.saves.finish()
         if self.checkpoint.save is not None and self.saves.latest != self.state.iteration:

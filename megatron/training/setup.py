@@ -1,6 +1,6 @@
 """Builds the parts of a run from its arguments: tokenizer, model, optimizer, schedule, data.
 
-The loop that uses them is training.py's.
+training.py has the loop that uses them.
 """
 
 import argparse
@@ -13,18 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.agreement import all_ranks_agree
-from megatron.core.batch_schedule import BatchSchedule
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
 from megatron.core.enums import ModelType
 from megatron.core.graphs.capture import GraphDevice
-from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
+from megatron.core.group_collectives import all_ranks_agree
+from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_optimizer_param_scheduler
-from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    OptimizerParamSchedulerConfig,
+    get_optimizer_param_scheduler,
+)
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.timers import Timers
@@ -32,34 +34,30 @@ from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_siz
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.training.arguments import config_from_args
 from megatron.training.callbacks import Callback
+from megatron.training.callbacks.build import setup_callbacks
+from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing import check_save_folder, refuse_checkpoints_of_another_run
-from megatron.training.command_line.config_builder import with_flag_names
+from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.checkpointing.saving import RunSaves
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.command_line.config_builder import config_from_args, with_flag_names
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.config import CheckpointConfig, TrainingConfig
-from megatron.training.console import print_rank_0
+from megatron.training.compute.flops import count_parameters
+from megatron.training.config import CheckpointConfig, FaultConfig, LoggingConfig, TrainingConfig
 from megatron.training.data_parallel import join_schedule, wrap_chunks
-from megatron.training.deferred_finalizer import DeferredFinalizer
-from megatron.training.exit_conditions import ExitConditions
-from megatron.training.expert_memory import ExpertMemory, build_expert_memory
-from megatron.training.fault_config import FaultConfig
-from megatron.training.flops import count_parameters
 from megatron.training.global_vars import publish_timers, publish_tokenizer
-from megatron.training.graphed_step import build_step_graph, build_step_update, graph_device
-from megatron.training.held_memory import persistent_fit
-from megatron.training.initialize import seed_ranks
-from megatron.training.logging_config import LoggingConfig
-from megatron.training.meters import build_meters
-from megatron.training.recovery_state import Recovery
-from megatron.training.run import TrainingRun
-from megatron.training.saves import RunSaves
-from megatron.training.setup_callbacks import setup_callbacks
-from megatron.training.step_runner import StepRunner
-from megatron.training.step_statistics import StatisticsExchange
-from megatron.training.train_state import TrainState
+from megatron.training.meters.memory import persistent_fit
+from megatron.training.meters.meters import build_meters
+from megatron.training.run import Recovery, TrainingRun
+from megatron.training.step.exit_conditions import ExitConditions
+from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
+from megatron.training.step.graph import build_step_graph, build_step_update, graph_device
+from megatron.training.step.runner import StepRunner
+from megatron.training.step.statistics import StatisticsExchange
+from megatron.training.step.update import DeferredFinalizer
 
 
 def setup_run(
@@ -71,13 +69,13 @@ def setup_run(
     config_overrides: ConfigOverrides | None = None,
     graphs: GraphDevice | None = None,
 ) -> TrainingRun:
-    """Builds everything but the data and loads the checkpoint, which sets the data position in `run.state`.
+    """Builds all parts of a run except the data, and loads the checkpoint, which sets the data position.
 
-    graphs: what captures in the place of this process's GPU, where the flags ask for CUDA graphs.
+    graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
-    # Before anything is built: without a GPU nothing that the flags ask for can be had.
+    # First, because it raises an error for flags that need a GPU.
     graphs = None if args.cuda_graph_impl == "none" else graphs or graph_device()
     check_folders(args)
     publish_tokenizer(setup_tokenizer(args))
@@ -149,9 +147,9 @@ def setup_steps(
     memory: ExpertMemory | None,
     graphs: GraphDevice | None,
 ) -> StepRunner:
-    """Returns the runner of a step over the chunks of `model`, whose schedules it joins with the loop.
+    """Builds the runner of steps over the chunks of `model`, and defers their finalization of gradients to it.
 
-    graphs: what captures them, where the flags ask for it.
+    graphs: the device that captures CUDA graphs, if the flags request them.
     """
     finalize = DeferredFinalizer(get_model_config(model[0]).finalize_model_grads_func)
     for chunk in unwrap_model(model):
@@ -174,7 +172,7 @@ def setup_steps(
 
 
 def prepare_expert_memory(run: TrainingRun) -> None:
-    """Makes room for what experts keep for backward, as large as the loaded checkpoint knows it must be. Collective."""
+    """Allocates the experts' memory with the sizes that the loaded checkpoint has learned. Collective."""
     if run.expert_memory is None:
         return
     if run.optimizer is None:
@@ -188,7 +186,7 @@ def prepare_expert_memory(run: TrainingRun) -> None:
 
 
 def check_folders(args: argparse.Namespace) -> None:
-    """Raises where a folder cannot be written to, or holds the checkpoints of another run. Collective."""
+    """Raises if a folder cannot be written to, or holds the checkpoints of another run. Collective."""
     if args.save is not None:
         check_save_folder(args.save, flag="--save")
     if args.tensorboard_dir is not None:
@@ -198,7 +196,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 
 def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
-    """The batch sizes of the run, which scripts ask for through num_microbatches_calculator.py."""
+    """Builds the batch sizes of the run, and publishes them for scripts in num_microbatches_calculator.py."""
     return init_num_microbatches_calculator(
         dist.get_rank(),
         args.rampup_batch_size,
@@ -218,9 +216,9 @@ def setup_model_and_optimizer(
     args: argparse.Namespace,
     config_overrides: ConfigOverrides | None = None,
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
-    """Model chunks, optimizer and schedule, joined through the callables of the model's configuration.
+    """Builds model chunks, optimizer and schedule, connected through the callables of the model's configuration.
 
-    config_overrides: other rates and weight decays for some parameters.
+    config_overrides: learning rates and weight decays that differ for some parameters.
     """
     model = get_model(model_provider, model_type, args=args)
     return model, *setup_optimizer(model, args, config_overrides=config_overrides)
@@ -252,28 +250,27 @@ def setup_optimizer(
 def get_model(
     model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
 ) -> list[nn.Module]:
-    """This rank's chunks of the provider's model: on its device, in the precision of the flags, wrapped for data
-    parallelism.
+    """Builds this rank's model chunks on its device, in the precision of the flags, wrapped for data parallelism.
 
-    model_provider is called for each chunk with pre_process and post_process, and with vp_stage where a stage has
-    several. model_type: one value so far. Raises ValueError on every rank if the copies start from different weights,
-    or do not train the same ones.
+    model_provider is called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
+    chunks. model_type: has a single value so far. Raises ValueError on every rank if replicas start from different
+    weights, or do not train the same ones.
     """
     build = partial(_build_without_memory if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
         _checked_in_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
     ]
-    # After all of them: wrapping the ends waits for each other, which the checks of chunks between must not.
+    # After all chunks are checked, because wrapping the first and last stage waits for both of them.
     return wrap_chunks(parts, args)
 
 
 def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> Iterator[tuple[nn.Module, bool]]:
-    """This rank's chunks of the provider's model, one after the other, and whether they have the output layer."""
+    """Yields this rank's chunks of the provider's model, and whether each has the output layer."""
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size - 1
     num_chunks = args.virtual_pipeline_model_parallel_size or 1
     for chunk in range(num_chunks):
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
-        # Providers of scripts without virtual stages need not know the word.
+        # Providers of scripts without virtual stages may lack the parameter vp_stage.
         yield model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})), ends["post_process"]
 
 
@@ -282,7 +279,7 @@ def _build_on_device(model_provider: Callable[..., nn.Module], **which: Any) -> 
 
 
 def _build_without_memory(model_provider: Callable[..., nn.Module], **which: Any) -> nn.Module:
-    """Parameters are on the meta device; what has memory all the same, as rotary tables, is on this rank's."""
+    """Builds a chunk with parameters on the meta device, and tensors with data (rotary tables) on the device."""
     with torch.device("meta"):
         model = model_provider(**which)
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
@@ -297,10 +294,10 @@ def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_pr
 
 
 def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """Builds the tokenizer and writes the vocabulary sizes that follow from it into `args`."""
+    """Builds the tokenizer, and sets the vocabulary sizes in `args`."""
     with all_ranks_agree():
         tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
-    # A model may know more ids than its tokenizer gives, as published ones do: --vocab-size is checked to be as many.
+    # Published models may have more ids than their tokenizers. A given --vocab-size has been checked to suffice.
     args.unpadded_vocab_size = args.vocab_size or tokenizer.vocab_size
     if args.padded_vocab_size is None:
         args.padded_vocab_size = vocab_size_with_padding(
@@ -317,13 +314,13 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 
 def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int) -> None:
-    """Builds the datasets and puts iterators that start at the consumed samples into `run`."""
+    """Builds the datasets of `run`, and its iterators at the position of the consumed samples."""
     run.datasets, run.num_workers = datasets_provider(split_sizes(run.training, run.batches.running)), num_workers
     position_data(run)
 
 
 def position_data(run: TrainingRun) -> None:
-    """Puts iterators over its datasets into `run`, which start at the samples that it has consumed."""
+    """Sets the iterators of `run` over its datasets at the position of the consumed samples."""
     train, valid, test = run.datasets
     state = run.state
     plan = BatchPlan(
@@ -340,7 +337,7 @@ def position_data(run: TrainingRun) -> None:
 
 
 def split_sizes(training: TrainingConfig, batches: BatchSchedule) -> list[int]:
-    """Samples that the run wants of train, valid and test; 0 where it never reads the split."""
+    """Returns the numbers of train, valid and test samples that the run reads."""
     train_iters = training.train_iters or 0
     evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
     train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)

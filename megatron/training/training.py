@@ -1,13 +1,13 @@
-"""pretrain() and the training loop: what happens in a run, in order.
+"""pretrain(), the training loop, a training step, and evaluation: the events of a run in order.
 
-The parts are built in setup.py; schedules, optimizer and checkpoints are called, not implemented, here.
+setup.py builds the parts. Schedules, optimizer and checkpoints are implemented elsewhere.
 """
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,30 +15,29 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
-from megatron.core.trace_ranges import trace_range
-from megatron.training.arguments import config_from_args
-from megatron.training.callbacks import Callback, RunStart, StepReport
+from megatron.training.callbacks import Callback, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import TrainingConfig
-from megatron.training.console import print_rank_0
+from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.evaluation import evaluate_test, evaluate_validation
-from megatron.training.exit_conditions import ExitConditions, ExitReason
-from megatron.training.failure_board import FailureBoard
-from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import initialize_megatron, leave_process_group, read_arguments
 from megatron.training.recovery import (
     NON_FINITE,
     check_weight_hashes,
-    go_back_from_non_finite,
-    leave_out_batches,
+    rewind_from_non_finite,
+    skip_batches,
     skip_step,
     watch_loss,
 )
 from megatron.training.run import TrainingRun
 from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
-from megatron.training.step_statistics import raise_non_finite_loss
+from megatron.training.step.exit_conditions import ExitConditions, ExitReason
+from megatron.training.step.statistics import raise_non_finite_loss, total_reports
 
 __all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
 
@@ -56,17 +55,17 @@ def pretrain(
     argv: Sequence[str] | None = None,
     print_plan: Callable[..., None] | None = None,
 ) -> None:
-    """Trains, or under --skip-train only evaluates, the model of the command line; the main program of a script.
+    """Trains the model of the command line, or only evaluates it with --skip-train; the main program of a script.
 
-    train_valid_test_dataset_provider: maps the numbers of train, valid and test samples to as many datasets.
+    train_valid_test_dataset_provider: maps the numbers of train, valid and test samples to three datasets.
     model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps (data_iterator, model) to
     (output, loss function). config_overrides: learning rates and weight decays that differ for some parameters.
-    print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it the script has no
-    --dry-run, and the flag raises ValueError.
+    print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it, --dry-run raises
+    ValueError.
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
-    # Looked for in the words themselves: a plan joins no group of processes.
+    # Looked up in the words themselves, because a plan joins no process group.
     if "--dry-run" in (sys.argv[1:] if argv is None else argv):
         words = sys.argv[1:] if argv is None else argv
         if print_plan is None:
@@ -82,10 +81,13 @@ def pretrain(
             read(), model_provider, reread=read, forward_step_func=forward_step_func, config_overrides=config_overrides
         )
         return
-    with ExitStack() as afterwards, FailureBoard(describe=message_for_other_ranks, leave=leave_process_group) as board:
-        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, board=board)
+    with (
+        ExitStack() as afterwards,
+        ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast,
+    ):
+        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, broadcast=broadcast)
         exits = ExitConditions(config_from_args(TrainingConfig, args))
-        # To the end: a signal after the last save must not end ranks that wait for each other in an evaluation.
+        # Until the end, because a signal after the last save must not kill ranks that wait for each other.
         afterwards.enter_context(exits.listening())
         run = setup_run(
             args,
@@ -95,33 +97,33 @@ def pretrain(
             config_overrides=config_overrides,
         )
         run.exit_conditions = exits
-        # When the other ranks know of an error: what a thread still writes takes a while.
+        # After the other ranks know of an error, because finishing a pending save takes a while.
         afterwards.callback(run.saves.abandon)
         setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
             reason = None if run.training.skip_train else train(run)
             if reason is not ExitReason.SIGNAL and evaluate_validation(run, final=True):
-                evaluate_test(run)  # who sends a signal does not wait for an evaluation
+                evaluate_test(run)  # not after a signal, whose sender does not wait for an evaluation
         finally:
             if run.steps.graph is not None:
-                # The communicators of NCCL, which end next, would wait for graphs with their collectives for ever.
+                # NCCL's communicators, which are destroyed next, would wait forever for graphs with their collectives.
                 run.steps.graph.drop_graphs()
             run.callbacks.on_run_end()
 
 
 def train(run: TrainingRun) -> ExitReason | None:
-    """Steps from the current iteration to the last, or to an exit condition, which it returns."""
+    """Trains from the current iteration to the last, or to an exit condition, which it returns."""
     state, exits = run.state, run.exit_conditions
     started_at = state.iteration
     reason: ExitReason | None = None
     with exits.listening():
-        # One that came while the run was set up, or with the evaluation that the run before owed.
+        # The signal may arrive during setup, or during an evaluation left over from before a restart.
         if exits.signalled_anywhere_sync() or (run.owes_evaluation and not evaluate_validation(run)):
             reason = ExitReason.SIGNAL
         while state.iteration < run.train_iters and reason is None:
             run.callbacks.on_step_start(state.iteration)
-            step = _step_or_go_back(run)
+            step = _step_or_rewind(run)
             if step is None:
                 continue
             reason = _end_step(run, step[0], reason=step[1])
@@ -139,21 +141,21 @@ def train(run: TrainingRun) -> ExitReason | None:
     return reason
 
 
-def _step_or_go_back(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | None:
-    """A training step; None where it was so bad that the run has gone back to a checkpoint."""
-    leave_out_batches(run)
+def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | None:
+    """Runs a training step; returns None if it was bad and the run has gone back to a checkpoint."""
+    skip_batches(run)
     try:
         report, reason = train_step(run)
     except NON_FINITE as error:
         if run.faults.non_finite_policy != "rewind":
             raise
-        go_back_from_non_finite(run, error)
+        rewind_from_non_finite(run, error)
         return None
     return None if watch_loss(run, report) else (report, reason)
 
 
 def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None) -> ExitReason | None:
-    """Finishes a step before its checkpoint; returns why the run is to end, if it is."""
+    """Reports a step and evaluates if due, before its checkpoint; returns the reason to end the run, if any."""
     if run.exit_conditions.at_interval(run.state.iteration):
         reason = reason or ExitReason.INTERVAL
     is_last = reason is not None or run.state.iteration == run.train_iters
@@ -161,7 +163,7 @@ def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None
     if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
         reason = ExitReason.SIGNAL
     interval, is_last = run.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
-    # Also before a save: what a run goes on from must not be weights that have come apart.
+    # Also before a save, so that a checkpoint never holds weights that differ between replicas.
     if run.is_due(interval) or (interval is not None and (is_last or run.is_due(run.checkpoint.save_interval))):
         check_weight_hashes(run)
     return reason
@@ -169,19 +171,19 @@ def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None
 
 @trace_range("train_step")
 def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
-    """One optimizer step over a global batch; returns what it did and why any rank wants to stop.
+    """Runs an optimizer step over a global batch; returns its report, and the reason of any rank to stop.
 
-    Raises NonFiniteLossError or NonFiniteGradientError on every rank, before anything is updated, unless the check is
-    off or the step may be left out.
+    Raises NonFiniteLossError or NonFiniteGradientError on every rank, before any update, unless the check is off or the
+    step may be skipped.
     """
     start = time.perf_counter()
     assert run.optimizer is not None and run.scheduler is not None, "--skip-train never steps"
-    # Of this step: the schedule moves the rates on, and counting the step the batch size.
+    # The values of this step, because scheduler.step and count_step advance them.
     rates, batch_size = dict(run.optimizer.param_groups[0]), run.global_batch_size
     decoupled_learning_rate = run.optimizer.decoupled_learning_rate
     run.optimizer.zero_grad()
 
-    # Runs that are void are over when this returns, and have left nothing behind.
+    # Discarded attempts are over when this returns, and have left no trace.
     reports, statistics = run.steps.train_sync(
         run.train_iterator,
         num_microbatches=run.num_microbatches,
@@ -190,7 +192,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     )
     loss_scale = run.optimizer.get_loss_scale()
     try:
-        # The losses first: a bad one names its microbatch, which the gradients it spoils cannot.
+        # The losses first, because the error about a loss names its microbatch, unlike the one about gradients.
         if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
             raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
         updated, grad_norm, num_zeros = run.steps.update_sync()
@@ -220,3 +222,60 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         decoupled_learning_rate=decoupled_learning_rate,
     )
     return report, statistics.exit_reason
+
+
+@trace_range("evaluate")
+def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float] | None:
+    """Returns the mean of each loss over `iterations` global batches, and leaves the model in training mode.
+
+    Returns None without reading the remaining batches if the exit signal arrives on any rank.
+    """
+    reports, is_interrupted = [], False
+    for chunk in run.model:
+        chunk.eval()
+    with run.timers.paused():
+        for _ in range(iterations):
+            if is_interrupted := run.exit_conditions.signalled_anywhere_sync():
+                break
+            reports += run.steps.evaluate_sync(
+                iterator, num_microbatches=run.batches.final_num_microbatches, iteration=run.state.iteration
+            )
+    for chunk in run.model:
+        chunk.train()
+    if is_interrupted:
+        return None
+    return run.steps.statistics.reduce_sync(total_reports(reports)).losses
+
+
+def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
+    """Evaluates the validation split, if the run has one, and reports it.
+
+    Returns False if the exit signal interrupted it. The run that resumes then repeats the evaluation.
+    """
+    iterations = run.training.eval_iters
+    if run.valid_iterator is None or iterations == 0:
+        return True
+    run.callbacks.on_evaluation_start(run.state.iteration)
+    losses = evaluate(run, run.valid_iterator, iterations=iterations)
+    if losses is None:
+        return False
+    run.state.consumed_valid_samples += iterations * run.evaluation_batch_size
+    run.state.evaluated_iteration = run.state.iteration
+    _report(run, "validation", losses=losses, final=final)
+    return True
+
+
+def evaluate_test(run: TrainingRun) -> None:
+    """Evaluates the test split, if the run has one, and reports it unless the exit signal interrupts it."""
+    iterations = run.training.eval_iters
+    if run.test_iterator is None or iterations == 0:
+        return
+    run.callbacks.on_evaluation_start(run.state.iteration)
+    losses = evaluate(run, run.test_iterator, iterations=iterations)
+    if losses is not None:
+        _report(run, "test", losses=losses, final=True)
+
+
+def _report(run: TrainingRun, split: str, *, losses: dict[str, float], final: bool) -> None:
+    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final)
+    run.callbacks.on_evaluation_end(report)

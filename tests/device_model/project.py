@@ -13,7 +13,7 @@ from megatron.core.distributed import collectives
 from megatron.core.optimizer import adam, triton_adam
 from megatron.core.transformer import activation_offload
 from megatron.core.transformer.moe.paged_stash import PagePool, saved_tensors
-from megatron.training import joining
+from megatron.training import startup_handshake
 from tests.device_model.alarms import Kind, site
 from tests.device_model.collectives import install_collectives
 from tests.device_model.cuda_api import GRAPHS, install
@@ -40,7 +40,7 @@ def install_model() -> Device:
     install_collectives(device)
     # The groups are gloo's; the program takes the path of NCCL.
     collectives._is_over_nccl = lambda flat, group: flat.is_cuda
-    joining.distributed_backend = lambda _: "cpu:gloo,cuda:gloo"
+    startup_handshake.distributed_backend = lambda _: "cpu:gloo,cuda:gloo"
     # These look for tensors without a subclass. On a GPU the tensors of the device are such.
     for module in (saved_tensors, activation_offload):
         vars(module)["type"] = _type_on_a_gpu

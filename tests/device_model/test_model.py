@@ -109,7 +109,7 @@ def reads_a_pinned_target(waits: bool = False) -> None:
 def returns_memory_of_a_running_copy(waits: bool = False) -> None:
     import torch
 
-    from megatron.core.pinned_memory import pinned_bytes
+    from megatron.core.device.pinned_memory import pinned_bytes
 
     source = pinned_bytes(32, torch.device("cuda", 0)).view(torch.float32)
     target = torch.empty(8, device="cuda")
@@ -121,7 +121,7 @@ def returns_memory_of_a_running_copy(waits: bool = False) -> None:
 def returns_memory_of_a_graph(drops: bool = False) -> None:
     import torch
 
-    from megatron.core.pinned_memory import pinned_bytes
+    from megatron.core.device.pinned_memory import pinned_bytes
 
     memory = [pinned_bytes(32, torch.device("cuda", 0)).view(torch.float32)]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.logical_tensors import model_logical_pieces
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.transformer.initialization import deferred_initialization, initialize_parameters

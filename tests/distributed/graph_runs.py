@@ -17,12 +17,11 @@ from megatron.core.device import default_device
 from megatron.core.graphs.capture import Graph, GraphDevice
 from megatron.core.graphs.tape import Tape, TapeGraphs
 from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.training.callbacks import Callback, StepReport
-from megatron.training.expert_memory import ExpertMemory
-from megatron.training.graphed_step import graph_device
 from megatron.training.run import TrainingRun
-from megatron.training.stash_pool import open_pool
+from megatron.training.step.expert_memory import ExpertMemory, open_pool
+from megatron.training.step.graph import graph_device
 from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags
 
@@ -105,7 +104,7 @@ class WatchedPages:
                 self._note(pool)
             return pool
 
-        with patch("megatron.training.expert_memory.open_pool", noted_pool):
+        with patch("megatron.training.step.expert_memory.open_pool", noted_pool):
             yield
 
     def _note(self, pool: PagePool) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.logical import canonical_name, model_logical_pieces
+from megatron.core.logical_tensors import canonical_name, model_logical_pieces
 from megatron.training import get_args
 from megatron.training.callbacks import StepReport
-from megatron.training.model_weights import ModelWeights
+from megatron.training.checkpointing.run_state import ModelWeights
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count

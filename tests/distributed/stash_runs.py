@@ -11,7 +11,7 @@ from unittest.mock import patch
 from megatron.core.transformer.moe.paged_stash import Counter, StashEvent
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
 from megatron.training.callbacks import Callback, StepReport
-from megatron.training.expert_memory import ExpertMemory
+from megatron.training.step.expert_memory import ExpertMemory
 from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 
@@ -111,7 +111,7 @@ class _Watch(Callback):
         counters = figures.counters
         self._trained.pages.append(
             StepPages(
-                figures.voids,
+                figures.num_discards,
                 figures.pages_wanted,
                 counters[Counter.HIGH_WATER_DEVICE] + counters[Counter.HIGH_WATER_HOST],
                 counters[Counter.DROPPED_ACT] + counters[Counter.DROPPED_GATE_UP],

@@ -388,7 +388,7 @@ def _train(argv: Sequence[str], frozen: Sequence[str]) -> Trained:
         for _ in range(STEPS_AFTER):
             trained.reports.append(comparable(run.measured(train_step(run)[0])))
             if memory is not None and memory.last_step is not None:
-                trained.repeated.append(memory.last_step.voids)
+                trained.repeated.append(memory.last_step.num_discards)
         return trained
 
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.distributed.consistency import WeightMismatchError, weight_hash
 from megatron.core.utils import unwrap_model
-from megatron.training import recovery_state
+from megatron.training import recovery
 from megatron.training.callbacks import Callback, CallbackList, StepReport
-from megatron.training.checkpoint_folder import complete_iterations
-from megatron.training.recovery import NON_FINITE
-from megatron.training.recovery_state import is_spike
+from megatron.training.checkpointing.folder import complete_iterations
+from megatron.training.recovery import NON_FINITE, is_spike
 from megatron.training.run import TrainingRun
 from megatron.training.training import train
 from tests.counts import slow
@@ -95,7 +94,7 @@ def _train(flags: Flags, folder: Path, *, poison: str | None, leaves_out: bool =
     with started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run:
         run.callbacks = CallbackList((seen,))
         if leaves_out:
-            run.recovery.left_out.add((BAD_STEP - 1) * BATCH)
+            run.recovery.skipped_positions.add((BAD_STEP - 1) * BATCH)
         train(run)
     return seen
 
@@ -147,7 +146,7 @@ def _go_back_from_a_spike(folder: str) -> None:
     step = _Poison({6 * 2 + 1: "spike", 8 * 2 + 1: "loss"})
     with (
         started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run,
-        patch.object(recovery_state, "_FEWEST", 5),
+        patch.object(recovery, "_FEWEST", 5),
     ):
         run.callbacks = CallbackList((Positions(),))
         train(run)

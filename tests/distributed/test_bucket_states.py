@@ -21,7 +21,7 @@ from megatron.core.distributed import (
 from megatron.core.distributed.grad_hooks import ReadyBucket, RunState
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.weight_matrices import MatrixWindow
+from megatron.core.tensor_parallel.param_attributes import MatrixWindow
 from tests.distributed.hook_runs import after_step
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: other ranks and other boxes load them, and every failure reaches everybody."""
+"""Checkpoints of several ranks: other ranks and boxes load them, and every rank reports each failure."""
 
 import os
 import random
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load, load_common, save, saving
-from megatron.core.dist_checkpointing.group_errors import one_error_everywhere
+from megatron.core.dist_checkpointing.errors import one_error_everywhere
 from tests.counts import long_count, soak_only
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy
@@ -93,7 +93,7 @@ def rows(value):
 
 
 def expect_error(expected, call):
-    """The text that `call` raised here; the files of a failed save must be gone and every rank must get here."""
+    """Returns the text of the error that every rank must raise from `call`, a failed save that leaves no files."""
     try:
         call()
     except expected as error:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
     CollectiveScheduler,
     DistributedDataParallel,
@@ -17,6 +16,7 @@ from megatron.core.distributed import (
     NonFiniteGradientError,
 )
 from megatron.core.distributed.bucket_group import BucketObserver, Traffic
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ALONE
 from megatron.core.tensor_parallel import ColumnParallelLinear

@@ -29,7 +29,7 @@ from megatron.planner.recorders import LiveBytes, MessageRecorder
 from megatron.planner.traced_step import by_pass
 from megatron.planner.work import Traffic, merged
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.held_memory import HeldMemoryMeter
+from megatron.training.meters.memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count, soak_only

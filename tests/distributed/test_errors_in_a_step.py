@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import (
     CollectiveMismatchError,
@@ -23,6 +22,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup as Group
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.adam import FusedRule
 from megatron.core.optimizer.clip_grads import GradStats

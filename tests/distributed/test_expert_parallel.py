@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.logical_tensors import model_logical_pieces
 from megatron.core.transformer.moe.dispatch_alltoall import RowExchange
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.counts import soak_only

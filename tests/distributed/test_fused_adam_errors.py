@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from tests.counts import long_count, soak_only
 from tests.distributed.fused_adam_runs import ODD, Case, Run, cap, world
 from tests.harness import run_on_ranks

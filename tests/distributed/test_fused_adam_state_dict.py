@@ -7,8 +7,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.optimizer import DistributedFusedAdam
 from tests.counts import slow, soak_only
 from tests.distributed.profiled_memory import peak_bytes

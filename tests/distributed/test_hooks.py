@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.param_attributes import gradient_of, mark_expert, mark_partial_gradient
 from tests.counts import long_count, soak_only

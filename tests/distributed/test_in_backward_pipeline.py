@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.live_bytes import LiveBytes
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_storage import BucketLifetimeGrads, _ParamAndGradBucket
 from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.logical_tensors import canonical_name
 from megatron.training.run import TrainingRun
 from megatron.training.training import train_step
 from tests.counts import long_count

@@ -68,7 +68,7 @@ def _train(flags: Flags, steps: int, *, save_after: int | None = None) -> Traine
             report, _ = train_step(run)
             reports.append({name: comparable(report)[name] for name in ("losses", "grad_norm", "iteration")})
             assert run.expert_memory is not None and run.expert_memory.last_step is not None
-            reruns.append(run.expert_memory.last_step.voids)
+            reruns.append(run.expert_memory.last_step.num_discards)
             if step == save_after:
                 run.save_checkpoint()
         return Trained(begun, reports, reruns, _sizes(run))

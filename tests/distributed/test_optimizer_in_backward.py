@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.consistency import NonFiniteGradientError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from tests.counts import long_count, slow, soak_only

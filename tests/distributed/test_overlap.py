@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.launch_sequence import LaunchSequence
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.training.callbacks import StepReport
-from megatron.training.overlap_meter import OverlapMeter
+from megatron.training.meters.overlap import OverlapMeter
 from tests.harness import run_on_ranks
 
 LAYERS, WIDTH = 6, 192

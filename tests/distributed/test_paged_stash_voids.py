@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.training.evaluation import evaluate_validation
 from megatron.training.run import TrainingRun
+from megatron.training.training import evaluate_validation
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import ROUTER, Trained, argv_of, stash, train_here
@@ -111,14 +111,14 @@ class Skewed:
     def setup(self, run: TrainingRun) -> Iterator[None]:
         memory, passes = run.expert_memory, Counter[int]()
         assert memory is not None
-        begin_step, void_flags, gating = memory.begin_step, memory.void_flags, TopKRouter.gating
+        begin_step, overflow_flags, gating = memory.begin_step, memory.overflow_flags, TopKRouter.gating
 
         def begun(**sizes: Any) -> None:
             passes.clear()
             begin_step(**sizes)
 
         def noted() -> Tensor:
-            found = void_flags()
+            found = overflow_flags()
             step = run.state.iteration + 1 if run.model[0].training else -run.state.iteration
             self.raised.setdefault(step, []).append(tuple(found.tolist()))
             return found
@@ -138,7 +138,7 @@ class Skewed:
 
         with (
             patch.object(memory, "begin_step", begun),
-            patch.object(memory, "void_flags", noted),
+            patch.object(memory, "overflow_flags", noted),
             patch.object(TopKRouter, "gating", skewed),
         ):
             yield

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.training.config import DistributedConfig
 from megatron.training.initialize import leave_process_group
-from megatron.training.joining import join_process_group
+from megatron.training.startup_handshake import join_process_group
 from tests.harness import run_on_ranks
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.live_bytes import PeakBytes
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -21,6 +20,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.bucket_storage import BucketLifetimeGrads
 from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.training.data_parallel import join_schedule
 from tests.distributed.hook_runs import SHARDED, Counted, Kept, backward, in_each_mode, once, trained, wrap

@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
-from megatron.training.evaluation import evaluate_validation
-from megatron.training.training import train_step
+from megatron.training.training import evaluate_validation, train_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks

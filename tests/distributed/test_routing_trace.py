@@ -11,8 +11,7 @@ import torch
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training.callbacks import RunStart
-from megatron.training.callbacks.routing_log import RoutingLog
-from megatron.training.routing_trace import RoutingHeader, read_lines, read_routing
+from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog, read_lines, read_routing
 from megatron.training.training import train
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases

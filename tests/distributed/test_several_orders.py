@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer
 from tests.harness import run_on_ranks

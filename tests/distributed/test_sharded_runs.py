@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import pretrain_gpt
-from megatron.core.agreement import RemoteRankError
-from megatron.training.evaluation import evaluate
-from megatron.training.training import train_step
+from megatron.core.group_collectives import RemoteRankError
+from megatron.training.training import evaluate, train_step
 from tests.counts import long_count, soak_only
 from tests.distributed.layout_runs import FLAGS, MODES, OVERLAPPED, load_and_step, save_after_steps
 from tests.distributed.parity import Box, boxes_of_state, put_together

@@ -13,8 +13,8 @@ from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import Walk, walk
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks import RunStart
-from megatron.training.routing_trace import read_routing
-from megatron.training.stash_timeline import stash_timeline
+from megatron.training.callbacks.routing_trace import read_routing
+from megatron.training.meters.stash import stash_timeline
 from megatron.training.training import train_step
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import started_run

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.transformer.moe.paged_stash import PoolLayout
-from megatron.core.transformer.moe.paged_stash_config import PagedStashConfig
-from megatron.training.stash_pool import open_pool
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
+from megatron.training.step.expert_memory import open_pool
 from tests.harness import run_on_ranks
 
 TOO_MUCH = 2**31 - 1  # pages of 64 MiB: more than any address space
@@ -34,7 +34,7 @@ def test_memory_that_one_rank_lacks_is_named_on_every_rank() -> None:
 def test_a_pool_keeps_restored_memory_where_the_heap_does_not(
     heap_is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.training.stash_pool.keep_cpu_heap", lambda: heap_is_kept)
+    monkeypatch.setattr("megatron.training.step.expert_memory.keep_cpu_heap", lambda: heap_is_kept)
     pool = open_pool(torch.device("cpu"), PoolLayout(64, 3), config=PagedStashConfig(moe_paged_stash=True))
     assert pool is not None
     # The buffer itself is not held, so a pool that keeps it gives it out again.

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
-from megatron.training.expert_memory import ExpertMemory
-from megatron.training.kept_batches import KeptBatches
-from megatron.training.rng_state import capture_rng, restore_rng
+from megatron.training.checkpointing.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
-from megatron.training.step_runner import ExpertOverflowError
+from megatron.training.step.expert_memory import ExpertMemory
+from megatron.training.step.runner import ExpertOverflowError, RetryBatches
 from megatron.training.training import train, train_step
 from tests.counts import slow, soak_only
 from tests.distributed.stash_runs import ROUTER, stash
@@ -81,7 +80,7 @@ class PlannedMemory:
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
         self.number += 1
 
-    def void_flags(self) -> Tensor:
+    def overflow_flags(self) -> Tensor:
         return torch.tensor([self.is_void_here, self.is_void_here and self.number > 5], dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:
@@ -195,7 +194,7 @@ def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path)
     refused, in_vain = zip(*run_on_ranks(_fail_twice, 2, command_line(flags), str(tmp_path)))
     assert refused[0] == refused[1] == ("iteration 2: not allowed to grow", 2)
     assert in_vain[0] == in_vain[1] and in_vain[0][1] == 10
-    assert "iteration 2 is void after 8 reruns (ranks with rows over budget: 1" in in_vain[0][0]
+    assert "iteration 2 still overflows after 8 retries (ranks with expert overflow: 1" in in_vain[0][0]
     assert [folder.name for folder in tmp_path.glob("*/iter_*")] == ["iter_0000001"] * 2
 
 
@@ -221,7 +220,7 @@ def _train_over_error(argv: list[str], where: str | None, error: type[BaseExcept
     with started_run(argv) as run:
         reports = [comparable(train_step(run)[0])]
         assert run.train_iterator is not None and isinstance(run.steps.memory, ExpertMemory)
-        run.train_iterator = batches = KeptBatches(run.train_iterator)
+        run.train_iterator = batches = RetryBatches(run.train_iterator)
         if where is not None:
             generators = capture_rng()
             _break_next_pass(run, where, error)

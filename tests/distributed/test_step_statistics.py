@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
-from megatron.training.exit_conditions import ExitReason
-from megatron.training.step_statistics import (
+from megatron.training.step.exit_conditions import ExitReason
+from megatron.training.step.statistics import (
     NonFiniteLossError,
     Overflow,
     StatisticsExchange,
@@ -69,7 +69,9 @@ def statistics_of_layers() -> StepStatistics:
     layers, totals = recorder.layer_totals(), recorder.take_totals()
     flags = torch.tensor([rank == 1, rank > 0], dtype=torch.float64)
     exchange = StatisticsExchange(dist.group.WORLD)
-    return exchange.reduce_sync(totals, optional=totals, exit_reasons=[False, True], layers=layers, void_flags=flags)
+    return exchange.reduce_sync(
+        totals, optional=totals, exit_reasons=[False, True], layers=layers, overflow_flags=flags
+    )
 
 
 def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
@@ -78,7 +80,7 @@ def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
     assert results[0].per_layer == {"z_loss": {1: 1.0, 3: 3.0}} and results[0].losses == {"z_loss": 2.0}
     assert results[0].expert_load == {1: [3, 6], 3: [9, 12]}
     assert results[0].exit_reason is ExitReason.DURATION
-    assert results[0].overflow == Overflow(over_budget=1, without_pages=2) and results[0].overflow.is_void
+    assert results[0].overflow == Overflow(expert=1, stash=2) and results[0].overflow.occurred
 
 
 class _Recording(nn.Module):

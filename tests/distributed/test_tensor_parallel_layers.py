@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core import tensor_parallel as tp
-from megatron.core.dist_checkpointing.logical import model_logical_pieces
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.logical_tensors import model_logical_pieces
 from megatron.core.process_groups_config import ALONE, ProcessGroupCollection
 from megatron.core.tensor_parallel import linear as linear_module
 from megatron.core.tensor_parallel.mappings import part_of

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
-from megatron.core.agreement import RemoteRankError
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.group_collectives import RemoteRankError
+from megatron.core.logical_tensors import canonical_name
 from megatron.core.optimizer import ParamGroupOverride, ParamKey
 from megatron.core.tensor_parallel.param_attributes import gradient_of, mark_shared
 from megatron.training.training import train_step

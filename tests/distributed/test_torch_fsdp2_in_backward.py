@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.distributed import NonFiniteGradientError, TorchFullyShardedDataParallel, finalize_model_grads
 from megatron.core.distributed.grad_hooks import ReadyBucket
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32
 from tests.counts import slow, soak_only

@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed.torch_fsdp2_state import check_torch
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.training.arguments import CommandLineError, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
 from tests.distributed.fsdp2_runs import FSDP2, WORDS, Loss, Net, Run, loss_of_words, train_losses, wrap_net
 from tests.harness import run_on_ranks
 

@@ -14,7 +14,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.training.evaluation import evaluate
+from megatron.training.training import evaluate
 from tests.counts import long_count, slow, soak_only
 from tests.distributed.layout_runs import BF16, EP2, FLAGS, FP16, RECOMPUTED, SHARDED, ZERO2, Case, model_with_frozen
 from tests.distributed.parity import Box, boxes_of_state, layout, put_together

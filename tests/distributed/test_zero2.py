@@ -11,7 +11,6 @@ from torch import nn
 
 from benchmarks.live_bytes import PeakBytes
 from megatron.core import parallel_state
-from megatron.core.agreement import RemoteRankError
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,6 +18,7 @@ from megatron.core.distributed import (
     NonFiniteGradientError,
     finalize_model_grads,
 )
+from megatron.core.group_collectives import RemoteRankError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.state_memory import state_bytes_of

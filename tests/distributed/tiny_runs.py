@@ -22,9 +22,9 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
+from megatron.training.checkpointing.rng_state import rng_sharded_state
 from megatron.training.global_vars import publish_run
 from megatron.training.initialize import initialize_megatron
-from megatron.training.rng_state import rng_sharded_state
 from megatron.training.run import TrainingRun
 from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import train, train_step

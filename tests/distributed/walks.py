@@ -22,7 +22,7 @@ ROOT = CORE.parents[1]
 # Public names that begin with an underscore, as they do in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
 # Decorators around many functions, which only pass calls on.
-_PASSED_THROUGH = (CORE / "trace_ranges.py",)
+_PASSED_THROUGH = (CORE / "device" / "trace_ranges.py",)
 # Functions without a name of their own belong to the function around them.
 _UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.loss_masks import loss_mask_prefix
+from megatron.core.datasets.indexed_dataset import loss_mask_prefix
 
 EOD = 126
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import pretrain_gpt
 from megatron.core.dist_checkpointing import disk
 from megatron.core.enums import ModelType
-from megatron.training import failure_board, pretrain
+from megatron.training import error_broadcast, pretrain
 from megatron.training.callbacks import Callback
 from megatron.training.errors import exit_on_user_error
 from tests.killing_os import KillingOs
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     doom = _Doom(*fault) if fault is not None and str(fault[0]) == os.environ["RANK"] else None
     if fault is not None and fault[0] == 0 and fault[2] == "SIGSTOP":
         # The store hangs too: less patience with it.
-        vars(failure_board).update(_ANSWER_SECONDS=3.0, _PATIENCE_SECONDS=1.0)
+        vars(error_broadcast).update(_ANSWER_SECONDS=3.0, _PATIENCE_SECONDS=1.0)
     if fault is not None and fault[2] in ("SIGKILL", "SIGSTOP"):
         wait_for_no_silent_rank()
     with short_timeouts(), exit_on_user_error():
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
 def short_timeouts() -> Iterator[None]:
     """Makes the minutes of --distributed-timeout-minutes shorter."""
     with (
-        patch("megatron.training.joining.timedelta", _shorter),
+        patch("megatron.training.startup_handshake.timedelta", _shorter),
         patch("megatron.core.parallel_state.timedelta", _shorter),
     ):
         yield
@@ -68,7 +68,7 @@ def short_timeouts() -> Iterator[None]:
 
 def wait_for_no_silent_rank() -> None:
     """Lets the host of the store leave soon: a rank that is silent was killed or stopped, and will say nothing more."""
-    vars(failure_board).update(_SILENT_SECONDS=0.5)
+    vars(error_broadcast).update(_SILENT_SECONDS=0.5)
 
 
 def _shorter(*, minutes: float) -> timedelta:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.command_line.flag_table import Flag, FlagState
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import Flag, FlagState, flag_table
 from tests.functional_tests.case import command_line, read_bases
 from tests.functional_tests.expectations import assert_same_steps
 from tests.functional_tests.launch import Run, run_program

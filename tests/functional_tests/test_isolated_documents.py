@@ -9,7 +9,7 @@ import pretrain_gpt
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators, build_train_valid_test_datasets
 from megatron.core.timers import Timers
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from tests.functional_tests.corpora import EOD, write_corpora
 from tests.unit_tests.core.models.small_models import SEQ, small_config, small_model
 

@@ -9,8 +9,8 @@ import pytest
 import pretrain_gpt
 from examples.models.layouts import Layout, layout_for, main, read_layouts, tiny_layout, words
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.device_table import NAME_VARIABLE
-from megatron.training.model_presets import known_models
+from megatron.training.command_line.model_presets import known_models
+from megatron.training.compute.devices import NAME_VARIABLE
 from tests.counts import soak_only
 from tests.harness import ROOT
 

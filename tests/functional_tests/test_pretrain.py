@@ -18,9 +18,10 @@ from torch import nn
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
-from megatron.training import get_args, held_memory, pretrain
+from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.callbacks import Callback, EvaluationReport, StepReport
+from megatron.training.meters import memory as memory_figures
 from tests.harness import run_on_ranks
 
 FLAGS = """
@@ -131,7 +132,7 @@ def verdicts_of_starts(flags: str) -> list[str]:
     for share in (1.05, 0.9):
         memory = int(share * record.bytes) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         out = io.StringIO()
-        with redirect_stdout(out), patch.object(held_memory, "total_memory_bytes", return_value=memory):
+        with redirect_stdout(out), patch.object(memory_figures, "total_memory_bytes", return_value=memory):
             again = run(flags, own_model=False)
         said.append(out.getvalue())
         assert again.losses == record.losses

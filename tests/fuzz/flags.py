@@ -14,8 +14,7 @@ import torch
 import pretrain_gpt
 from megatron.planner.fake_ranks import fake_rank
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.command_line.flag_table import Flag, FlagState
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import Flag, FlagState, flag_table
 from megatron.training.command_line.values import choice_names
 from megatron.training.errors import exit_on_user_error
 from megatron.training.gpt_builder import build_gpt

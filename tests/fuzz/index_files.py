@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.checksum import file_crc32
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.files import file_crc32
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from megatron.training.errors import exit_on_user_error
 from tests.fuzz.judging import Verdict, judged
 from tests.fuzz.values import Choices, mutate_json

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import load, model_sharded_tensors
-from megatron.training.checkpoint_folder import TRACKER_FILE
+from megatron.training.checkpointing.folder import TRACKER_FILE
 from tests.fuzz.checkpoint_damage import Harm
 from tests.fuzz.judging import Verdict, judged, note_of
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, odd_json

@@ -11,7 +11,7 @@ import yaml
 
 import pretrain_gpt
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 from megatron.training.errors import exit_on_user_error
 from tests.functional_tests.case import read_bases
 from tests.fuzz.flags import SHORT, as_drawn

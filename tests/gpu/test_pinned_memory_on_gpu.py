@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.device import default_device
-from megatron.core.pinned_memory import _take_pending_error, pinned_bytes
+from megatron.core.device.pinned_memory import _take_pending_error, pinned_bytes
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 

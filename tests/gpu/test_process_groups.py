@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.device import default_device
+from megatron.core.group_collectives import all_ranks_agree
 from megatron.training.config import DistributedConfig
 from megatron.training.initialize import leave_process_group
-from megatron.training.joining import join_process_group
+from megatron.training.startup_handshake import join_process_group
 from tests.harness import run_on_ranks
 
 pytestmark = pytest.mark.gpu

@@ -24,46 +24,35 @@ class Layer:
 # The first pattern that matches a module's whole name decides.
 LAYERS = (
     # torch and triton alone
-    Layer(0, "kernels", r"megatron\.core\.(triton_compile|pinned_memory)"),
+    Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|pinned_memory)"),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(
         1,
         "base",
-        r"megatron\.core\.(activations|agreement|batch_schedule|checksum|config_field|cpu_heap|dense_memory"
-        r"|device(\..+)?|graphs(\..+)?|graph_capture|graph_tape|packed_seq_params|replaced_file|timers|trace_ranges|utils"
-        r"|weight_matrices)",
+        r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
+        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|timers|utils)",
     ),
-    Layer(1, "base", r"megatron\.core\.datasets\.(utils|splits)"),  # what the words of --split and --data-path mean
+    Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
-    Layer(
-        2,
-        "config",
-        r"megatron\.core\.(parallel_state|pipeline_split|rank_generator|num_microbatches_calculator|group_collectives)",
-    ),
-    # Names and boxes of a module's own parameters, which layers of line 3 define. Neither file reads or writes files.
-    Layer(2, "logical", r"megatron\.core\.dist_checkpointing\.(boxes|logical)"),
+    Layer(2, "config", r"megatron\.core\.(parallel_state|group_collectives|transformer\.pipeline_split)"),
+    Layer(3, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
     Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),
     Layer(3, "tokenizers", r"megatron\.core\.tokenizers(\..+)?"),
     Layer(3, "fusions", r"megatron\.core\.fusions(\..+)?"),
     Layer(4, "transformer", r"megatron\.core\.transformer\.moe(\..+)?", step=1),
-    Layer(4, "transformer", r"megatron\.core\.transformer\.transformer_layer", step=2),
-    Layer(4, "transformer", r"megatron\.core\.transformer\.(transformer_block|graphed_layers)", step=3),
-    Layer(4, "transformer", r"megatron\.core\.transformer\.multi_token_prediction", step=4),
-    Layer(4, "transformer", r"megatron\.core\.transformer", step=5),  # the package itself re-exports
-    Layer(4, "transformer", r"megatron\.core\.transformer\..+"),
+    Layer(4, "transformer", r"megatron\.core\.transformer(\..+)?"),
     Layer(4, "extensions", r"megatron\.core\.extensions(\..+)?"),
     Layer(4, "distributed", r"megatron\.core\.distributed(\..+)?"),
     Layer(4, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
-    Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
-    Layer(4, "graph_safety", r"megatron\.core\.graph_(safety|refusals)"),
     Layer(5, "models", r"megatron\.core\.models(\..+)?"),
     Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
     Layer(6, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
     Layer(6, "training", r"megatron\.training(\..+)?"),
+    Layer(6, "pages", r"megatron\.pages(\..+)?"),
     Layer(7, "planner", r"megatron\.planner(\..+)?"),
     Layer(8, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),
 )
@@ -98,21 +87,38 @@ def upward_imports(sources: list[Source]) -> list[tuple[Source, int, str]]:
 
 
 def import_cycles(sources: list[Source]) -> list[list[str]]:
-    """Returns groups of modules that import each other in a circle: strongly connected components of two or more."""
+    """Returns the groups of modules that import each other in a circle, directly or not."""
     known = frozenset(source.module for source in sources)
-    graph = {source.module: {name for name, _ in imported_modules(source, known)} & known for source in sources}
-    reach = {module: _reachable(graph, module) for module in graph}
+    return _circles(
+        {source.module: {name for name, _ in imported_modules(source, known)} & known for source in sources}
+    )
+
+
+def folder_cycles(sources: list[Source]) -> list[list[str]]:
+    """Returns the groups of folders below megatron/ whose files import each other in a circle, directly or not."""
+    inside = [source for source in sources if source.name.startswith("megatron/")]
+    folder_of = {source.module: source.path.parent.as_posix() for source in inside}
+    graph: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
+    for source in inside:
+        imported = {name for name, _ in imported_modules(source, frozenset(folder_of))} & folder_of.keys()
+        graph[folder_of[source.module]] |= {folder_of[name] for name in imported} - {folder_of[source.module]}
+    return _circles(graph)
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Returns the strongly connected components of two or more nodes; graph: the nodes that each node points to."""
+    reach = {node: _reachable(graph, node) for node in graph}
     circles = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]}
     return [list(circle) for circle in sorted(circles)]
 
 
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Returns the modules that `start` imports, directly or not; `start` itself only if it is part of a circle."""
+    """Returns the nodes that `start` points to, directly or not; `start` itself only if it is part of a circle."""
     seen: set[str] = set()
     todo = list(graph[start])
     while todo:
-        module = todo.pop()
-        if module not in seen:
-            seen.add(module)
-            todo.extend(graph[module])
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(graph[node])
     return seen

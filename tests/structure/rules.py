@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from tests.structure.layers import import_cycles, upward_imports
+from tests.structure.layers import folder_cycles, import_cycles, upward_imports
 from tests.structure.measure import AROUND, PRODUCT, Function, Source, dotted, read_sources, words
 
 GLOBAL_HOLDERS = {"megatron/core/parallel_state.py", "megatron/training/global_vars.py"}
@@ -20,7 +20,7 @@ STEP_PATH = re.compile(
     r"(?!.*/cpu_kernels\.py)"
     r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
     r"|megatron/core/(full_cuda_graph|graph_capture|graphs/capture|group_collectives)\.py"
-    r"|megatron/training/(training|step_\w+|evaluation|graphed_\w+|expert_\w+|kept_batches|pending_collectives)\.py"
+    r"|megatron/training/(training|step/\w+|error_broadcast)\.py"
     r"|pretrain_gpt\.py"
 )
 # Methods of a tensor, or functions of torch, that wait for the device.
@@ -89,6 +89,13 @@ def import_cycle(sources: list[Source]) -> Iterator[Broken]:
     """No modules import each other in a circle, imports inside functions included."""
     for circle in import_cycles(sources):
         yield circle[0], 1, f"import cycle: {' <-> '.join(circle)}"
+
+
+@product_rule
+def folder_cycle(sources: list[Source]) -> Iterator[Broken]:
+    """No folders below megatron/ import each other in a circle."""
+    for circle in folder_cycles(sources):
+        yield circle[0], 1, f"import cycle of folders: {' <-> '.join(circle)}"
 
 
 # State and errors.

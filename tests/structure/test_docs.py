@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table
 from tests.structure.measure import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron.training.command_line.flag_table import Flag, FlagState
-from megatron.training.command_line.harmless_flags import HARMLESS
-from megatron.training.command_line.known_flags import KNOWN_FLAGS_FILE, known_flag, load_known_flags
-from megatron.training.command_line.refusals import MISSING, NO_EFFECT_HINTS, REFUSALS, refusal
-from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.flags import (
+    KNOWN_FLAGS_FILE,
+    MODEL_SHAPE_DESTS,
+    Flag,
+    FlagState,
+    flag_table,
+    known_flag,
+    load_known_flags,
+    refusal,
+)
+from megatron.training.command_line.refusals import HARMLESS, MISSING, NO_EFFECT_HINTS, REFUSALS
 from tests.functional_tests.case import FOLDER, read_bases, read_cases
 from tests.functional_tests.expectations import EXPECTATIONS
 from tests.structure.measure import ROOT

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.agreement import RemoteRankError, all_ranks_agree
+from megatron.core.group_collectives import RemoteRankError, all_ranks_agree
 from tests.harness import launch_on_ranks, run_on_ranks
 
 UNTOUCHED: list[int] = []

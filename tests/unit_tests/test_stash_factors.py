@@ -23,7 +23,7 @@ from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun
 from megatron.planner.stash.walk import walk
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.routing_trace import RoutingHeader
+from megatron.training.callbacks.routing_trace import RoutingHeader
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
 from tools.run_log import Series

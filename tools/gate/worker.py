@@ -49,7 +49,7 @@ def main(tree: Path, plan: Path) -> None:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     with suppress(ImportError, AttributeError):
-        importlib.import_module("megatron.training.command_line.registry").flag_table()  # cached; every run needs it
+        importlib.import_module("megatron.training.command_line.flags").flag_table()  # cached; every run needs it
     torch.set_num_threads(1)
     # A collection in a rank would copy every page that it shares with this process.
     gc.collect()

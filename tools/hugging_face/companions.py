@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.training.checkpoint_folder import COMPANION_FOLDER
+from megatron.training.checkpointing.folder import COMPANION_FOLDER
 from tools.hugging_face.config_kinds import require_known_kinds
 
 CONFIG_FILE = "config.json"

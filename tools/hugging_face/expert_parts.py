@@ -6,7 +6,7 @@ As the parts of config_parts.py, which has those of attention and positions.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.transformer.moe.moe_config import layers_with_experts
+from megatron.core.transformer.moe_config import layers_with_experts
 from tools.hugging_face.config_parts import Values
 
 

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.training.command_line.registry import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
 from tools.hugging_face.config_kinds import without_unset_counts
 from tools.hugging_face.config_parts import Values, window_pattern
 from tools.hugging_face.expert_parts import expert_layers

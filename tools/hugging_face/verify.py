@@ -13,10 +13,9 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import load, model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.training.arguments import parse_args
-from megatron.training.checkpoint_args import model_arguments
-from megatron.training.checkpoint_folder import find_checkpoint
+from megatron.training.checkpointing.folder import find_checkpoint
+from megatron.training.checkpointing.run_values import load_run_values, model_arguments
 from megatron.training.gpt_builder import build_gpt
-from megatron.training.run_values import load_run_values
 
 # Relative to the largest logit.
 TOLERANCE = 1e-4

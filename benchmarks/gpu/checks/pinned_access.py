@@ -17,7 +17,7 @@ DEVICE = checked_device()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from megatron.core.pinned_memory import pinned_bytes  # noqa: E402
+from megatron.core.device.pinned_memory import pinned_bytes  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, TensorSpec  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool  # noqa: E402
 

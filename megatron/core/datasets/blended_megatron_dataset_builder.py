@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
-from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSequences
-from megatron.core.datasets.splits import DEFAULT_SPLIT, split_documents
-from megatron.core.datasets.utils import Blend, Split
+from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, split_documents
+from megatron.core.group_collectives import all_ranks_agree
 
 Datasets = list[GPTDataset | BlendedDataset | None]
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.datasets.splits import DEFAULT_SPLIT, parse_split
-from megatron.core.datasets.utils import Blend, Split
+from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, parse_split
 
 # The order of a blend numbers its datasets in 16 bits, as Megatron's does.
 MOST_DATASETS = 32767

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.datasets.splits import DEFAULT_SPLIT, parse_split
-from megatron.core.datasets.utils import Blend, get_blend_from_list
+from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, get_blend_from_list, parse_split
 
 
 @dataclass(kw_only=True)

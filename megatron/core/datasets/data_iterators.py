@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
 from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.document_borders import document_masks, join_cumulative_lengths
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.samplers import MegatronPretrainingSampler
+from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.group_collectives import all_ranks_agree
 
 Batch = dict[str, torch.Tensor]
 
@@ -98,6 +97,47 @@ class DataIterator(Iterator[Batch]):
     def close(self) -> None:
         """Ends the workers; a later `next` starts anew at consumed_samples."""
         self._batches = None
+
+
+class MegatronPretrainingSampler:
+    """Yields the sample numbers of each microbatch of this data-parallel rank, without end.
+
+    Samples are read in dataset order, and the first follows the last. Of each micro_batch_size * data_parallel_size
+    samples, rank r reads rows r * micro_batch_size to (r + 1) * micro_batch_size. So a global batch consists of the
+    samples from consumed_samples to consumed_samples + global batch size for any number of ranks and micro-batch size,
+    and a run that resumes with another layout trains on the same global batches.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        if total_samples <= 0:
+            raise ValueError(f"total_samples is {total_samples}: must be at least 1")
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples is {consumed_samples}: must be at least 0")
+        if micro_batch_size <= 0:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}: must be at least 1")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"data_parallel_rank is {data_parallel_rank}: must be 0 to data_parallel_size - 1 = "
+                f"{data_parallel_size - 1}"
+            )
+        self.total_samples = total_samples
+        self._begin = consumed_samples + data_parallel_rank * micro_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._stride = micro_batch_size * data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begin = self._begin
+        while True:
+            yield [number % self.total_samples for number in range(begin, begin + self._micro_batch_size)]
+            begin += self._stride
 
 
 DataIterators = tuple[DataIterator | None, DataIterator | None, DataIterator | None]

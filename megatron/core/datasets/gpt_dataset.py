@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.core.config_field import config_field
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.data_error import DataError
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, Vocabulary
 from megatron.core.datasets.document_borders import (
     cumulative_lengths,
     document_masks,
@@ -22,9 +21,14 @@ from megatron.core.datasets.document_borders import (
 )
 from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices
 from megatron.core.datasets.index_cache import IndexCache
-from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path, get_idx_path
-from megatron.core.datasets.loss_masks import check_loss_mask, open_loss_mask
-from megatron.core.datasets.mock_corpus import MockGPTLowLevelDataset
+from megatron.core.datasets.indexed_dataset import (
+    DataError,
+    IndexedDataset,
+    check_loss_mask,
+    get_bin_path,
+    get_idx_path,
+    open_loss_mask,
+)
 from megatron.core.datasets.utils import Split
 
 # Tokens read at start-up to find data of another tokenizer before the first step; training checks every sample.
@@ -32,6 +36,10 @@ _PROBED_DOCUMENTS = 64
 _PROBED_TOKENS = 65536
 # Raised when gpt_indices.py gives other arrays than before for the same description: old caches are then not used.
 _INDICES_VERSION = 1
+# The corpus of --mock-data.
+MOCK_DOCUMENTS = 20_000
+MOCK_MEAN_LENGTH = 512
+MOCK_STRIDES = (1, 2, 3, 5)
 
 
 class TokenSequences(Protocol):
@@ -271,6 +279,41 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             "num_samples": self.num_samples,
             "seed": self.config.random_seed,
         }
+
+
+class MockGPTLowLevelDataset:
+    """Synthetic documents that a model can learn: each counts up from a random token with its own stride.
+
+    Ids wrap around, and a document ends with eod. Two tokens determine the stride, and so the rest of the document. Low
+    ids are more frequent as first tokens, so that token frequencies can be learned first. Equal tokenizers give equal
+    documents on every rank and in every run.
+    """
+
+    def __init__(self, tokenizer: Vocabulary, num_documents: int = MOCK_DOCUMENTS) -> None:
+        if tokenizer.vocab_size < 2:
+            raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids: made-up data needs 2 or more")
+        rng = np.random.RandomState(0)
+        self._eod = tokenizer.eod
+        self._num_words = tokenizer.vocab_size - 1
+        self.sequence_lengths = rng.randint(2, 2 * MOCK_MEAN_LENGTH, size=num_documents).astype(np.int32)
+        self._starts = (self._num_words * rng.random_sample(num_documents) ** 3).astype(np.int64)
+        self._strides = np.asarray(MOCK_STRIDES)[rng.randint(len(MOCK_STRIDES), size=num_documents)]
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, idx: int) -> np.ndarray:
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """Returns tokens of a document from `offset`: [length], int64; length None means up to its end."""
+        total = int(self.sequence_lengths[idx])
+        end = total if length is None else offset + length
+        words = (self._starts[idx] + self._strides[idx] * np.arange(offset, end)) % self._num_words
+        tokens = words + (words >= self._eod)  # every id but eod
+        if end == total and end > offset:
+            tokens[-1] = self._eod
+        return tokens
 
 
 class MockGPTDataset(GPTDataset):

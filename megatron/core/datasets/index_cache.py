@@ -12,8 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.core.checksum import file_crc32
-from megatron.core.replaced_file import replaced_file
+from megatron.core.files import file_crc32, replaced_file
 
 
 class IndexCache:

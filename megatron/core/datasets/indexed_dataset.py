@@ -1,6 +1,6 @@
-"""Reader and writer of Megatron's .bin/.idx pairs, byte for byte; the layout of the .idx half is in index_file.py.
+"""Reader and writer of Megatron's .bin/.idx pairs, byte for byte, and of the loss masks that belong to tokens.
 
-Nothing here knows tokens or samples: sequences of numbers in, sequences of numbers out.
+The layout of the .idx file is in index_file.py. Samples are made in gpt_dataset.py.
 """
 
 import os
@@ -20,10 +20,14 @@ from megatron.core.datasets.index_file import (
     read_index,
 )
 
-# Of a pair that is added to another, at a time.
+# Chunk size when a pair is appended to another.
 _COPY_BYTES = 1 << 22
 
-__all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
+__all__ = ["DType", "DataError", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
+
+
+class DataError(ValueError):
+    """The data does not match the settings of the run; the message says how."""
 
 
 def get_bin_path(path_prefix: str) -> str:
@@ -266,3 +270,41 @@ def _partial(path: Path) -> Path:
 def _flush_to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def loss_mask_prefix(path_prefix: str) -> str:
+    """Returns the prefix of the loss masks that belong to the tokens at `path_prefix`."""
+    return path_prefix + "_loss_mask"
+
+
+def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) -> IndexedDataset | None:
+    """Opens the loss masks of the tokens at `path_prefix`; None if there are none.
+
+    Masks are a pair PREFIX_loss_mask.bin/.idx with one uint8 per token, in documents of the same lengths: 1 if the
+    token is learned as a target, else 0. lengths: [N] int32, of the token documents. Raises DataError if the masks do
+    not match the tokens, FileNotFoundError if one file of the pair is missing.
+    """
+    if path_prefix is None:
+        return None
+    prefix = loss_mask_prefix(path_prefix)
+    if not (os.path.exists(get_bin_path(prefix)) or os.path.exists(get_idx_path(prefix))):
+        return None
+    masks = IndexedDataset(prefix, mmap=mmap)
+    if masks.index.dtype is not np.uint8:
+        raise DataError(f"{prefix}.idx holds {np.dtype(masks.index.dtype).name}: loss masks must be uint8, 0 or 1")
+    if len(masks) != len(lengths):
+        raise DataError(f"{prefix}.idx has {len(masks)} documents: must have {len(lengths)} as {path_prefix}.idx has")
+    different = np.flatnonzero(masks.sequence_lengths != lengths)
+    if len(different):
+        document = int(different[0])
+        raise DataError(
+            f"{prefix}.idx: document {document} has {masks.sequence_lengths[document]} values for "
+            f"{lengths[document]} tokens of {path_prefix}.idx; the masks belong to other data, make them anew"
+        )
+    return masks
+
+
+def check_loss_mask(mask: np.ndarray, where: str) -> None:
+    """Raises DataError for values other than 0 and 1. mask: [S] float32, read as uint8."""
+    if mask.max(initial=0) > 1:
+        raise DataError(f"the loss mask of {where} holds {int(mask.max())}: must be 0 or 1")

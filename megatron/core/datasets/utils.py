@@ -1,13 +1,17 @@
-"""The names that scripts import from here, Split and get_blend_from_list, and what they return; nothing else."""
+"""Values of --data-path and --split: blends of datasets, and parts of a corpus. Reads no data."""
 
+import math
 from enum import Enum
 
-# Prefixes of .bin/.idx pairs, and a weight for each or None.
+# Prefixes of .bin/.idx pairs, and their weights or None.
 Blend = tuple[list[str], list[float] | None]
+
+# The default of Megatron for --data-path without --split.
+DEFAULT_SPLIT = "969,30,1"
 
 
 class Split(Enum):
-    """The three parts of a corpus, in the order of `--split`."""
+    """The three parts of a corpus, in the order of --split."""
 
     train = 0
     valid = 1
@@ -15,14 +19,14 @@ class Split(Enum):
 
 
 def get_blend_from_list(blend: list[str] | None) -> Blend | None:
-    """`["0.3", "a", "0.7", "b"]` to (prefixes, weights); `["a", "b"]` to (prefixes, None); None to None.
+    """Parses --data-path: ["0.3", "a", "0.7", "b"] to (prefixes, weights), and ["a", "b"] to (prefixes, None).
 
-    Raises ValueError where some datasets have a weight and others do not.
+    Raises ValueError if only some datasets have a weight.
     """
     if blend is None:
         return None
     weights = [_as_number(word) for word in blend[0::2]]
-    # One word alone is a prefix even if it looks like a number.
+    # A single word is a prefix even if it is a number.
     if len(blend) == 1 or all(weight is None for weight in weights):
         return blend, None
     if len(blend) % 2 or any(weight is None for weight in weights):
@@ -38,3 +42,28 @@ def _as_number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def parse_split(split: str) -> list[float]:
+    """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
+    try:
+        weights = [float(word) for word in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= len(Split) or any(not math.isfinite(w) or w < 0 for w in weights) or not sum(weights):
+        raise ValueError(
+            f"--split is {split!r}: must be up to three numbers for train,valid,test, not all 0, such as 949,50,1"
+        )
+    weights += [0.0] * (len(Split) - len(weights))
+    return [weight / sum(weights) for weight in weights]
+
+
+def split_documents(split: str, num_documents: int) -> list[range | None]:
+    """Returns consecutive ranges of documents, one for each part, rounded to whole documents; None for weight 0."""
+    ranges: list[range | None] = []
+    begin = 0.0
+    for share in parse_split(split):
+        end = begin + share
+        ranges.append(range(round(begin * num_documents), round(end * num_documents)) if share > 0 else None)
+        begin = end
+    return ranges

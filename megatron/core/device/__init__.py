@@ -1,6 +1,6 @@
 """What differs between a CPU and a GPU: devices, memory, streams, random numbers and graphs; re-exports only.
 
-Calls of torch.cuda belong here. The paged stash, which may not import this package, makes its own.
+Calls of torch.cuda belong here. The paged stash makes its own, since it imports only pinned_memory and triton_compile.
 """
 
 from megatron.core.device.current import (
@@ -25,7 +25,16 @@ from megatron.core.device.memory import (
     stop_cuda_profiler,
     total_memory_bytes,
 )
-from megatron.core.device.rng import RandomStream, rng_state_bytes, seed_all, set_rng_state_bytes
+from megatron.core.device.rng import (
+    MODEL_PARALLEL_RNG,
+    CudaRNGStatesTracker,
+    RandomStream,
+    RngStates,
+    rng_state_bytes,
+    rng_tracker,
+    seed_all,
+    set_rng_state_bytes,
+)
 from megatron.core.device.streams import (
     Arrival,
     CompletionMarks,
@@ -44,7 +53,10 @@ __all__ = [
     "CompletionMarks",
     "CopyStream",
     "CudaGraphs",
+    "CudaRNGStatesTracker",
+    "MODEL_PARALLEL_RNG",
     "RandomStream",
+    "RngStates",
     "RowChunks",
     "SideStream",
     "TimeMark",
@@ -63,6 +75,7 @@ __all__ = [
     "peak_memory_bytes",
     "prepare_device",
     "rng_state_bytes",
+    "rng_tracker",
     "seconds_between",
     "seed_all",
     "set_rng_state_bytes",

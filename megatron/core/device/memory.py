@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.pinned_memory import pinned_bytes
+from megatron.core.device.pinned_memory import pinned_bytes
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:

@@ -6,12 +6,19 @@ the state of `gpu`. A replay advances the objects that were registered with the 
 keeps one object for its lifetime, and a loaded state is written into it.
 """
 
+import functools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy
 import torch
+
+from megatron.core.device.current import default_device
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+# The states of named streams: each [N], uint8, on the CPU.
+RngStates = dict[str, list[torch.Tensor]]
 
 
 def seed_all(seed: int) -> None:
@@ -78,3 +85,58 @@ def _gpu_draws_from(generator: torch.Generator) -> Iterator[None]:
         yield
     finally:
         default.graphsafe_set_state(before)
+
+
+class CudaRNGStatesTracker:
+    """Named random-number streams in addition to the default one, on a GPU or on the CPU."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, RandomStream] = {}
+
+    def reset(self) -> None:
+        """Removes all streams."""
+        self._streams = {}
+
+    def get_states(self) -> RngStates:
+        """Returns the generator states of each stream by name: each [N], uint8, on the CPU."""
+        return {name: stream.state_bytes() for name, stream in self._streams.items()}
+
+    def set_states(self, states: RngStates) -> None:
+        """Restores states of get_states: each [N], uint8, on the CPU. Existing streams of these names are reused."""
+        self._streams = {name: self._streams.get(name) or RandomStream(0, default_device()) for name in states}
+        for name, stream in self._streams.items():
+            stream.set_state_bytes(states[name])
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds a stream. Raises ValueError if the name is taken."""
+        if name in self._streams:
+            raise ValueError(f"the random-number stream {name!r} exists already: reset the tracker first")
+        self._streams[name] = RandomStream(seed, default_device())
+
+    def generators(self) -> list[torch.Generator]:
+        """Returns the GPU generators of all streams in the order they were added; empty on the CPU.
+
+        Each must be registered with CUDAGraph.register_generator_state before a graph is captured. A graph registers
+        the default generator itself.
+        """
+        return [stream.gpu for stream in self._streams.values() if stream.gpu is not None]
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Makes torch draw from the stream `name` inside the block.
+
+        This is allowed during the capture of a CUDA graph with which `generators` are registered. Raises ValueError if
+        there is no such stream.
+        """
+        if name not in self._streams:
+            raise ValueError(
+                f"there is no random-number stream {name!r}: call model_parallel_cuda_manual_seed, or add it"
+            )
+        with self._streams[name].drawn():
+            yield
+
+
+@functools.cache
+def rng_tracker() -> CudaRNGStatesTracker:
+    """Returns the tracker of this process."""
+    return CudaRNGStatesTracker()

@@ -1,13 +1,6 @@
-"""Canonical checkpoints on torch.distributed.checkpoint; re-exports only."""
+"""Layout-independent checkpoints in the format of torch.distributed.checkpoint; this module only re-exports."""
 
-from megatron.core.dist_checkpointing.group_errors import CheckpointError
-from megatron.core.dist_checkpointing.logical import (
-    HasLogicalPieces,
-    LogicalPiece,
-    canonical_name,
-    identity_piece,
-    model_logical_pieces,
-)
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedState,
@@ -17,8 +10,9 @@ from megatron.core.dist_checkpointing.mapping import (
     sharded_tensors,
 )
 from megatron.core.dist_checkpointing.planner import ReplicaWriters
-from megatron.core.dist_checkpointing.saving import PendingSave, begin_save
+from megatron.core.dist_checkpointing.saving import PendingSave, StagingMemory, begin_save, save_stream
 from megatron.core.dist_checkpointing.serialization import (
+    StreamReader,
     VerifiedCheckpoint,
     list_tensors,
     load,
@@ -26,8 +20,13 @@ from megatron.core.dist_checkpointing.serialization import (
     save,
     verify,
 )
-from megatron.core.dist_checkpointing.staging import StagingMemory
-from megatron.core.dist_checkpointing.streaming import StreamReader, save_stream
+from megatron.core.logical_tensors import (
+    HasLogicalPieces,
+    LogicalPiece,
+    canonical_name,
+    identity_piece,
+    model_logical_pieces,
+)
 
 __all__ = [
     "CheckpointError",

@@ -1,7 +1,7 @@
-"""Durable files: what this package writes gets to disk here, in an order that a kill or a power cut cannot spoil.
+"""Durable file operations, in an order that a kill or power failure cannot corrupt.
 
-What the files mean is known elsewhere. Every write of a save passes through this file, so that tests can end a process
-at each of them.
+Every write of a save goes through this file, so that tests can kill a process at each of them. The meaning of the files
+is defined elsewhere.
 """
 
 import json
@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-# Large enough for full disk speed, small enough that a checksum finds the bytes in the processor's cache.
+# Large enough for full disk throughput, small enough to stay in the CPU cache between checksum and write.
 CHUNK_BYTES = 1 << 20
 
 
 class DurableFile:
-    """A new file for `with`: synced to disk where the body ends well, closed in any case; raises OSError."""
+    """A new file, as a context manager: synced to disk if the body succeeds, and always closed. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,28 +35,28 @@ class DurableFile:
             os.close(self._descriptor)
 
     def write(self, content: bytes | memoryview, checksum: int = 0) -> int:
-        """Writes all of it and returns the CRC-32 of what `checksum` is that of and of `content`."""
+        """Writes all of `content` and returns the running CRC-32, which continues from `checksum`."""
         view = memoryview(content)
         for start in range(0, len(view), CHUNK_BYTES):
-            # Both calls release the interpreter: training goes on beside them.
+            # Both calls release the GIL, so that training continues during a background save.
             checksum = zlib.crc32(chunk := view[start : start + CHUNK_BYTES], checksum)
             self.put(chunk)
         return checksum
 
     def put(self, content: bytes | memoryview) -> None:
-        """Writes all of it; somebody else sums it up."""
+        """Writes all of `content` without computing a checksum."""
         self.num_bytes += len(content)
         _write_all(self._descriptor, content)
 
 
 def write_file(path: Path, content: bytes) -> int:
-    """Writes a new file, waits until it is on disk, and returns its CRC-32."""
+    """Writes a new file, syncs it to disk, and returns its CRC-32."""
     with DurableFile(path) as file:
         return file.write(content)
 
 
 def replace_file(path: Path, content: bytes, *, temporary: Path) -> None:
-    """Writes a small file by way of `temporary`: readers see the old or the new content, never a part."""
+    """Replaces a small file through `temporary`: readers see the old or the new content, never a mix."""
     write_file(temporary, content)
     # Atomic on POSIX, unlike writing into the file that readers may have open.
     os.replace(temporary, path)
@@ -64,7 +64,7 @@ def replace_file(path: Path, content: bytes, *, temporary: Path) -> None:
 
 
 def hand_over(path: Path, content: bytes, *, temporary: Path) -> None:
-    """Writes a small new file by way of `temporary`, at once for readers; a power cut may lose it."""
+    """Publishes a small new file atomically through `temporary`, without a sync: a power failure may lose it."""
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _write_all(descriptor, content)
@@ -74,7 +74,7 @@ def hand_over(path: Path, content: bytes, *, temporary: Path) -> None:
 
 
 def json_bytes(name: str, value: Any, *, indent: int | None = 1) -> bytes:
-    """`value` as the content of a JSON file; raises ValueError with the file's name if JSON cannot hold it."""
+    """Encodes `value` as the content of a JSON file; raises ValueError naming the file if it is not serializable."""
     try:
         return json.dumps(value, indent=indent).encode()
     except TypeError as error:
@@ -82,12 +82,12 @@ def json_bytes(name: str, value: Any, *, indent: int | None = 1) -> bytes:
 
 
 def make_folder(path: Path) -> None:
-    """A new folder."""
+    """Creates a new folder."""
     os.mkdir(path)
 
 
 def rename(path: Path, target: Path) -> None:
-    """Gives a file or folder another name in the same folder, at once; on disk after `sync` of that folder."""
+    """Renames a file or folder within its folder, atomically. Durable after `sync` of that folder."""
     os.rename(path, target)
 
 
@@ -97,25 +97,25 @@ def remove_file(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Deletes a folder with all that is in it."""
+    """Deletes a folder and its contents."""
     shutil.rmtree(path)
 
 
 def try_to_remove_tree(path: Path) -> None:
-    """Deletes a folder as far as the file system lets us."""
+    """Deletes a folder as far as the file system allows."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_tree(folder: Path) -> None:
-    """Waits until a folder with all that is in it is on disk."""
+    """Syncs a folder and its contents to disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Waits until the content of a file, or the names in a folder, are on disk."""
-    # A rename is durable only when the folder that holds the name is on disk.
+    """Syncs a file's content, or a folder's names, to disk."""
+    # A rename is durable only once the containing folder is on disk.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,11 @@
-"""The folder of a checkpoint: atomic appearance, recovery after a kill, removal.
+"""The folder of a checkpoint: atomic creation, recovery after a kill, and removal.
 
-What is in it is not known here, but for the manifest, whose presence says that a checkpoint is whole.
+The contents are opaque here, except that the presence of a manifest means that a checkpoint is complete.
 
-[Note: Atomic folders] `iter_0000100.incomplete-<id>` is being written and may be deleted; it gets its final name
-by one rename, when everything in it is on disk. To replace a checkpoint, the old folder steps aside as
-`.replaced-<id>` just before that rename; if the run is killed in between, readers use it and the next save puts it
-back. At every moment one of the two names holds a whole checkpoint.
+[Note: Atomic folders] A save writes to `iter_0000100.incomplete-<id>`, which may be deleted at any time. One rename
+gives the folder its final name once everything in it is on disk. To replace a checkpoint, the old folder is renamed to
+`.replaced-<id>` just before. If the run is killed between the two renames, readers use the renamed folder and the next
+save restores it. One of the two names holds a complete checkpoint at any moment.
 """
 
 import re
@@ -19,70 +19,72 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
 
 COMMON_FILE = "common.json"
 _OWN_FILES = r"common\.json|\.metadata|__\d+_0\.distcp"
-# Files of Megatron's own formats, and what tools/checkpoint.py calls them.
-_OF_OTHERS = {"metadata.json": "torch_dist_mcore", "mp_rank_*": "torch"}
+# Files of Megatron's own formats, and the formats' names in tools/checkpoint.py.
+_FOREIGN_FORMATS = {"metadata.json": "torch_dist_mcore", "mp_rank_*": "torch"}
 _INCOMPLETE = ".incomplete-"
 _REPLACED = ".replaced-"
 _ID = r"[0-9a-f]{12}"
 
 
 def new_id() -> str:
-    """A fresh id for one save's temporary folders."""
+    """Returns a fresh id for one save's temporary folders."""
     return uuid.uuid4().hex[:12]
 
 
 def incomplete_folder(folder: Path, save_id: str) -> Path:
-    """Where the save with that id writes before `folder` appears."""
+    """Returns the temporary folder that a save writes to before `folder` appears."""
     return folder.with_name(f"{folder.name}{_INCOMPLETE}{save_id}")
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises FileExistsError if what has the place of `folder` is no checkpoint: a save must not replace it."""
-    # As a full disk, no reason to end a run: who put it there may take it away before the next save.
+    """Raises FileExistsError if `folder` exists but is not a checkpoint, so that a save never overwrites it."""
+    # An OSError, like a full disk: training continues, and the user can move the folder before the next save.
     if folder.is_dir() and _is_foreign({entry.name for entry in folder.iterdir()}):
         raise FileExistsError(f"{folder} holds something that is not a checkpoint of this format: not overwritten")
-    # Also above: making folders below a file fails with words that name neither.
+    # Parents too: mkdir below a file fails with a message that names neither.
     for path in (folder, *folder.parents):
         if path.exists() and not path.is_dir():
             raise FileExistsError(f"{path} is a file: not overwritten")
 
 
 def begin(temporary: Path, folder: Path) -> None:
-    """Cleans up after killed saves of `folder` and makes the temporary folder for a new one."""
+    """Cleans up after killed saves of `folder` and creates the temporary folder of a new one."""
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # First back, then away: what lies aside may be the only whole checkpoint.
-    _put_back(folder)
+    # Restore before cleaning up: the folder set aside may be the only complete checkpoint.
+    aside = None if folder.exists() else _aside(folder)
+    if aside is not None:
+        disk.rename(aside, folder)
     remove_incomplete(folder.parent, name=re.escape(folder.name))
     disk.make_folder(temporary)
 
 
 def commit(temporary: Path, folder: Path) -> None:
-    """Gives the finished temporary folder its final name, replacing a checkpoint of that name, and nothing else.
+    """Renames the completed temporary folder to its final name, replacing only a checkpoint of that name.
 
-    Raises FileExistsError where something else has come to have that name since `begin`, which may be minutes ago.
+    Raises FileExistsError if anything else has appeared under that name since `begin`, possibly minutes ago.
     """
     refuse_foreign(folder)
     save_id = temporary.name.rpartition("-")[2]
     aside = folder.with_name(f"{folder.name}{_REPLACED}{save_id}")
-    # Names before the rename, or a power cut could leave a folder without its files.
+    # Sync the file names before the rename, or a power failure could leave a folder without its files.
     disk.sync(temporary)
     if folder.is_dir() and any(folder.iterdir()):
         disk.rename(folder, aside)
-    # From here on the new checkpoint counts; an empty folder of that name is replaced as well.
+    # From here on the new checkpoint is valid. The rename also replaces an empty folder of that name.
     disk.rename(temporary, folder)
     disk.sync(folder.parent)
     if aside.exists():
-        # Deleting takes time; under this name a half deleted folder is recognised.
+        # Deletion takes time; this name marks a half-deleted folder as removable.
         disk.rename(aside, temporary)
         disk.remove_tree(temporary)
 
 
 @contextmanager
-def written_beside(folder: Path) -> Iterator[Path]:
-    """A folder to fill with what is no checkpoint of this format, which is not there yet: it appears after the body.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Context that yields a folder to fill with anything but a checkpoint; it appears as `folder` after the body.
 
-    Then all of it is on disk. Where the body fails nothing is left. Raises OSError.
+    Its content is then on disk. `folder` must not exist before. If the body fails, nothing remains. Raises OSError.
     """
     temporary = incomplete_folder(folder, new_id())
     disk.make_folder(temporary)
@@ -97,33 +99,33 @@ def written_beside(folder: Path) -> Iterator[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint; killed in between, it leaves what the next save removes."""
-    # Deleting takes time; under this name a half deleted folder is recognised.
+    """Deletes a checkpoint; if killed midway, the next save removes the rest."""
+    # Deletion takes time; this name marks a half-deleted folder as removable.
     doomed = incomplete_folder(folder, new_id())
     disk.rename(find_checkpoint(folder), doomed)
     disk.remove_tree(doomed)
 
 
 def discard(temporary: Path) -> None:
-    """Removes a temporary folder after a failed save, as far as the file system lets us."""
+    """Removes the temporary folder of a failed save, as far as the file system allows."""
     disk.try_to_remove_tree(temporary)
 
 
 def remove_incomplete(parent: Path, *, name: str) -> None:
-    """Deletes what killed saves left in `parent` for checkpoints and files whose name matches the pattern `name`."""
+    """Deletes what killed saves left in `parent` under names that match the pattern `name`."""
     pattern = re.compile(f"(?P<name>{name})(?P<kind>{re.escape(_INCOMPLETE)}|{re.escape(_REPLACED)}){_ID}")
     for entry in list(parent.iterdir()):
         match = pattern.fullmatch(entry.name)
         if match is None:
             continue
-        # A replaced checkpoint goes only when its successor is in place.
+        # Delete a replaced checkpoint only once its successor exists.
         folder = parent / match["name"]
         if match["kind"] == _INCOMPLETE or (folder / MANIFEST_FILE).is_file():
             disk.remove_file(entry) if entry.is_file() else disk.remove_tree(entry)
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The folder to read for `folder`: itself, or what a killed replacement left aside.
+    """Returns the folder to read for `folder`: itself, or the copy that a killed replacement set aside.
 
     Raises ValueError if there is none or it is not complete.
     """
@@ -131,24 +133,24 @@ def find_checkpoint(folder: Path) -> Path:
         aside = _aside(folder)
         if aside is not None:
             return aside
-        # Tells a user who looks for the last save of a killed run what became of it.
+        # Explains the missing last save of a killed run.
         left = folder.parent.is_dir() and any(folder.parent.glob(f"{folder.name}{_INCOMPLETE}*"))
         raise ValueError(f"checkpoint {folder} {'was never completed' if left else 'does not exist'}")
     if not (folder / MANIFEST_FILE).is_file():
-        raise ValueError(f"{folder} is no complete checkpoint: it has no {MANIFEST_FILE}{_hint(folder)}")
+        raise ValueError(f"{folder} is not a complete checkpoint: it has no {MANIFEST_FILE}{_hint(folder)}")
     return folder
 
 
 def _hint(folder: Path) -> str:
-    """Returns advice for a checkpoint of another program, recognized by a file that each of its kind has."""
-    for pattern, kind in _OF_OTHERS.items():
+    """Returns advice for another program's checkpoint, recognized by a characteristic file."""
+    for pattern, kind in _FOREIGN_FORMATS.items():
         if any(folder.glob(pattern)):
-            return f"; Megatron wrote it: tools/checkpoint.py convert --from {kind} --to torch_dist makes one of it"
+            return f"; Megatron wrote it: convert it with tools/checkpoint.py convert --from {kind} --to torch_dist"
     return ""
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether there is a whole checkpoint to read for `folder`."""
+    """Whether a complete checkpoint can be read for `folder`."""
     try:
         find_checkpoint(folder)
     except ValueError:
@@ -157,18 +159,18 @@ def is_complete(folder: Path) -> bool:
 
 
 def name_of(entry: Path) -> str:
-    """The name of the checkpoint that a folder holds: also of one that a killed replacement left aside."""
+    """Returns a checkpoint's name from its folder, which a killed replacement may have set aside."""
     return re.sub(f"{re.escape(_REPLACED)}{_ID}$", "", entry.name)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a small file so that readers see the old or the new text, never a part."""
+    """Replaces a small file so that readers see the old or the new text, never a mix."""
     disk.replace_file(path, text.encode(), temporary=path.with_name(f"{path.name}{_INCOMPLETE}{new_id()}"))
 
 
 def _is_foreign(names: set[str]) -> bool:
-    # The manifest tells a checkpoint from a user's folder that happens to have its name. A checkpoint that has lost it
-    # is told by a file that nobody else writes, and has to make way as any damaged one.
+    # The manifest distinguishes a checkpoint from a user's folder of the same name. A checkpoint that lost its manifest
+    # is recognized by the names of its files, and may be replaced like any damaged one.
     if MANIFEST_FILE in names or not names:
         return False
     return COMMON_FILE not in names or not all(re.fullmatch(_OWN_FILES, name) for name in names)
@@ -176,12 +178,6 @@ def _is_foreign(names: set[str]) -> bool:
 
 def _aside(folder: Path) -> Path | None:
     found = sorted(folder.parent.glob(f"{folder.name}{_REPLACED}*")) if folder.parent.is_dir() else []
-    # More than one only if several saves were killed; the ids have no order, and each is whole.
+    # Several only if several saves were killed. Each is complete, and ids have no order.
     whole = [entry for entry in found if (entry / MANIFEST_FILE).is_file()]
     return whole[0] if whole else None
-
-
-def _put_back(folder: Path) -> None:
-    aside = None if folder.exists() else _aside(folder)
-    if aside is not None:
-        disk.rename(aside, folder)

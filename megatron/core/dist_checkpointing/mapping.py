@@ -1,6 +1,6 @@
-"""What a checkpoint is made of: boxes of global tensors, and small objects.
+"""State that a checkpoint stores: boxes of logical tensors (ShardedTensor) and small objects (ShardedObject).
 
-Neither knows its rank; planning lives in planner.py, files in storage.py and folder.py.
+Items do not depend on ranks. planner.py assigns them to ranks, and storage.py and folder.py write the files.
 """
 
 import dataclasses
@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.boxes import Box, whole
-from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
+from megatron.core.logical_tensors import Box, LogicalPiece, canonical_name, model_logical_pieces, views_of_range, whole
 
 
 @dataclasses.dataclass
 class ShardedTensor:
-    """A box of a global tensor that this rank holds; one rank may hold several boxes of one key.
+    """A box of a logical tensor that this rank holds; one rank may hold several boxes of one key.
 
     key: name in the checkpoint, without rank, padding or bucket. data: [*box shape], any dtype and strides; `save`
-    reads it, `load` writes it in place. global_shape, global_offset: the whole tensor and the box's first element.
-    allow_cast: `load` may convert from another floating-point dtype.
+    reads it and `load` fills it in place. global_shape, global_offset: shape of the whole tensor and index of the box's
+    first element. allow_cast: whether `load` may convert from another floating-point dtype.
     """
 
     key: str
@@ -30,20 +29,20 @@ class ShardedTensor:
 
     @classmethod
     def whole(cls, key: str, data: torch.Tensor, *, allow_cast: bool = False) -> "ShardedTensor":
-        """A tensor that this rank holds whole; data: any shape, dtype and strides."""
+        """Builds the item of a tensor that this rank holds entirely; data: any shape, dtype and strides."""
         shape = tuple(data.shape)
         return cls(key, data, shape, (0,) * len(shape), allow_cast=allow_cast)
 
     def __post_init__(self) -> None:
-        # A box that leaves its tensor would be written and only be noticed as missing elements elsewhere.
+        # An out-of-bounds box would otherwise be written, and surface only as elements missing elsewhere.
         if not self.data.ndim == len(self.global_shape) == len(self.global_offset):
-            raise ValueError(f"{self._describe()}: as many offsets and global sizes as dimensions are needed")
+            raise ValueError(f"{self._describe()}: needs one offset and one global size for each dimension")
         if not self.box.is_inside(whole(self.global_shape)):
-            raise ValueError(f"{self._describe()}: the box leaves the global tensor")
+            raise ValueError(f"{self._describe()}: the box exceeds the global tensor")
 
     @property
     def box(self) -> Box:
-        """Where `data` lies in the global tensor."""
+        """The window of the logical tensor that `data` fills."""
         return Box(self.global_offset, tuple(self.data.shape))
 
     def _describe(self) -> str:
@@ -52,21 +51,21 @@ class ShardedTensor:
 
 @dataclasses.dataclass
 class ShardedObject:
-    """A small JSON value (numbers, strings, lists, dicts) stored whole under a key; `load` replaces `data`.
+    """A small JSON value (numbers, strings, lists, dicts) stored under a key; `load` replaces `data`.
 
-    Every rank that holds the key must hold the same value: one of them is stored.
+    Every rank that holds the key must hold the same value, because only one copy is stored.
     """
 
     key: str
     data: Any
 
 
-# What `save` and `load` take: items in any nesting of lists and dicts; the dicts' own keys mean nothing.
+# Argument of `save` and `load`: items in any nesting of lists and dicts. Keys of the dicts have no meaning.
 ShardedState = ShardedTensor | ShardedObject | Sequence["ShardedState"] | Mapping[str, "ShardedState"]
 
 
 def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
-    """The items of a nested state, in order."""
+    """Yields the items of a nested state in order."""
     if isinstance(state, (ShardedTensor, ShardedObject)):
         yield state
     elif isinstance(state, (Mapping, Sequence)) and not isinstance(state, str):
@@ -79,9 +78,9 @@ def flatten(state: ShardedState) -> Iterator[ShardedTensor | ShardedObject]:
 def sharded_tensors(
     pieces: list[LogicalPiece], tensor: torch.Tensor, *, prefix: str = "", allow_cast: bool = False
 ) -> list[ShardedTensor]:
-    """One ShardedTensor per piece of `tensor`: [*parameter's shape], contiguous, any dtype.
+    """Builds one ShardedTensor for each piece of `tensor`: [*parameter's shape], contiguous, any dtype.
 
-    The boxes are views: loading them fills `tensor`. prefix goes before each key ("optimizer.exp_avg.").
+    The boxes are views, so loading them fills `tensor`. prefix is prepended to each key ("optimizer.exp_avg.").
     """
     return [
         ShardedTensor(
@@ -91,23 +90,39 @@ def sharded_tensors(
     ]
 
 
+def range_tensors(
+    pieces: Sequence[LogicalPiece], flat: torch.Tensor, *, start: int, prefix: str = "", allow_cast: bool = False
+) -> list[ShardedTensor]:
+    """Builds the boxes of a flat range of a parameter, at most 2d - 1 for each piece.
+
+    pieces: all pieces of the parameter. flat: [N], any dtype, contiguous, begins at the parameter's element `start`.
+    The boxes are views, so loading them fills `flat`. Padding elements, which belong to no piece, are skipped, and so
+    are empty boxes. prefix is prepended to each key.
+    """
+    return [
+        ShardedTensor(prefix + piece.key, view, piece.global_shape, offset, allow_cast=allow_cast)
+        for piece in pieces
+        for offset, view in views_of_range(piece, flat, start=start)
+    ]
+
+
 def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
-    """Boxes of every parameter and persistent buffer of `model`: views, any shape and dtype, in named order."""
+    """Builds the boxes of all parameters and persistent buffers: views, any shape and dtype, in named order."""
     pieces = model_logical_pieces(model)
     tensors = []
-    # Detached: `load` writes through these views, which autograd must not see.
+    # Detached, because `load` writes through these views and autograd must not record it.
     for name, parameter in model.named_parameters():
         tensors += sharded_tensors(pieces[canonical_name(name)], parameter.detach(), allow_cast=allow_cast)
     return tensors + buffer_sharded_tensors(model, allow_cast=allow_cast)
 
 
 def buffer_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
-    """Every persistent buffer of `model`, whole: any shape and dtype, in named order."""
+    """Builds one whole box for each persistent buffer of `model`: any shape and dtype, in named order."""
     tensors = []
-    # state_dict leaves out buffers that are not persistent; tied names of one parameter are in it twice.
+    # state_dict omits non-persistent buffers, and lists a tied parameter under each of its names.
     seen = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, value in model.state_dict().items():
-        # Extra state that modules add to state_dict may be anything; what is no tensor is not ours to store.
+        # Modules may add extra state of any type to state_dict; only tensors are stored.
         if canonical_name(name) not in seen and isinstance(value, torch.Tensor):
             tensors.append(ShardedTensor.whole(canonical_name(name), value, allow_cast=allow_cast))
     return tensors

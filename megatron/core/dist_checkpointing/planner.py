@@ -1,6 +1,6 @@
-"""Plans of saves and loads in boxes: any rank may write or read any set of boxes of a tensor.
+"""Plans of saves and loads: assigns boxes to ranks, in any layout, and checks requests against a checkpoint's contents.
 
-Decides who writes what and checks what is wanted against what is stored; touches no file.
+Plans are pure data. storage.py reads and writes the files.
 """
 
 import enum
@@ -19,28 +19,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, disjoint_parts, intersection
 from megatron.core.dist_checkpointing.disk import json_bytes
 from megatron.core.dist_checkpointing.manifest import Piece
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.logical_tensors import Box, BoxIndex, disjoint_parts, intersection
 
 Items = Sequence[ShardedTensor | ShardedObject]
-# How many wrong keys an error names before it only counts them.
+# Number of wrong keys that an error names; further ones are only counted.
 MAX_NAMED_KEYS = 4
 
 
 class ReplicaWriters(enum.Enum):
-    """Which of the ranks that hold a box writes it."""
+    """Policy that picks the writer among the ranks holding the same box."""
 
-    SPREAD = "the one with least to write so far"
-    FIRST = "the lowest"
+    SPREAD = "the rank with the fewest bytes to write so far"
+    FIRST = "the lowest rank"
 
 
 class HeldItems:
-    """Items that this rank holds, offered whole; the coordinator removes overlaps and chooses among replicas."""
+    """Items that this rank holds. Each is offered whole; the coordinator removes overlaps and picks among replicas."""
 
     def __init__(self, items: Items):
-        # By key; one key may have several boxes here.
         self._objects = {item.key: item.data for item in items if isinstance(item, ShardedObject)}
         self._tensors: dict[str, list[ShardedTensor]] = defaultdict(list)
         for item in items:
@@ -49,22 +48,23 @@ class HeldItems:
         self._places = {key: BoxIndex(tensor.box for tensor in held) for key, held in self._tensors.items()}
 
     def offers(self) -> list[WriteItem]:
-        """One write item per box and object that this rank holds."""
+        """Returns one write item for each box and object that this rank holds."""
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         boxes = [_write_item(t.key, t.box, tensor=_tensor_metadata(t)) for held in self._tensors.values() for t in held]
         return objects + boxes
 
     def content(self, item: WriteItem) -> tuple[str, Box | None, torch.Tensor | bytes]:
-        """Key, box and content of a write: bytes of an object, or a part of a box: [*part shape], any dtype, a view.
+        """Returns key, box and content of a write.
 
-        Raises ValueError if JSON cannot hold an object.
+        The content is the bytes of an object, or part of a box: [*part shape], any dtype, a view. Raises ValueError if
+        an object is not JSON-serializable.
         """
         key = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
             return key, None, json_bytes(key, self._objects[key], indent=None)
         part = _item_box(item)
-        # The coordinator may have cut the box: any box of ours that holds the part has the same bytes.
-        near = (self._tensors[key][position] for position in self._places[key].touching(part))
+        # The coordinator may have cut the box. Any local box that contains the part has the same bytes.
+        near = (self._tensors[key][position] for position in self._places[key].overlapping(part))
         held = next(tensor for tensor in near if part.is_inside(tensor.box))
         return key, part, held.data.detach()[part.relative_to(held.box)]
 
@@ -72,30 +72,30 @@ class HeldItems:
 def assign_writes(
     offers: list[list[WriteItem]], replicas: ReplicaWriters = ReplicaWriters.SPREAD
 ) -> tuple[list[list[WriteItem]], Metadata]:
-    """From each rank's offered boxes to each rank's disjoint writes, and the metadata of the whole checkpoint.
+    """Assigns disjoint writes to ranks from the boxes each one offers, and builds the checkpoint's metadata.
 
-    Raises ValueError if ranks disagree about a key or some element is offered by nobody.
+    Raises ValueError if ranks disagree about a key, or if no rank offers some element.
     """
     written: list[list[WriteItem]] = [[] for _ in offers]
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    # Bytes each rank writes so far: the slowest rank decides how long the save takes.
+    # Bytes assigned to each rank so far: the slowest rank determines the duration of the save.
     num_bytes = [0] * len(offers)
     by_key: dict[str, list[tuple[int, WriteItem]]] = defaultdict(list)
     for rank, items in enumerate(offers):
         for item in items:
             by_key[item.index.fqn].append((rank, item))
-    # Large tensors first: the small ones then even out what each rank writes.
+    # Large tensors first, so that small ones even out the load.
     for key in sorted(by_key, key=lambda k: -(by_key[k][0][1].tensor_storage_size() or 0)):
         tensor = _agreed_metadata(key, by_key[key])
         if tensor is None:
-            # Objects are small and the same everywhere: the first rank that has one writes it.
+            # Objects are small and identical on all ranks: the first holder writes them.
             rank, item = by_key[key][0]
             stored[key] = BytesStorageMetadata()
             written[rank].append(item)
             continue
         stored[key] = tensor
         for rank, part in _spread(key, tensor, offers=by_key[key], num_bytes=num_bytes, replicas=replicas):
-            # The index is torch's hint where in `chunks` to look for the box.
+            # The index is torch's hint for finding the box in `chunks`.
             item = _write_item(key, part, tensor=tensor, index=len(tensor.chunks))
             tensor.chunks.append(_chunk(part))
             written[rank].append(item)
@@ -103,15 +103,15 @@ def assign_writes(
 
 
 def _agreed_metadata(key: str, offers: list[tuple[int, WriteItem]]) -> TensorStorageMetadata | None:
-    """Returns the metadata of a tensor that all ranks agree on, without its boxes; None for an object."""
-    # The first rank of each opinion, for the message.
+    """Returns the metadata that all ranks agree on for a tensor, without its boxes; None for an object."""
+    # Shape and dtype (None for an object) -> the first rank that saves it, for the message.
     views: dict[tuple[tuple[int, ...], torch.dtype] | None, int] = {}
     for rank, item in offers:
         data = item.tensor_data
         views.setdefault(None if data is None else (tuple(data.size), data.properties.dtype), rank)
     if len(views) > 1:
         (one, rank), (other, other_rank) = list(views.items())[:2]
-        raise ValueError(f"{key}: rank {rank} saves {_words(one)}, rank {other_rank} saves {_words(other)}")
+        raise ValueError(f"{key}: rank {rank} saves {_describe(one)}, rank {other_rank} saves {_describe(other)}")
     view = next(iter(views))
     if view is None:
         return None
@@ -126,16 +126,16 @@ def _spread(
     num_bytes: list[int],
     replicas: ReplicaWriters,
 ) -> list[tuple[int, Box]]:
-    """(rank, part) for every disjoint part, each to one of the ranks that hold it; num_bytes is advanced."""
+    """Assigns each disjoint part to one of the ranks that hold it, as (rank, part). Adds the bytes to num_bytes."""
     owners: dict[Box, list[int]] = defaultdict(list)
     for rank, item in offers:
         owners[_item_box(item)].append(rank)
-    # Equal boxes are one key of the dict, so replicas cost no arithmetic.
+    # Replicas share a dict key, so they cost no box arithmetic.
     boxes = list(owners)
     parts = disjoint_parts(boxes)
-    # The parts are disjoint and inside the tensor, so counting elements proves that they fill it.
+    # The parts are disjoint and inside the tensor, so an equal element count proves full coverage.
     if sum(part.volume for _, part in parts) != tensor.size.numel():
-        raise ValueError(f"{key}: no rank saves some elements of {list(tensor.size)}; saved are {boxes[:8]}")
+        raise ValueError(f"{key}: no rank saves some elements of {list(tensor.size)}; the saved boxes are {boxes[:8]}")
     spread = []
     for index, part in parts:
         holders = owners[boxes[index]]
@@ -148,7 +148,7 @@ def _spread(
 
 @dataclass(frozen=True)
 class Read:
-    """The elements that a wanted box and a stored piece share, which are in the file of that name."""
+    """The elements shared by a requested box and a stored piece, and the name of the file that holds them."""
 
     tensor: ShardedTensor
     name: str
@@ -157,9 +157,9 @@ class Read:
 
 
 def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list[Read]:
-    """Returns the reads that fill the tensors among `items`, in file order; `check_wanted` has passed before.
+    """Returns the reads that fill the tensors among `items`, in file order; call `check_wanted` first.
 
-    Raises ValueError where the pieces that are stored do not fill a box exactly.
+    Raises ValueError if the stored pieces do not fill a box exactly.
     """
     reads: list[Read] = []
     places: dict[str, BoxIndex] = {}
@@ -169,15 +169,15 @@ def plan_reads(items: Items, stored: dict[str, list[tuple[str, Piece]]]) -> list
         held, windows = stored.get(tensor.key, []), []
         if tensor.key not in places:
             places[tensor.key] = BoxIndex(piece.box for _, piece in held if piece.box is not None)
-        # In most layouts a rank needs few of the stored boxes; the files of the others are not even opened.
-        for position in places[tensor.key].touching(tensor.box):
+        # In most layouts a rank needs few of the stored boxes, and never opens the files of the others.
+        for position in places[tensor.key].overlapping(tensor.box):
             name, piece = held[position]
-            assert piece.box is not None, "boxes that touch share elements"
+            assert piece.box is not None, "overlapping boxes share elements"
             window = intersection(tensor.box, piece.box)
-            assert window is not None, "boxes that touch share elements"
+            assert window is not None, "overlapping boxes share elements"
             reads.append(Read(tensor, name, piece, window))
             windows.append(window)
-        # Inside the box, of its volume and disjoint: they leave no element as it was.
+        # Disjoint windows inside the box with the same total volume fill every element.
         volumes = sum(window.volume for window in windows), sum(part.volume for _, part in disjoint_parts(windows))
         if volumes != (tensor.box.volume, tensor.box.volume):
             raise ValueError(f"the checkpoint is corrupt: the pieces of {tensor.key} leave gaps or overlap")
@@ -197,13 +197,13 @@ def _problem(item: ShardedTensor | ShardedObject, metadata: Metadata) -> str | N
     if stored is None:
         return f"{item.key} is not in it"
     if isinstance(item, ShardedObject) or isinstance(stored, BytesStorageMetadata):
-        # "Not in it" would be wrong here and send the user looking for a key that is there.
+        # "is not in it" would send the user looking for a key that exists.
         same_kind = isinstance(item, ShardedObject) == isinstance(stored, BytesStorageMetadata)
         return None if same_kind else f"{item.key} is an object on one side and a tensor on the other"
     if tuple(stored.size) != item.global_shape:
         return f"{item.key} has shape {list(stored.size)} in it, {list(item.global_shape)} is wanted"
     dtype, wanted = stored.properties.dtype, item.data.dtype
-    # Integers are positions, counts and generator states: converting those is always a mistake.
+    # Integers are positions, counts and generator states, which must never be converted.
     castable = item.allow_cast and dtype.is_floating_point and wanted.is_floating_point
     return None if dtype == wanted or castable else f"{item.key} is {dtype} in it, {wanted} is wanted"
 
@@ -214,7 +214,7 @@ def _write_item(key: str, box: Box, *, tensor: TensorStorageMetadata, index: int
 
 
 def _tensor_metadata(tensor: ShardedTensor) -> TensorStorageMetadata:
-    # Nothing but the dtype: strides, device and requires_grad are the reader's business.
+    # The dtype alone: strides, device and requires_grad are up to the reader.
     properties = TensorProperties(dtype=tensor.data.dtype)
     return TensorStorageMetadata(properties, torch.Size(tensor.global_shape), [])
 
@@ -229,5 +229,5 @@ def _item_box(item: WriteItem) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _words(view: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+def _describe(view: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "an object" if view is None else f"{list(view[0])} of {view[1]}"

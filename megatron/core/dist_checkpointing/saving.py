@@ -1,17 +1,18 @@
-"""begin_save: a checkpoint is planned and copied at once, and written beside training; collective, atomic.
+"""Saving: plans a checkpoint, optionally copies it, and writes it, in the background if requested.
 
-`save` and `load` are in serialization.py, the data files in storage.py, the folder in folder.py.
+A save is collective and atomic. serialization.py has `load` and a blocking `save`, storage.py the data files, and
+folder.py the folder.
 
-[Note: Parts] Threads use no collectives, which belong to the training step. Each rank that has anything to write puts
-a small file, its part, beside its data file when that is on disk: the list of its pieces. Rank 0's thread waits for
-the parts of all, sums them up in the manifest and renames the folder.
+[Note: Parts] Background threads use no collectives, which belong to the training step. Each rank with anything to write
+publishes a small file, its part, next to its data file once that is on disk: the list of its pieces. Rank 0's thread
+waits for the parts of all ranks, combines them in the manifest and renames the folder.
 """
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,22 +21,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem
 
+from megatron.core.device import CopyStream, default_device, host_bytes
 from megatron.core.dist_checkpointing import disk
 from megatron.core.dist_checkpointing import folder as folders
-from megatron.core.dist_checkpointing.boxes import Box
-from megatron.core.dist_checkpointing.group_errors import CheckpointError, every_rank, one_error_everywhere
+from megatron.core.dist_checkpointing.errors import CheckpointError, every_rank, one_error_everywhere
 from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, read_json, write_manifest
-from megatron.core.dist_checkpointing.mapping import ShardedState, flatten
+from megatron.core.dist_checkpointing.mapping import ShardedState, ShardedTensor, flatten
 from megatron.core.dist_checkpointing.planner import HeldItems, ReplicaWriters, assign_writes
-from megatron.core.dist_checkpointing.staging import StagingMemory
 from megatron.core.dist_checkpointing.storage import METADATA_FILE, data_file, write_metadata, write_pieces
+from megatron.core.logical_tensors import Box
 from megatron.core.process_groups_config import group_rank, group_size
 
 _POLL_SECONDS = 0.01
-_PART_SECONDS = 3600.0  # from the end of rank 0's own writing; a rank that was killed never has a part
+_PART_SECONDS = 3600.0  # measured from the end of rank 0's own write; a killed rank never publishes its part
+_ALIGNMENT = 64  # bytes: suits every dtype, and full copy speed
+# Size at which a stream starts a new data file, so that many files can be read in parallel.
+_FILE_BYTES = 16 << 30
 _Content = tuple[str, Box | None, torch.Tensor | bytes]
 
 
@@ -45,34 +54,37 @@ def begin_save(
     *,
     common: dict[str, Any],
     process_group: dist.ProcessGroup | None = None,
-    staging: StagingMemory | None = None,
+    staging: "StagingMemory | None" = None,
     on_commit: Callable[[], None] | None = None,
     replicas: ReplicaWriters = ReplicaWriters.SPREAD,
 ) -> "PendingSave":
     """Starts to write the boxes and objects that all ranks of the group hold, and `common` (JSON, rank 0's).
 
-    Collective. With `staging` a thread writes a copy of what this rank writes, and the state may change at once; else
-    nothing is written before `finish`, until which the state must stay as it is. Raises CheckpointError on every rank
-    where the folder cannot be made. process_group: None is every rank. on_commit: called on rank 0, by the thread where
-    there is one, when the checkpoint is complete; its errors are the save's.
+    Collective. With `staging`, a thread writes a copy of this rank's share, and the state may change immediately.
+    Otherwise nothing is written before `finish`, and the state must not change until then. Raises CheckpointError on
+    every rank if the folder cannot be created. process_group: None is all ranks. on_commit: called on rank 0 when the
+    checkpoint is complete, by the thread if there is one; its errors fail the save.
     """
     target, group = Path(checkpoint_dir), every_rank(process_group)
     held = HeldItems(list(flatten(state)))
-    # The name must be the same on all ranks, so it is rank 0's.
-    temporary = folders.incomplete_folder(target, _from_rank_0(folders.new_id(), group))
+    # Rank 0 picks the name, which must be the same on all ranks.
+    save_id = [folders.new_id()]
+    if group_size(group) > 1:
+        dist.broadcast_object_list(save_id, group=group, group_src=0)
+    temporary = folders.incomplete_folder(target, save_id[0])
     rank, what = group_rank(group), f"cannot save checkpoint {target}"
     try:
         plan = _plan(held, group, what=what, replicas=replicas, temporary=temporary, target=target)
         with one_error_everywhere(what, group):
             if not temporary.is_dir():
-                raise ValueError(f"rank 0 made {temporary}, this rank does not see it: save to a shared file system")
+                raise ValueError(f"rank 0 created {temporary}, this rank cannot see it: save to a shared file system")
             contents = [held.content(item) for item in plan.writes]
             summary = None
-            if rank == 0:
+            if plan.metadata is not None:
                 summary = _Summary(disk.json_bytes(folders.COMMON_FILE, common), plan.metadata, plan.writers, on_commit)
             copies = contents if staging is None else _staged(contents, staging)
     except (ValueError, OSError, RuntimeError):
-        # All ranks are here, whoever failed. Other exceptions leave a folder that the next save removes.
+        # All ranks get here, whichever failed. After other exceptions the next save removes the folder.
         if rank == 0:
             folders.discard(temporary)
         raise
@@ -81,32 +93,33 @@ def begin_save(
 
 
 class PendingSave:
-    """A save under way on this rank; `finish` on every rank ends it."""
+    """A save in progress on this rank; every rank must call `finish`."""
 
     def __init__(self, writing: "_Writing", group: dist.ProcessGroup | None, *, what: str, in_background: bool) -> None:
         self._writing, self._group, self._what = writing, group, what
         self._thread: threading.Thread | None = None
         self._is_finished = False
         if in_background:
-            # A daemon: a process that ends by an error may end in the middle of a save, as by a kill.
+            # A daemon: a process that ends with an error may end in the middle of a save, as if killed.
             self._thread = threading.Thread(target=writing.run, name="checkpoint save", daemon=True)
             self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether this rank has no more to do, or has failed; on rank 0 then the checkpoint is complete. Local."""
+        """Whether this rank has finished its part or failed; on rank 0, whether the checkpoint is complete. Local."""
         return self._thread is not None and not self._thread.is_alive()
 
     def ranks_are_done(self) -> bool:
-        """Whether `finish` would not wait: all ranks are done, or one has failed. Collective."""
+        """Whether `finish` would return without waiting: all ranks are done, or one has failed. Collective."""
         reports: list[tuple[bool, bool]] = [(self.is_done(), self._writing.error is not None)] * group_size(self._group)
         if len(reports) > 1:
             dist.all_gather_object(reports, reports[0], group=self._group)
         return all(done for done, _ in reports) or any(failed for _, failed in reports)
 
     def finish(self) -> None:
-        """Returns on every rank when the checkpoint is complete and on disk. Collective; a second call does nothing.
+        """Waits until the checkpoint is complete and on disk. Collective; a second call does nothing.
 
-        Raises CheckpointError on every rank where it cannot be written: all is then as it was before the save.
+        Raises CheckpointError on every rank if it cannot be written. The target folder is then as it was before the
+        save.
         """
         if self._is_finished:
             return
@@ -125,15 +138,16 @@ class PendingSave:
                     self._thread.join()
                 writing.raise_error()
         except (ValueError, OSError, RuntimeError):
-            # No rank writes any more: all have been through the first of the two.
+            # No rank is still writing: all have passed the first of the two blocks.
             self.abandon(seconds=0.0)
-            writing.discard()
+            if writing.summary is not None:
+                folders.discard(writing.temporary)
             raise
 
     def abandon(self, *, seconds: float) -> None:
-        """Ends this rank's thread: where other ranks cannot be asked any more. Local.
+        """Ends this rank's thread when other ranks can no longer be consulted. Local.
 
-        What this rank is writing gets that long to be complete, and the other ranks' parts to come.
+        Gives this rank's write, and the other ranks' parts, that many seconds to complete.
         """
         if self._thread is not None:
             self._thread.join(seconds)
@@ -144,7 +158,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The writes of this rank; on rank 0 also what is stored and which ranks write anything."""
+    """This rank's writes; on rank 0 also the checkpoint's metadata and the ranks that write anything."""
 
     writes: list[WriteItem]
     metadata: Metadata | None
@@ -153,60 +167,61 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Summary:
-    """Rank 0's additions to the files of all ranks."""
+    """Files that rank 0 adds to the data files of all ranks."""
 
     common: bytes
-    metadata: Metadata | None
+    metadata: Metadata
     writers: list[int]
     on_commit: Callable[[], None] | None
 
 
 @dataclass
 class _Writing:
-    """One rank's work, without collectives; what ends it is in `error`."""
+    """Writes one rank's share of a save without collectives; `error` holds its first failure."""
 
     target: Path
     temporary: Path
     rank: int = field(kw_only=True)
     contents: Sequence[_Content] = field(kw_only=True)
-    staging: StagingMemory | None = field(kw_only=True)
+    staging: "StagingMemory | None" = field(kw_only=True)
     summary: _Summary | None = field(kw_only=True)  # rank 0's
     error: BaseException | None = None
     written: threading.Event = field(default_factory=threading.Event)
     gives_up: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """All of it: what the thread does."""
+        """Runs all steps; the body of the background thread."""
         try:
             self.write()
             if self.error is None:
                 self.commit()
         finally:
-            # Also what the two do not expect, as too little memory: a thread tells nobody, and the save would count.
+            # Includes unexpected errors such as MemoryError. Nothing else reports them, and the save would count.
             self.error = self.error or sys.exception()
 
     def write(self) -> None:
-        """This rank's data file, and the part that tells rank 0 of it. See [Note: Parts]"""
+        """Writes this rank's data file, and its part for rank 0. See [Note: Parts]"""
         try:
             if self.staging is not None:
                 self.staging.host_waits_sync()
-            # A rank whose boxes others write has no file.
+            # A rank has no file if other ranks write all of its boxes.
             if self.contents:
                 contents = ((key, box, _on_host_sync(content)) for key, box, content in self.contents)
-                # Beside training no second thread: its processor is the step's.
+                # A background save uses no second thread, which would compete with the training step for a core.
                 with nullcontext() if self.staging else ThreadPoolExecutor(1, "checkpoint sums") as helper:
                     entry = write_pieces(self.temporary / data_file(self.rank), contents, helper=helper)
                 content = disk.json_bytes("part", entry.to_json(), indent=None)
-                disk.hand_over(_part(self.temporary, self.rank), content, temporary=self._unfinished_part())
+                unfinished = self.temporary / f"part-{self.rank}.new"
+                disk.hand_over(_part(self.temporary, self.rank), content, temporary=unfinished)
         except (OSError, RuntimeError, ValueError) as error:
             self.error = error
         finally:
-            # What the thread was given is not kept until the next save.
+            # Releases the contents now, not at the next save.
             self.contents = ()
             self.written.set()
 
     def commit(self) -> None:
-        """On rank 0: waits for the parts of all ranks, then makes the folder a checkpoint."""
+        """On rank 0: waits for the parts of all ranks, then turns the folder into a checkpoint."""
         if self.summary is None:
             return
         try:
@@ -214,35 +229,23 @@ class _Writing:
             if files is None:
                 return
             files = dict(sorted(files.items()))
-            if self.summary.metadata is not None:
-                files[METADATA_FILE] = write_metadata(self.temporary, self.summary.metadata, files=files)
-            checksum = disk.write_file(self.temporary / folders.COMMON_FILE, self.summary.common)
-            files[folders.COMMON_FILE] = FileEntry(len(self.summary.common), checksum)
-            write_manifest(self.temporary, files)
+            _complete(self.temporary, files, metadata=self.summary.metadata, common=self.summary.common)
             folders.commit(self.temporary, self.target)
             if self.summary.on_commit is not None:
                 self.summary.on_commit()
         except (OSError, RuntimeError, ValueError) as error:
             self.error = error
 
-    def discard(self) -> None:
-        """Removes what a failed save has left."""
-        if self.summary is not None:
-            folders.discard(self.temporary)
-
     def raise_error(self) -> None:
-        """Raises what ended this rank's work, if anything did."""
+        """Raises this rank's failure, if any."""
         if self.error is not None:
             raise self.error
 
-    def _unfinished_part(self) -> Path:
-        return self.temporary / f"part-{self.rank}.new"
-
     def _files(self, writers: list[int]) -> Manifest | None:
-        """The data files of all ranks, once they are on disk; None where nobody waits for that any more."""
+        """Returns the data files of all ranks once they are on disk; None if the save is abandoned first."""
         missing, deadline = set(writers), time.monotonic() + _PART_SECONDS
         while True:
-            # By listing the folder: a network file system may answer from memory that a single name is not there.
+            # Lists the folder: a network file system may serve a stale negative lookup for a single name.
             names = set(os.listdir(self.temporary))
             missing = {rank for rank in missing if _part(self.temporary, rank).name not in names}
             if not missing:
@@ -259,6 +262,14 @@ class _Writing:
         return files
 
 
+def _complete(temporary: Path, data: Manifest, *, metadata: Metadata, common: bytes) -> None:
+    """Adds the files that turn data files into a checkpoint, the manifest last."""
+    files = dict(data)
+    files[METADATA_FILE] = write_metadata(temporary, metadata, files=data)
+    files[folders.COMMON_FILE] = FileEntry(len(common), disk.write_file(temporary / folders.COMMON_FILE, common))
+    write_manifest(temporary, files)
+
+
 def _plan(
     held: HeldItems,
     group: dist.ProcessGroup | None,
@@ -268,7 +279,7 @@ def _plan(
     temporary: Path,
     target: Path,
 ) -> _Plan:
-    """Who writes what; rank 0 makes the temporary folder meanwhile."""
+    """Plans the writes of all ranks; rank 0 also creates the temporary folder."""
     offers = [held.offers()]
     if group_size(group) > 1:
         gathered: list[Any] | None = [None] * group_size(group) if group_rank(group) == 0 else None
@@ -286,14 +297,14 @@ def _plan(
     return _Plan(own[0], metadata, [rank for rank, items in enumerate(written) if items])
 
 
-def _staged(contents: list[_Content], staging: StagingMemory) -> list[_Content]:
+def _staged(contents: list[_Content], staging: "StagingMemory") -> list[_Content]:
     tensors = [content for _, _, content in contents if isinstance(content, torch.Tensor)]
     copies = iter(staging.copy(tensors))
     return [(key, box, next(copies) if isinstance(held, torch.Tensor) else held) for key, box, held in contents]
 
 
 def _on_host_sync(content: torch.Tensor | bytes) -> torch.Tensor | bytes:
-    """An object's bytes, or a tensor of any shape and dtype, contiguous and on the host: itself or a copy."""
+    """Returns an object's bytes, or a tensor of any shape and dtype, contiguous and on the host: itself or a copy."""
     return content if isinstance(content, bytes) else content.cpu().contiguous()
 
 
@@ -301,8 +312,133 @@ def _part(temporary: Path, rank: int) -> Path:
     return temporary / f"part-{rank}.json"
 
 
-def _from_rank_0(value: str, group: dist.ProcessGroup | None) -> str:
-    values = [value]
-    if group_size(group) > 1:
-        dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
+# Staging memory.
+
+
+class StagingMemory:
+    """Host memory to which a save copies a rank's tensors, so that training may change them immediately.
+
+    The memory is reused between saves, because allocating it costs several times as much as a copy. It is pinned if
+    there is a GPU. Only one save may use it at a time, from `copy` until its files are written.
+    """
+
+    def __init__(self) -> None:
+        self._device = default_device()
+        self._stream = CopyStream(self._device)
+        self._memory = host_bytes(0, self._device)  # [bytes], uint8
+        self._last: Any = None  # the copy stream's event after the last copy
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the host allocation."""
+        return self._memory.numel()
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Starts to copy `tensors`, any shape and dtype, to contiguous host memory.
+
+        The copies may be read after `host_waits_sync`. Device work enqueued from now on runs after the copies.
+        """
+        starts, size = [], 0
+        for tensor in tensors:
+            starts.append(size)
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if size > self._memory.numel():
+            # Release the old memory first; no save reads it any more.
+            self._memory = host_bytes(0, self._device)
+            self._memory = host_bytes(size, self._device)
+        copies = []
+        self._last = None
+        for tensor, start in zip(tensors, starts, strict=True):
+            held = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if tensor.device.type == "cpu":
+                held.copy_(tensor)
+            else:
+                self._last = self._stream.copy(held, tensor)
+            copies.append(held)
+        # Without this, the optimizer's next step could overwrite tensors that are still being copied.
+        self._stream.main_waits_for(self._last)
+        return copies
+
+    def host_waits_sync(self) -> None:
+        """Waits for the copies. NOTE: call it only from a background thread, never from the training step."""
+        self._stream.host_waits_for(self._last)
+
+
+# Saves from one process, one tensor at a time.
+
+
+def save_stream(
+    tensors: Iterable[ShardedTensor],
+    checkpoint_dir: Path,
+    *,
+    common: dict[str, Any],
+    file_bytes: int = _FILE_BYTES,
+) -> None:
+    """Writes a checkpoint of `tensors` and `common` (JSON) from one process, one box at a time.
+
+    tensors: [*box shape], any dtype and strides. Each box is released before the next one is requested, so that a
+    conversion holds one tensor at a time. `checkpoint_dir` appears atomically once everything is on disk, and is
+    unchanged after an error. Raises ValueError if the boxes do not fill their tensors.
+    """
+    temporary = folders.incomplete_folder(checkpoint_dir, folders.new_id())
+    folders.begin(temporary, checkpoint_dir)
+    done = False
+    try:
+        stream = _Stream(tensors)
+        files: Manifest = {}
+        while not stream.is_over:
+            name = data_file(len(files))
+            files[name] = write_pieces(temporary / name, stream.until(file_bytes))
+            if not files[name].pieces:
+                # The previous file ended exactly at the limit.
+                disk.remove_file(temporary / name)
+                del files[name]
+        content = disk.json_bytes(folders.COMMON_FILE, common)
+        _complete(temporary, files, metadata=stream.metadata(), common=content)
+        folders.commit(temporary, checkpoint_dir)
+        done = True
+    finally:
+        if not done:
+            folders.discard(temporary)
+
+
+class _Stream:
+    """Iterator over the remaining boxes that records the metadata of the tensors seen so far."""
+
+    def __init__(self, tensors: Iterable[ShardedTensor]) -> None:
+        self._tensors = iter(tensors)
+        self._stored: dict[str, TensorStorageMetadata] = {}
+        self.is_over = False
+
+    def until(self, num_bytes: int) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yields key, box and contiguous content of the next boxes, up to the one that exceeds num_bytes."""
+        left = num_bytes
+        while left > 0:
+            tensor = next(self._tensors, None)
+            if tensor is None:
+                self.is_over = True
+                return
+            self._record(tensor)
+            left -= tensor.data.nbytes
+            key, box, content = tensor.key, tensor.box, tensor.data.contiguous()
+            del tensor
+            yield key, box, content
+            # Released before the next one is produced.
+            del content
+
+    def metadata(self) -> Metadata:
+        """Returns the metadata of all tensors; raises ValueError if boxes overlap or leave out elements."""
+        for key, entry in self._stored.items():
+            present = sum(chunk.sizes.numel() for chunk in entry.chunks)
+            if present != entry.size.numel():
+                raise ValueError(f"{key}: boxes hold {present} elements of {list(entry.size)}")
+        return Metadata(dict(self._stored))
+
+    def _record(self, tensor: ShardedTensor) -> None:
+        size, dtype = torch.Size(tensor.global_shape), tensor.data.dtype
+        entry = self._stored.setdefault(tensor.key, TensorStorageMetadata(TensorProperties(dtype=dtype), size, []))
+        if (entry.size, entry.properties.dtype) != (size, dtype):
+            raise ValueError(
+                f"{tensor.key} is {list(entry.size)} of {entry.properties.dtype}, and later {list(size)} of {dtype}"
+            )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(tensor.global_offset), tensor.data.shape))

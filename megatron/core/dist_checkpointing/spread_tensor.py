@@ -1,6 +1,6 @@
-"""SpreadTensor: a tensor of which each rank has some boxes, as torch.distributed.checkpoint and pickles take it.
+"""SpreadTensor: a tensor of which each rank holds some boxes, in a form that torch.distributed.checkpoint accepts.
 
-What the elements are and where they are kept is their owner's matter; our own checkpoints are in serialization.py.
+The owner of a SpreadTensor defines its elements and keeps them. Our own checkpoint format is in serialization.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,36 +12,37 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.boxes import Box, whole
+from megatron.core.logical_tensors import Box, whole
 
-# Shape, dtype, and the elements of each box by its offset.
+# Shape, dtype, and (offset, elements) of each box.
 _Parts = tuple[tuple[int, ...], torch.dtype, list[tuple[tuple[int, ...], torch.Tensor]]]
 
 
 @dataclass(frozen=True)
 class HeldBox:
-    """A box of a tensor and how to get its elements: [*box shape], the tensor's dtype, a view or a copy."""
+    """A box of a tensor and a function that reads its elements: [*box shape], the tensor's dtype, a view or a copy."""
 
     box: Box
     read: Callable[[], torch.Tensor]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeldBox":
-        # What keeps the elements has others as well. For torch's stager, which copies what a tensor's attributes have.
+        # torch's stager deep-copies a tensor's attributes. Copy the elements only, not the owner that `read` refers to.
         return _box_of(self.box.offset, _copy_on_host(self.read()))
 
 
 class SpreadTensor(torch.Tensor):
-    """The size of a tensor, any floating dtype, and those of its elements that this rank has, in disjoint boxes.
+    """The size of a tensor of any floating dtype, and this rank's disjoint boxes of it.
 
-    torch.distributed.checkpoint saves it box by box, whatever the owner reads at that moment, and loads it into memory
-    beside the owner's, on the host: a load that fails half way has changed nothing, and who called it hands the tensor
-    to the owner. Replicas have equal boxes, of which one is written. A pickle or deep copy has the elements themselves.
-    It has to be a torch.Tensor, since the planner looks for boxes in no other class; nothing can be computed with it.
+    torch.distributed.checkpoint saves it box by box, reading from the owner at that moment. A load fills host memory
+    separate from the owner's: a load that fails midway has changed nothing, and the caller passes the filled tensor to
+    the owner. Of replicas, which have equal boxes, one is written. A pickle or deep copy contains the elements
+    themselves. It must be a torch.Tensor, because the planner looks for boxes in no other class. It supports no
+    computation.
     """
 
-    # By their offsets: disjoint boxes that are not empty have different first elements.
+    # By offset, which is unique for disjoint non-empty boxes.
     _held: dict[tuple[int, ...], HeldBox]
-    # What was loaded; None while the elements are the owner's.
+    # Loaded elements by offset; None before a load, when the owner has the elements.
     _loaded: dict[tuple[int, ...], torch.Tensor] | None
 
     @staticmethod
@@ -50,22 +51,22 @@ class SpreadTensor(torch.Tensor):
         assert isinstance(tensor, SpreadTensor)
         for one in held:
             assert one.box.volume and one.box.is_inside(whole(tuple(shape))), (
-                f"{one.box} is empty or leaves {list(shape)}"
+                f"{one.box} is empty or exceeds {list(shape)}"
             )
         tensor._held, tensor._loaded = {one.box.offset: one for one in held}, None
         return tensor
 
-    # torch.Tensor's refuses our arguments.
+    # torch.Tensor.__init__ rejects these arguments.
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     @property
     def boxes(self) -> list[Box]:
-        """This rank's: disjoint, none of them empty."""
+        """This rank's boxes, which are disjoint and not empty."""
         return [one.box for one in self._held.values()]
 
     def read(self, box: Box) -> torch.Tensor:
-        """The elements of one of `boxes`: [*box shape], the tensor's dtype, perhaps a view."""
+        """Returns the elements of one of `boxes`: [*box shape], the tensor's dtype, possibly a view."""
         return self._held[box.offset].read() if self._loaded is None else self._loaded[box.offset]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
@@ -80,9 +81,9 @@ class SpreadTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Asked for when a load is planned, and only then.
+        # The planner calls this only when it plans a load.
         if self._loaded is None:
-            # With what was there: should the load fail, it is what is handed back.
+            # Starts from the current values, which remain if the load fails.
             self._loaded = {box.offset: _copy_on_host(self.read(box)) for box in self.boxes}
         return self._chunks()
 
@@ -101,7 +102,7 @@ class SpreadTensor(torch.Tensor):
         return _with_elements, (self._parts(),)
 
     def _parts(self) -> _Parts:
-        # Clones: a pickled view takes the memory around it along.
+        # Clones, because pickling a view also stores the memory around it.
         elements = [(box.offset, self.read(box).detach().clone()) for box in self.boxes]
         return tuple(self.shape), self.dtype, elements
 
@@ -110,11 +111,11 @@ class SpreadTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuses, as one rank's boxes are no tensor; of any shape and dtype."""
-        # The stager of async_save begins so and goes on with the attributes.
+        """Refuses computation, because this rank holds only some boxes; any shape and dtype."""
+        # The stager of async_save first calls new_empty, then copies the attributes.
         if func is torch.ops.aten.new_empty.default:
             return SpreadTensor(args[1], dtype=args[0].dtype)
-        raise RuntimeError(f"{func} of a SpreadTensor: this rank has some boxes of it, to save and load them, no more")
+        raise RuntimeError(f"{func} is not supported by SpreadTensor, which only saves and loads this rank's boxes")
 
 
 def _copy_on_host(values: torch.Tensor) -> torch.Tensor:
@@ -134,5 +135,5 @@ def _same(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-# So that torch.load reads what torch.save wrote of it as it reads other tensors: it makes tensors, nothing else.
+# Lets torch.load(weights_only=True) read pickled SpreadTensors; the function only constructs tensors.
 torch.serialization.add_safe_globals([_with_elements])

@@ -1,16 +1,17 @@
-"""Reading and writing the pieces of a checkpoint's data files, and torch.distributed.checkpoint's metadata file.
+"""Data files of a checkpoint, and the metadata file of torch.distributed.checkpoint.
 
-A piece is what torch.save writes of one tensor, so that torch's own tools read these files; the elements lie inside it
-without gaps, so that a part of them can be read alone. The folder around the files is in folder.py; what goes where is
-decided in planner.py.
+A data file is a sequence of pieces. A piece is what torch.save writes for one tensor, so that torch's own tools can
+read the files. Its elements are contiguous, so that a part of them can be read alone. folder.py handles the folder, and
+planner.py decides which rank writes or reads which piece.
 """
 
 import io
 import math
 import os
 import pickle
+import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +19,23 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.serialization import skip_data
 
 from megatron.core.dist_checkpointing import disk
-from megatron.core.dist_checkpointing.boxes import Box
 from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece
-from megatron.core.dist_checkpointing.stored_contents import check_metadata
-from megatron.core.dist_checkpointing.torch_files import load_allowed
+from megatron.core.logical_tensors import Box, whole
 
 METADATA_FILE = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-# Everything that torch's pickled metadata of boxes and objects refers to, torch dtypes and layouts apart.
+# All globals in torch's pickled metadata of boxes and objects, except for torch dtypes and layouts.
 _METADATA_GLOBALS = {
     (f"{_DCP}.metadata", name)
     for name in (
@@ -43,25 +49,28 @@ _METADATA_GLOBALS = {
         "_MEM_FORMAT_ENCODING",
     )
 } | {(f"{_DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
-# What reading a part of a piece adds to the process's memory, at most; or one row of elements, if that is more.
+# Upper bound of the buffer for reading part of a piece, unless a single row of elements is larger.
 _READ_BYTES = 8 << 20
-# From here on a second thread's sum of a piece saves more than the call to it costs.
+# Minimum size at which computing the checksum on a second thread saves more than the handover costs.
 _SHARED_BYTES = 1 << 18
-# So many pieces, the last among them, may be written and not summed up yet.
+# Number of pieces, including the last one written, whose checksums may be pending.
 _PIECES_AHEAD = 5
+StoredPieces = dict[str, list[tuple[str, Piece]]]
+# Dtypes with plain contiguous elements; quantized ones also have a scale.
+_PLAIN_DTYPE = re.compile(r"torch\.(b?float\w+|complex\d+|u?int(8|16|32|64)|bool)")
 
 
-# Writing.
+# Writing pieces.
 
 
 def data_file(rank: int) -> str:
-    """The file that a rank writes, named as torch.distributed.checkpoint does."""
+    """Returns the name of the file that a rank writes, which follows torch.distributed.checkpoint."""
     return f"__{rank}_0.distcp"
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a tensor: any shape and dtype, contiguous, on the host. Nothing is copied."""
-    # Not view(-1): the stride of a dimension of one element may be anything.
+    """Returns the memory of a host tensor without a copy: any shape and dtype, contiguous."""
+    # Not view(-1): the stride of a dimension of size 1 is arbitrary.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # [elements], same dtype
     return flat.view(torch.uint8).numpy().data
 
@@ -69,10 +78,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def write_pieces(
     path: Path, contents: Iterable[tuple[str, Box | None, torch.Tensor | bytes]], *, helper: Executor | None = None
 ) -> FileEntry:
-    """Writes key, box and content of each piece to a new file, which is then on disk; raises OSError.
+    """Writes key, box and content of each piece to a new file and syncs it to disk; raises OSError.
 
-    Contents: bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host. helper: its thread sums
-    up large pieces while the caller's writes; None where the caller does both.
+    Content: the bytes of an object, or a tensor: [*box shape], any dtype, contiguous, on the host. helper: an executor
+    that computes checksums of large pieces while this thread writes; None computes them on this thread.
     """
     pieces: list[Piece] = []
     sums: list[Callable[[], int]] = []
@@ -90,10 +99,10 @@ def write_pieces(
             else:
                 sums.append(_write_parts(file, (content,), helper=helper))
             pieces.append(Piece(key, box, start, file.num_bytes - start, data_start, None))
-            # What was copied to the host stays in memory until it is summed up.
+            # A host copy stays in memory until its checksum is computed.
             if len(sums) >= _PIECES_AHEAD:
                 sums[-_PIECES_AHEAD]()
-            # Whoever makes the next one need not keep this one in memory.
+            # Released before the iterator produces the next one.
             del content
     summed = tuple(replace(piece, crc32=checksum()) for piece, checksum in zip(pieces, sums, strict=True))
     return FileEntry(file.num_bytes, pieces=summed)
@@ -102,16 +111,16 @@ def write_pieces(
 def _write_parts(
     file: disk.DurableFile, parts: tuple[bytes | memoryview, ...], *, helper: Executor | None
 ) -> Callable[[], int]:
-    """Writes them one behind the other; their CRC-32, for which the call may wait."""
+    """Writes the parts in sequence and returns a function that gives their CRC-32, waiting for it if necessary."""
     if helper is None or sum(map(len, parts)) < _SHARED_BYTES:
         checksum = 0
         for part in parts:
             checksum = file.write(part, checksum)
         return lambda: checksum
-    beside = helper.submit(_crc32, parts)
+    checksum_of_parts = helper.submit(_crc32, parts)
     for part in parts:
         file.put(part)
-    return beside.result
+    return checksum_of_parts.result
 
 
 def _crc32(parts: tuple[bytes | memoryview, ...]) -> int:
@@ -121,21 +130,8 @@ def _crc32(parts: tuple[bytes | memoryview, ...]) -> int:
     return checksum
 
 
-def write_metadata(folder: Path, metadata: Metadata, *, files: Manifest) -> FileEntry:
-    """Writes torch's metadata file of what `files` hold, for torch's own tools."""
-    metadata.storage_data = {
-        MetadataIndex(piece.key, None if piece.box is None else piece.box.offset): _StorageInfo(
-            name, piece.start, piece.num_bytes
-        )
-        for name, entry in files.items()
-        for piece in entry.pieces
-    }
-    content = pickle.dumps(metadata)
-    return FileEntry(len(content), disk.write_file(folder / METADATA_FILE, content))
-
-
 class _Recorder(io.RawIOBase):
-    """Takes what torch.save writes but the elements, which it skips with a seek."""
+    """A file that records the output of torch.save except for the elements, which torch.save skips with a seek."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -156,47 +152,24 @@ class _Recorder(io.RawIOBase):
 def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """Returns the bytes that torch.save writes before and after the elements of such a tensor."""
     recorder = _Recorder()
-    # The elements are then written, and summed up, in one pass of ours; torch's readers look at no checksum of a piece.
+    # The elements are written and checksummed in one pass here. Torch's readers ignore the checksums in the frame.
     with skip_data():
         torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], recorder))
     return bytes(recorder.before), bytes(recorder.after)
 
 
-# Reading.
-
-
-def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | None = None) -> Metadata:
-    """Returns the metadata of the checkpoint in `folder`; raises ValueError if its file is not what torch writes.
-
-    stand_ins: by module and name, what is made in place of classes that another program's metadata refers to.
-    """
-    content = (folder / METADATA_FILE).read_bytes()
-    try:
-        # From memory: what names more bytes than there are gets those that there are, and no room for the others.
-        return check_metadata(_MetadataUnpickler(io.BytesIO(content), stand_ins or {}).load())
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        MemoryError,
-        RecursionError,
-    ) as error:
-        raise ValueError(f"{folder / METADATA_FILE} is corrupt: {str(error) or type(error).__name__}") from error
+# Reading pieces.
 
 
 def read_object(path: Path, piece: Piece) -> bytes:
-    """The bytes of a stored object."""
+    """Returns the bytes of a stored object."""
     with open(path, "rb") as file:
         file.seek(piece.start)
         return file.read(piece.num_bytes)
 
 
 class PieceReader:
-    """An open data file, for `with`; several threads may read from it."""
+    """An open data file, as a context manager; several threads may read from it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,20 +182,20 @@ class PieceReader:
         self._file.close()
 
     def read(self, piece: Piece, window: Box, *, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Reads the elements of `window`, a box inside the piece's, of the stored `dtype`.
+        """Reads the elements of `window`, a box inside the piece's box, stored as `dtype`.
 
-        target: [*window shape], any strides, dtype and device, is filled, and the elements converted.
+        target: [*window shape], any strides, dtype and device; filled in place, with conversion.
         """
         assert piece.box is not None, "an object has no elements"
         corner = tuple(o - start for o, start in zip(window.offset, piece.box.offset, strict=True))
         target = target.detach()
         if piece.data_start is None:
             content = io.BytesIO(os.pread(self._file.fileno(), piece.num_bytes, piece.start))
-            # Format version 1 says nothing of where the elements are: torch knows, and reads all of them.
+            # Format version 1 does not record where the elements begin, so torch reads the whole piece.
             stored = load_allowed(content, f"{self._path}: {piece}")  # [*stored box]
             expected = piece.box.shape, dtype, torch.strided
             if not isinstance(stored, torch.Tensor) or (stored.shape, stored.dtype, stored.layout) != expected:
-                raise ValueError(f"{self._path} is corrupt: {piece} is another tensor")
+                raise ValueError(f"{self._path} is corrupt: {piece} holds a different tensor")
             target.copy_(stored[tuple(slice(o, o + n) for o, n in zip(corner, window.shape, strict=True))])
         elif target.ndim == 0:
             self._fill(piece.data_start, (1,), dtype=dtype, corner=(0,), target=target.view(1))
@@ -232,7 +205,7 @@ class PieceReader:
     def _fill(
         self, start: int, stored: tuple[int, ...], *, dtype: torch.dtype, corner: tuple[int, ...], target: torch.Tensor
     ) -> None:
-        """Fills `target`: [*window], from elements of shape `stored` that begin at byte `start`."""
+        """Fills `target`: [*window], from stored elements of shape `stored` that begin at byte `start`."""
         row_bytes = math.prod(stored[1:]) * dtype.itemsize
         begin = start + corner[0] * row_bytes
         whole_rows = tuple(target.shape[1:]) == stored[1:]
@@ -248,18 +221,83 @@ class PieceReader:
             for first in range(0, len(target), num_rows):
                 part = target[first : first + num_rows]
                 self._read_into(begin + first * row_bytes, rows[: len(part)])
-                # Converts dtype and device on the way; check_wanted has said where that is allowed.
+                # Converts dtype and device; check_wanted has already verified that this is allowed.
                 part.copy_(rows[(slice(0, len(part)), *columns)])
 
     def _read_into(self, start: int, target: torch.Tensor) -> None:
-        """Fills `target`: any shape and dtype, contiguous, on the host."""
+        """Fills `target` from byte `start`: any shape and dtype, contiguous, on the host."""
         left = bytes_of(target)
         while len(left):
-            # Not by seek and read: several threads read from one open file.
+            # Not seek and read: several threads share this open file.
             num_read = os.preadv(self._file.fileno(), [left], start)
             if not num_read:
                 raise OSError(f"{self._path} has become shorter since it was verified")
             left, start = left[num_read:], start + num_read
+
+
+def load_allowed(source: Path | IO[bytes], where: object, *, allowed: Sequence[Any] = (), mmap: bool = False) -> Any:
+    """Reads the output of torch.save with an allow-list: tensors, plain values and the classes in `allowed`.
+
+    No code named in the file is run. Raises ValueError naming the source `where` if the file is damaged or refers to
+    anything else. mmap: tensors stay on disk.
+    """
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except (
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        AssertionError,
+    ) as error:
+        # Only the first line: torch continues with advice to unpickle without checks.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{where} cannot be read: {reason}") from error
+
+
+# The metadata file.
+
+
+def write_metadata(folder: Path, metadata: Metadata, *, files: Manifest) -> FileEntry:
+    """Writes torch's metadata file for the pieces in `files`, for use by torch's own tools."""
+    metadata.storage_data = {
+        MetadataIndex(piece.key, None if piece.box is None else piece.box.offset): _StorageInfo(
+            name, piece.start, piece.num_bytes
+        )
+        for name, entry in files.items()
+        for piece in entry.pieces
+    }
+    content = pickle.dumps(metadata)
+    return FileEntry(len(content), disk.write_file(folder / METADATA_FILE, content))
+
+
+def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | None = None) -> Metadata:
+    """Reads the metadata of the checkpoint in `folder`; raises ValueError if the file is not what torch writes.
+
+    stand_ins: classes to use in place of those, by module and name, that another program's metadata refers to.
+    """
+    content = (folder / METADATA_FILE).read_bytes()
+    try:
+        # From memory: a length beyond the end of the file then allocates nothing for the missing bytes.
+        return check_metadata(_MetadataUnpickler(io.BytesIO(content), stand_ins or {}).load())
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
+        raise ValueError(f"{folder / METADATA_FILE} is corrupt: {str(error) or type(error).__name__}") from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -267,13 +305,108 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(content)
         self._stand_ins = stand_ins
 
-    # A pickle may call anything it can name; metadata needs a handful of classes.
+    # A pickle can call anything it names; metadata needs a handful of classes.
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._stand_ins:
             return self._stand_ins[module, name]
         if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
-        # torch pickles a dtype as a bare name in its own namespace.
+        # torch pickles a dtype as a plain name in its namespace.
         if module == "torch" and isinstance(found := vars(torch).get(name), (torch.dtype, torch.layout)):
             return found
         raise pickle.UnpicklingError(f"refers to {module}.{name}")
+
+
+def check_metadata(metadata: object) -> Metadata:
+    """Returns `metadata` if each of its entries describes a tensor or an object; raises ValueError otherwise."""
+    if type(metadata) is not Metadata or not isinstance(vars(metadata).get("state_dict_metadata"), dict):
+        raise ValueError(f"holds a {type(metadata).__name__} that lists no tensors")
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise ValueError(f"{key!r:.80} is neither a tensor nor an object")
+        if isinstance(entry, TensorStorageMetadata):
+            _check_tensor(key, entry)
+    return metadata
+
+
+def _check_tensor(key: str, entry: TensorStorageMetadata) -> None:
+    facts = vars(entry)
+    if not _is_shape(facts.get("size")) or math.prod(entry.size) >= 1 << 60:
+        raise ValueError(f"{key} has the size {facts.get('size')!r:.80}")
+    properties = facts.get("properties")
+    dtype = vars(properties).get("dtype") if isinstance(properties, TensorProperties) else None
+    if not isinstance(dtype, torch.dtype) or not _PLAIN_DTYPE.fullmatch(str(dtype)):
+        raise ValueError(f"{key} has the dtype {dtype}, which is not stored here")
+
+
+def stored_pieces(files: Manifest, metadata: Metadata) -> StoredPieces:
+    """Returns file and piece of every stored item, by key; metadata: as returned by read_metadata.
+
+    Files and metadata have passed their checksums. Raises ValueError if they contradict each other: a piece exceeds its
+    tensor or its file, or elements are missing.
+    """
+    pieces = [(name, piece) for name, entry in files.items() for piece in entry.pieces]
+    if not pieces:
+        # Format version 1 lists pieces only in torch's metadata.
+        pieces = _pieces_of_metadata(files, metadata)
+    by_key: StoredPieces = {key: [] for key in metadata.state_dict_metadata}
+    for name, piece in pieces:
+        if piece.key not in by_key:
+            raise ValueError(f"{name} holds {piece}, which the metadata does not list")
+        by_key[piece.key].append((name, piece))
+    for key, held in by_key.items():
+        entry = metadata.state_dict_metadata[key]
+        if isinstance(entry, TensorStorageMetadata):
+            _check_pieces(entry, held, key=key)
+        elif not held or any(piece.box is not None for _, piece in held):
+            raise ValueError(f"the object {key} is not stored")
+    return by_key
+
+
+def _check_pieces(entry: TensorStorageMetadata, held: list[tuple[str, Piece]], *, key: str) -> None:
+    box, itemsize, num_elements = whole(tuple(entry.size)), entry.properties.dtype.itemsize, 0
+    for name, piece in held:
+        if piece.box is None or len(piece.box.shape) != len(box.shape) or not piece.box.is_inside(box):
+            raise ValueError(f"{name} holds {piece}, which is not part of a tensor of {list(entry.size)}")
+        begin = piece.start if piece.data_start is None else piece.data_start
+        if begin < piece.start or begin + piece.box.volume * itemsize > piece.end:
+            raise ValueError(f"{name} has no room for the elements of {piece} in its {piece.num_bytes} bytes")
+        num_elements += piece.box.volume
+    if num_elements != math.prod(entry.size):
+        raise ValueError(f"{num_elements} elements of {key} are stored, out of {math.prod(entry.size)}")
+
+
+def _pieces_of_metadata(files: Manifest, metadata: Metadata) -> list[tuple[str, Piece]]:
+    stored = vars(metadata).get("storage_data")
+    if not isinstance(stored, dict):
+        raise ValueError("the metadata does not locate the tensors")
+    pieces = []
+    for index, info in stored.items():
+        is_index = isinstance(index, MetadataIndex) and isinstance(index.fqn, str)
+        if not is_index or not isinstance(info, _StorageInfo):
+            raise ValueError(f"{index!r:.80} is stored as {info!r:.80}")
+        place = vars(info)
+        name, start, num_bytes = place.get("relative_path"), place.get("offset", -1), place.get("length", -1)
+        if name not in files or not _is_shape((start, num_bytes)) or start + num_bytes > files[name].num_bytes:
+            raise ValueError(
+                f"{index.fqn} is in {name!r:.80}, bytes {start!r:.20} + {num_bytes!r:.20}: no file has this range"
+            )
+        pieces.append((name, Piece(index.fqn, _chunk_box(metadata, index), start, num_bytes, None, None)))
+    return pieces
+
+
+def _chunk_box(metadata: Metadata, index: MetadataIndex) -> Box | None:
+    if index.offset is None:
+        return None
+    entry = metadata.state_dict_metadata.get(index.fqn)
+    chunks = vars(entry).get("chunks") if isinstance(entry, TensorStorageMetadata) else None
+    for chunk in chunks if isinstance(chunks, list) else ():
+        facts = vars(chunk) if isinstance(chunk, ChunkStorageMetadata) else {}
+        offset, shape = facts.get("offsets", ()), facts.get("sizes", ())
+        if offset == index.offset and _is_shape(offset) and _is_shape(shape) and len(offset) == len(shape):
+            return Box(tuple(offset), tuple(shape))
+    raise ValueError(f"{index.fqn} has no piece at {index.offset!r:.80}")
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import Arrival
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_storage import GradState, _ParamAndGradBucket
 from megatron.core.distributed.collectives import Handle
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
-from megatron.core.trace_ranges import trace_range
 
 # Consecutive iterations with fewer gradients of a parameter after which fewer are expected.
 _PATIENCE = 4

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.device import SideStream
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.layout import round_up
 from megatron.core.group_collectives import all_gather_single, reduce_scatter_single
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.trace_ranges import trace_range
 
 # Elements of one all-to-all. A rank-ordered sum needs at most _IN_FLIGHT times this in addition to its input.
 _SLICE_ELEMENTS = 1 << 24

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.agreement import RemoteRankError, all_ranks_agree
 from megatron.core.dense_memory import dense_strides
 from megatron.core.device import default_device
 from megatron.core.dist_checkpointing import buffer_sharded_tensors, canonical_name
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, gather_objects
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
-from megatron.core.trace_ranges import trace_range
 from megatron.core.utils import unwrap_model
 
 

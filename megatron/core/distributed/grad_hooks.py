@@ -25,11 +25,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.layout import BucketLayout, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
-from megatron.core.trace_ranges import trace_range
 
 
 @dataclass(frozen=True, eq=False)

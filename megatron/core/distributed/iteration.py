@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron.core.agreement import RemoteRankError
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.consistency import raise_non_finite
-from megatron.core.group_collectives import gather_objects, message_device
+from megatron.core.group_collectives import RemoteRankError, gather_objects, message_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.trace_ranges import trace_range
 
 # The reason that a caller of `reset` sends to the other ranks.
 RESET = "reset_iteration() was called after an error"

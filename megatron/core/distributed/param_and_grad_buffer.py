@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.dense_memory import shaped_view
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import (
     BufferSettings,
@@ -23,6 +22,7 @@ from megatron.core.distributed.bucket_storage import (
     _ParamAndGradBucket,
 )
 from megatron.core.distributed.layout import ParamSlot, Span, lay_out, locate
+from megatron.core.logical_tensors import canonical_name
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_group import BucketObserver, ParamState, Traffic, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import GradState
 from megatron.core.distributed.consistency import GradChecks
@@ -45,7 +46,6 @@ from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
-from megatron.core.trace_ranges import trace_range
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.collectives import ReductionPolicy, reduce_bucket_, shard_of
 from megatron.core.distributed.consistency import GradChecks, check_wraps_agree
 from megatron.core.distributed.data_parallel_base import (
@@ -66,6 +65,7 @@ from megatron.core.distributed.torch_fsdp2_state import (
     reset_passes,
     shards_of,
 )
+from megatron.core.logical_tensors import canonical_name
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 

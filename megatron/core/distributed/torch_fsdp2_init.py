@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.torch_fsdp2_state import ParamShard
+from megatron.core.logical_tensors import canonical_name
 
 InitFn = Callable[[nn.Module], object]
 _Place = tuple[nn.Module, str]

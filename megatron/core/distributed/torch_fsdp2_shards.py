@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device, host_bytes
-from megatron.core.dist_checkpointing.logical import canonical_name
 from megatron.core.distributed.grad_hooks import GradHookRunner, not_wrapped
 from megatron.core.distributed.layout import (
     ALIGNMENT,
@@ -30,6 +29,7 @@ from megatron.core.distributed.layout import (
     round_up,
 )
 from megatron.core.distributed.torch_fsdp2_state import ParamShard
+from megatron.core.logical_tensors import canonical_name
 from megatron.core.tensor_parallel.param_attributes import mark_gradients_pass, param_facts
 
 # Units.

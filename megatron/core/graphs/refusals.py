@@ -293,7 +293,7 @@ PYTHON_CALLS: dict[str, Reason] = {
     ),
     **dict.fromkeys(("torch.cuda.memory.empty_cache", "torch.accelerator.memory.empty_cache"), ALLOCATOR),
     **dict.fromkeys(
-        ("megatron.core.device.memory.host_bytes", "megatron.core.pinned_memory.pinned_bytes"),
+        ("megatron.core.device.memory.host_bytes", "megatron.core.device.pinned_memory.pinned_bytes"),
         HOST_MEMORY,
     ),
     "torch.serialization.save": READ,

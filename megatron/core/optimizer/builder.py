@@ -10,11 +10,10 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
-from megatron.core.agreement import all_ranks_agree
-from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.distributed.data_parallel_base import require_wrapped
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
-from megatron.core.group_collectives import gather_objects, is_fake, union_over_model
+from megatron.core.group_collectives import all_ranks_agree, gather_objects, is_fake, union_over_model
+from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.optimizer.adam import FusedRule, UpdateRule
 from megatron.core.optimizer.clip_grads import GradStats
 from megatron.core.optimizer.distrib_optimizer import (
@@ -37,8 +36,7 @@ from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, Para
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.param_attributes import param_facts
-from megatron.core.weight_matrices import HasWeightMatrices, MatrixWindow
+from megatron.core.tensor_parallel.param_attributes import HasWeightMatrices, MatrixWindow, param_facts
 
 # Names of attention weights that hold several matrices.
 _PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")

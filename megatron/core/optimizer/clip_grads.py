@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.flat_ranges import range_views
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import FlatBuffer, ParamRange
+from megatron.core.logical_tensors import LogicalPiece, range_views
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.stored_floats import Plain, pieces

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.layout import FlatBuffer
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import GradStats
 from megatron.core.optimizer.flat_params import FlatParamRange

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from megatron.core.agreement import all_ranks_agree
 from megatron.core.dense_memory import check_apart, check_dense
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import _ParamAndGradBucket
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import MethodNames
 from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.scheduler import CollectiveScheduler
-from megatron.core.group_collectives import gather_objects
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.optimizer.adam import AdamRates, GradScale, GradUse, adam_step
 from megatron.core.optimizer.fused_adam_grads import GradAccumulator, GradMode, ShardScaling, check_free
 from megatron.core.optimizer.fused_adam_params import FusedRange, RankGrid, SegmentPlan, ShardedParams, poison
@@ -44,7 +44,6 @@ from megatron.core.optimizer.fused_adam_settings import (
     common_device,
 )
 from megatron.core.optimizer.state_dict import AdamShard, adam_state_dict, gather_torch_state_sync, load_adam_state_dict
-from megatron.core.trace_ranges import trace_range
 
 
 class DistributedFusedAdam(torch.optim.Optimizer):

@@ -1,7 +1,7 @@
 """MuonRule: orthogonalized updates of matrices, including those that a sharded optimizer cuts over ranks.
 
 A plan assigns each matrix to one rank, which receives it whole. Modules describe the matrices of their parameters
-(megatron/core/weight_matrices.py).
+(megatron/core/tensor_parallel/param_attributes.py).
 """
 
 import dataclasses
@@ -16,16 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dense_memory import dense_strides
-from megatron.core.dist_checkpointing.flat_ranges import range_views
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.distributed.layout import BufferLayout, FlatBuffer, ParamRange, ParamSlot, Span
+from megatron.core.logical_tensors import LogicalPiece, range_views
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.weight_matrices import MatrixWindow
+from megatron.core.tensor_parallel.param_attributes import MatrixWindow
 
 # Keller Jordan's coefficients, which bring singular values close to 1 within five steps.
 _A, _B, _C = 3.4445, -4.7750, 2.0315

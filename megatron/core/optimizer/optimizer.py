@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.flat_ranges import range_tensors
-from megatron.core.dist_checkpointing.logical import LogicalPiece
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.device.trace_ranges import trace_range
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, range_tensors
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import (
     GradStats,
@@ -38,7 +38,6 @@ from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
-from megatron.core.trace_ranges import trace_range
 
 _BROKEN_UPDATE = (
     "an error interrupted the update of an earlier step, so parameters and optimizer states are no longer of one step: "

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import FlatBuffer, Span, locate
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import (
@@ -34,7 +35,6 @@ from megatron.core.optimizer.flat_params import FlatParamRange
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import InBackwardClip, OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.trace_ranges import trace_range
 
 _PREVIOUS_NORM = "previous_grad_norm"
 # The error of later calls until the step has ended; see [Note: half a step].

@@ -16,14 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.agreement import all_ranks_agree
-from megatron.core.dist_checkpointing.boxes import Box, BoxIndex, intersection, whole
-from megatron.core.dist_checkpointing.flat_ranges import boxes_of_range, range_tensors
-from megatron.core.dist_checkpointing.logical import memory_piece
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, range_tensors
 from megatron.core.dist_checkpointing.spread_tensor import HeldBox, SpreadTensor
 from megatron.core.distributed.layout import ParamRange, round_up
-from megatron.core.group_collectives import gather_objects, message_device
+from megatron.core.group_collectives import all_ranks_agree, gather_objects, message_device
+from megatron.core.logical_tensors import Box, BoxIndex, boxes_of_range, intersection, memory_piece, whole
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam
 from megatron.core.optimizer.stored_floats import BLOCK, StoredFloats
 
@@ -287,7 +284,7 @@ class _Source:
             target[common.relative_to(box)].copy_(values[common.relative_to(held)])
 
     def _common(self, box: Box) -> Iterator[tuple[Box, Box]]:
-        for position in self._places.touching(box):
+        for position in self._places.overlapping(box):
             common = intersection(self._boxes[position], box)
             assert common is not None, "boxes that touch must share elements"
             yield self._boxes[position], common

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.optimizer.stored_floats import (
     BLOCK,
     LOWEST_EXPONENT,
@@ -31,7 +32,6 @@ from megatron.core.optimizer.stored_floats import (
     StoredFloats,
     WithRemainder,
 )
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 NUMBERS = tl.constexpr(BLOCK)  # elements that share a scale
 TOP, LOWEST = tl.constexpr(TOP_EXPONENT), tl.constexpr(LOWEST_EXPONENT)

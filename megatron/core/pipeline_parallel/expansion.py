@@ -1,6 +1,6 @@
 """A stage's passes expanded to what happens inside them: which expert group runs forward and backward when.
 
-Pure. The events count as the paged stash counts its groups, so that a list can be handed to it (expert_schedule.py of
+Pure. The events count as the paged stash counts its groups, so that a list can be handed to it (expert_memory.py of
 megatron.training); nothing of it is imported.
 """
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.device import default_device
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.group_collectives import arriving
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.transfers import Direction, Transfer
 from megatron.core.pipeline_parallel.validation import MAX_BATCHES
 from megatron.core.process_groups_config import group_rank, group_size
-from megatron.core.trace_ranges import trace_range
 
 
 class P2PCommunicator:

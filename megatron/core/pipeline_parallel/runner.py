@@ -14,13 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.loss_scaling import scaled_loss
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
-from megatron.core.trace_ranges import trace_range
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 LossFunction = Callable[..., Any]

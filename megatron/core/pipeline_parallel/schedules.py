@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.trace_ranges import trace_range
 from megatron.core.utils import get_model_config
 
 ForwardBackward = Callable[..., list[Any]]

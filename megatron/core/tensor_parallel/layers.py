@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import LogicalPiece, identity_piece
+from megatron.core.logical_tensors import LogicalPiece, identity_piece
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank, group_size

@@ -4,9 +4,10 @@ that gradient stands.
 Only these functions know the attributes' names; everything else asks `param_facts`.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -144,3 +145,34 @@ def _store_marks_alone(param: nn.Parameter) -> None:
 
 def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in written.items() if name not in _OF_WRAPPERS}
+
+
+@dataclass(frozen=True)
+class MatrixWindow:
+    """A strided window [*rows, columns] of a contiguous parameter: outputs are rows, inputs are columns.
+
+    shape, stride, offset (elements from the parameter's first): as for torch.as_strided. Several dimensions of rows
+    stand for the rows of all of them together.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """The window as a view of `tensor`: contiguous, any shape of the parameter's size, any dtype -> [*shape]."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+@runtime_checkable
+class HasWeightMatrices(Protocol):
+    """A module with a parameter that holds several matrices, or one that lies transposed."""
+
+    def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
+        """The matrices of those parameters that are not one [outputs, inputs] as they are, by name in the module."""
+        ...

@@ -13,82 +13,34 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.device import RandomStream, default_device, rng_state_bytes, set_rng_state_bytes
+from megatron.core.device import (
+    MODEL_PARALLEL_RNG,
+    CudaRNGStatesTracker,
+    RngStates,
+    default_device,
+    rng_state_bytes,
+    rng_tracker,
+    set_rng_state_bytes,
+)
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
-_MODEL_PARALLEL_RNG = "model-parallel-rng"
 # Far from the seeds of neighbouring ranks and from the default stream's.
 _MODEL_PARALLEL_OFFSET, _EXPERT_PARALLEL_OFFSET = 2718, 1024
-
-RngStates = dict[str, list[Tensor]]
-
-
-class CudaRNGStatesTracker:
-    """Random-number streams by name beside the default one; on the CPU too, whatever the name says."""
-
-    def __init__(self) -> None:
-        self._streams: dict[str, RandomStream] = {}
-
-    def reset(self) -> None:
-        """Forgets all streams."""
-        self._streams = {}
-
-    def get_states(self) -> RngStates:
-        """Name to the states of the device's generators: each [N], uint8, on the CPU."""
-        return {name: stream.state_bytes() for name, stream in self._streams.items()}
-
-    def set_states(self, states: RngStates) -> None:
-        """Takes what get_states returned: each [N], uint8, on the CPU. Streams of these names stay the same objects."""
-        self._streams = {name: self._streams.get(name) or RandomStream(0, default_device()) for name in states}
-        for name, stream in self._streams.items():
-            stream.set_state_bytes(states[name])
-
-    def add(self, name: str, seed: int) -> None:
-        """A new stream; ValueError if the name is taken."""
-        if name in self._streams:
-            raise ValueError(f"the random-number stream {name!r} exists already: reset the tracker first")
-        self._streams[name] = RandomStream(seed, default_device())
-
-    def generators(self) -> list[torch.Generator]:
-        """A GPU's generators of all streams, in the order they were added: CUDAGraph.register_generator_state must have
-        each before a graph is captured. The default one a graph knows by itself. Empty on the CPU.
-        """
-        return [stream.gpu for stream in self._streams.values() if stream.gpu is not None]
-
-    @contextmanager
-    def fork(self, name: str = _MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, torch draws from the stream `name`, which goes on where it was left; under capture of a CUDA graph
-        too, if it knows `generators`.
-        """
-        if name not in self._streams:
-            raise ValueError(
-                f"there is no random-number stream {name!r}: call model_parallel_cuda_manual_seed, or add it"
-            )
-        with self._streams[name].drawn():
-            yield
 
 
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, *, use_cudagraphable_rng: bool = False
 ) -> CudaRNGStatesTracker:
-    """The streams of this process. use_cudagraphable_rng: a GPU's streams may be drawn from in CUDA graphs either way.
+    """Returns the tracker of this process; its GPU streams may be used in CUDA graphs in any case.
 
-    Raises ValueError for Megatron's other trackers, of which there are none here.
+    Raises ValueError for Megatron's other kinds of trackers, which do not exist here.
     """
-    _require_own_tracker(use_te_rng_tracker=use_te_rng_tracker, inference_rng_tracker=inference_rng_tracker)
-    return _tracker()
-
-
-@functools.cache
-def _tracker() -> CudaRNGStatesTracker:
-    return CudaRNGStatesTracker()
-
-
-def _require_own_tracker(**others: bool) -> None:
-    for name, asked in others.items():
-        if asked:
+    others = {"use_te_rng_tracker": use_te_rng_tracker, "inference_rng_tracker": inference_rng_tracker}
+    for name, requested in others.items():
+        if requested:
             raise ValueError(f"{name} is True: there is one kind of random-number streams here, must be False")
+    return rng_tracker()
 
 
 def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Callable[[], AbstractContextManager[None]]:
@@ -121,7 +73,7 @@ def model_parallel_cuda_manual_seed(
     tracker.reset()
     torch.manual_seed(seed)
     tracker.add("data-parallel-rng", seed)
-    tracker.add(_MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
+    tracker.add(MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
     tracker.add("expert-parallel-rng", seed + _EXPERT_PARALLEL_OFFSET + 100 * ep_rank + etp_rank)
 
 

@@ -1,7 +1,6 @@
-"""Tokenizers behind one small interface; what they need of other libraries stays in their own files."""
+"""Tokenizers behind one small interface; re-exports only."""
 
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.build import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.tokenizer import Tokenizer, vocab_size_with_padding
-from megatron.core.tokenizers.tokenizer_config import TokenizerConfig
 
 __all__ = ["Tokenizer", "TokenizerConfig", "build_tokenizer", "vocab_size_with_padding"]

@@ -1,19 +1,94 @@
-"""Makes the tokenizer that a TokenizerConfig asks for."""
+"""The tokenizer flags of the command line, and the tokenizer that they select."""
 
-from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
-from megatron.core.tokenizers.byte_level_tokenizer import ByteLevelTokenizer
-from megatron.core.tokenizers.gpt2_bpe_tokenizer import GPT2BPETokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
-from megatron.core.tokenizers.sentencepiece_tokenizer import Llama2Tokenizer, SentencePieceTokenizer
-from megatron.core.tokenizers.tik_tokenizer import TikTokenizer
-from megatron.core.tokenizers.tokenizer_config import AVAILABLE, TokenizerConfig
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+from megatron.core.tokenizers.library_tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.core.tokenizers.optional_tokenizers import Llama2Tokenizer, SentencePieceTokenizer, TikTokenizer
+from megatron.core.tokenizers.tokenizer import BaseTokenizer, ByteLevelTokenizer, NullTokenizer
+
+AVAILABLE = (
+    "ByteLevelTokenizer",
+    "GPT2BPETokenizer",
+    "GPTSentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "Llama2Tokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
+)
+# Required flags of each type, with a description of the value.
+_SENTENCEPIECE = {"--tokenizer-model": "a SentencePiece .model file"}
+_NEEDS = {
+    "GPT2BPETokenizer": {"--vocab-file": "a vocab.json", "--merge-file": "a merges.txt"},
+    "GPTSentencePieceTokenizer": _SENTENCEPIECE,
+    "HuggingFaceTokenizer": {"--tokenizer-model": "a tokenizer.json"},
+    "Llama2Tokenizer": _SENTENCEPIECE,
+    "NullTokenizer": {"--vocab-size": "the number of token ids"},
+    "SentencePieceTokenizer": _SENTENCEPIECE,
+    "TikTokenizer": {"--tokenizer-model": "a .json or .tiktoken vocabulary"},
+}
+_FILES = ("--tokenizer-model", "--vocab-file", "--merge-file")
+
+
+@dataclass(kw_only=True)
+class TokenizerConfig:
+    """Selects a tokenizer and its files."""
+
+    cli_group: ClassVar[str] = "tokenizer"
+
+    vocab_size: int | None = config_field(
+        None,
+        help="Number of token ids of the model, end of document included, before padding; unset: the tokenizer's. "
+        "NullTokenizer needs it, TikTokenizer cuts its vocabulary there.",
+        at_least=1,
+    )
+    tokenizer_type: str | None = config_field(
+        None,
+        help="ByteLevelTokenizer needs no file, NullTokenizer reads ids, GPT2BPETokenizer reads --vocab-file and "
+        "--merge-file and is taken where both are given, the others read --tokenizer-model.",
+        choices=AVAILABLE,
+    )
+    tokenizer_model: str | None = config_field(
+        None,
+        help="A tokenizer.json or its folder, a SentencePiece .model, or a tiktoken vocabulary; never downloaded.",
+    )
+    vocab_file: str | None = config_field(None, help="The vocab.json of GPT2BPETokenizer.")
+    merge_file: str | None = config_field(None, help="The merges.txt of GPT2BPETokenizer.")
+    tiktoken_pattern: str | None = config_field(
+        None, help="How TikTokenizer cuts text; there is one way.", choices=("v2",)
+    )
+    null_tokenizer_eod_id: int | None = config_field(
+        None, help="End-of-document id of NullTokenizer; by default the last one.", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        self.validate_needs()
+
+    def validate_needs(self) -> None:
+        """Raises ValueError for fields that the selected type does not use, and for missing required fields."""
+        if self.tokenizer_type is None:
+            return
+        needs = _NEEDS.get(self.tokenizer_type, {})
+        values = {flag: vars(self)[flag[2:].replace("-", "_")] for flag in (*_FILES, *needs)}
+        for flag, value in values.items():
+            if flag in needs and value is None:
+                raise ValueError(f"--tokenizer-type {self.tokenizer_type} needs {flag}: {needs[flag]}")
+            if flag not in needs and value is not None:
+                reads = " and ".join(name for name in needs if name in _FILES) or "no file"
+                raise ValueError(
+                    f"{flag} {value} contradicts --tokenizer-type {self.tokenizer_type}, which reads {reads}"
+                )
+        if self.null_tokenizer_eod_id is not None and self.tokenizer_type != "NullTokenizer":
+            raise ValueError(f"--null-tokenizer-eod-id contradicts --tokenizer-type {self.tokenizer_type}")
 
 
 def build_tokenizer(config: TokenizerConfig) -> BaseTokenizer:
-    """Raises ValueError or OSError where the type, its file or a given vocab_size, which the model has, is not right.
+    """Builds the tokenizer. Raises ValueError or OSError for a wrong type, file or vocab_size.
 
-    A failure may be this rank's alone (a file that only some nodes have): call it inside `all_ranks_agree`.
+    An error may occur on this rank only, if other nodes have the file, so call it within `all_ranks_agree`.
     """
     tokenizer = _build(config)
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
@@ -27,7 +102,7 @@ def build_tokenizer(config: TokenizerConfig) -> BaseTokenizer:
 def _build(config: TokenizerConfig) -> BaseTokenizer:
     if config.tokenizer_type not in AVAILABLE:
         raise ValueError(f"--tokenizer-type is {config.tokenizer_type}: must be one of {', '.join(AVAILABLE)}")
-    # validate_needs asks for what each type needs.
+    # validate_needs has checked the files.
     model = config.tokenizer_model or ""
     match config.tokenizer_type:
         case "ByteLevelTokenizer":

@@ -1,7 +1,7 @@
-"""Chat templates: messages to text, and which characters of it the assistant wrote. Tokens are the tokenizer's.
+"""Renders chats as text with Jinja templates, and finds the characters that the assistant wrote.
 
-Templates are Jinja, in the dialect of transformers: {% generation %} marks what the assistant writes,
-raise_exception() refuses a conversation. They run in a sandbox.
+Templates use the dialect of transformers: {% generation %} marks the assistant's text, and raise_exception() rejects a
+conversation. They run in a sandbox. Tokenization is not done here.
 """
 
 import json
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers.base_tokenizer import PIP_EXTRA
+from megatron.core.tokenizers.tokenizer import PIP_EXTRA
 
-# Not characters: Unicode keeps these two for programs, and text never holds them.
+# Unicode reserves these two noncharacters for programs, so no text contains them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -21,28 +21,27 @@ _NO_PREFIX = (
     "the template writes earlier messages otherwise when later ones follow, so that the assistant's tokens cannot be "
     "told: mark them in the template with {% generation %} and {% endgeneration %}"
 )
-
-
-# What expressions of a template raise; 1 / 0 is one.
+# Errors that expressions of a template can raise, such as 1 / 0.
 _ERRORS_OF_TEMPLATES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 
 class ChatTemplateError(ValueError):
-    """A template, or a conversation that it cannot write; the text says what is wrong."""
+    """An invalid template, or a conversation that the template cannot render."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A conversation as text, and the (begin, end) of what the assistant wrote in it, in characters and in order."""
+    """A conversation as text. spans: the (begin, end) of the assistant's text, in characters and in order."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class ChatTemplate:
-    """A compiled template. names: special tokens that it may ask for, such as bos_token and eos_token.
+    """A compiled template.
 
-    Raises ChatTemplateError where the template is no Jinja, or the package jinja2 is missing.
+    names: special tokens that the template may use, such as bos_token and eos_token. Raises ChatTemplateError for
+    invalid Jinja, or without the package jinja2.
     """
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
@@ -51,7 +50,7 @@ class ChatTemplate:
         self._template = _compile(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> RenderedChat:
-        """variables: what else the template may ask for, such as tools. Raises ChatTemplateError."""
+        """Renders a conversation. variables: other inputs of the template, such as tools. Raises ChatTemplateError."""
         if any(mark in json.dumps([messages, variables], ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
             raise ChatTemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
         if self._marks_spans:
@@ -61,7 +60,7 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            # What precedes a model's answer is what it is prompted with.
+            # The text before an answer is the prompt.
             before = self._text(messages[:number], {**variables, "add_generation_prompt": True})
             behind = self._text(messages[: number + 1], variables)
             if not (text.startswith(behind) and behind.startswith(before)):
@@ -81,7 +80,7 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """The text of a Jinja file. Raises OSError or ChatTemplateError."""
+    """Reads a Jinja file. Raises OSError or ChatTemplateError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -97,7 +96,7 @@ def _compile(source: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    # Without strftime_now, which some templates ask for if it is there: equal input gives equal text on any day.
+    # strftime_now, which some templates use if available, is left out: the text must not depend on the date.
     environment.globals |= {"raise_exception": _raise_exception, "assistant_text": _between_marks}
     environment.filters["tojson"] = _to_json
     marked = _GENERATION.sub(r"{%\1 call assistant_text() \2%}", source)
@@ -116,7 +115,7 @@ def _between_marks(caller: Any) -> str:
 
 
 def _to_json(value: Any, **settings: Any) -> str:
-    # Jinja's own writes < and > as escapes, for web pages.
+    # Jinja's own filter escapes < and > for HTML.
     return json.dumps(value, **{"ensure_ascii": False, **settings})
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.layers import split_size
-from megatron.core.tensor_parallel.param_attributes import mark_partial_gradient
+from megatron.core.tensor_parallel.param_attributes import MatrixWindow, mark_partial_gradient
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.enums import AttnMaskType
@@ -24,7 +24,6 @@ from megatron.core.transformer.module import MegatronModule, run_and_keep
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.weight_matrices import MatrixWindow
 
 # query [S, B, N, D], key [S, B, G, D], value [S, B, G, E].
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]

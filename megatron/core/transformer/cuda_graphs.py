@@ -1,7 +1,6 @@
 """CudaGraphManager: parts of layers as pairs of CUDA graphs, forward and backward, between parts that run eagerly.
 
-It knows callables and static memory. graphed_layers.py knows which parts a layer has, and what experts need. Interfaces
-of a capture are in graphs/capture.py.
+What experts need during replays is in moe/expert_step.py. Interfaces of a capture are in graphs/capture.py.
 
 [Note: slots] A graph writes to the memory of its capture in each replay. Tensors that a forward saves must stay intact
 until its backward has read them, while other microbatches of a pipeline run forward. So each microbatch in flight uses
@@ -27,9 +26,9 @@ flight, one for each part that its forward step calls. Layers share the temporar
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -40,16 +39,21 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.graphs.capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
 from megatron.core.group_collectives import any_rank_sync
 from megatron.core.tensor_parallel.param_attributes import has_main_grad
-from megatron.core.trace_ranges import trace_range
-from megatron.core.transformer.module import Run, run
+from megatron.core.transformer.layer_arrangement import use_parts
+from megatron.core.transformer.module import Run, is_expert_layer, run
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 logger = logging.getLogger(__name__)
 
 # Limit for one part: combinations of shapes, dtypes and layouts of its arguments. Calls with others run eagerly.
 _MAX_SIGNATURES = 4
+
+# Waits until parameters of a data-parallel wrapper are gathered.
+WaitForParams = Callable[[Iterable[nn.Parameter]], None]
 
 
 class PartParticipant:
@@ -80,12 +84,21 @@ class PartParticipant:
         """Called before the backward of a forward is replayed."""
 
 
+@dataclass(frozen=True)
+class GraphedPart:
+    """A part of a layer that can be captured: its name in LayerParts and the owner of its parameters."""
+
+    name: str
+    owner: nn.Module
+    participants: tuple[PartParticipant, ...] = ()
+
+
 class CudaGraphManager:
     """A replacement for the function that get_forward_backward_func returns, with the same keywords.
 
     Unlike Megatron's class of this name, one manager has the parts of all layers.
 
-    1. `graphed` makes a run for each part before the first step. Layers call it in place of the plain run.
+    1. `graph_layers` makes a run for each part before the first step. Layers call it in place of the plain run.
     2. The first cuda_graph_warmup_steps training steps run eagerly. So does the step after a change of the fingerprint,
        which drops all graphs.
     3. From then on a part that is called with gradients enabled acquires a free slot, or captures one, and replays it;
@@ -123,6 +136,29 @@ class CudaGraphManager:
         self._lane: _Lane | None = None  # the lane of the current forward step
         self._num_uses: Counter[nn.Parameter] = Counter()  # number of parts with a parameter
         self._warned: set[tuple[str, str]] = set()
+
+    def graph_layers(self, model: nn.Module, *, modules: Sequence[str], wait_for_params: WaitForParams | None) -> None:
+        """Makes the named parts of all transformer layers of a model chunk run from graphs.
+
+        modules: names of --cuda-graph-modules. wait_for_params: is called with a part's parameters before each replay,
+        since a replay runs no forward hooks of the modules inside; None if parameters are never gathered.
+        """
+        for layer in model.modules():
+            if not isinstance(layer, TransformerLayer):
+                continue
+            for module, part in _parts_of(layer).items():
+                # The part moe_preprocess contains the router.
+                is_inside = module == "moe_router" and "moe_preprocess" in modules
+                if module not in modules or is_inside:
+                    continue
+                gathered = () if wait_for_params is None else (_GatheredParams(wait_for_params, part.owner),)
+                graphed = self.graphed(
+                    f"{module} of layer {layer.layer_number}",
+                    part.owner,
+                    inner=vars(layer.parts)[part.name],
+                    participants=(*gathered, *part.participants),
+                )
+                use_parts(layer, replace(layer.parts, **{part.name: graphed}))
 
     def graphed(
         self, name: str, owner: nn.Module, *, inner: Run = run, participants: Sequence[PartParticipant] = ()
@@ -229,6 +265,23 @@ class CudaGraphManager:
                 self._steps_to_warm_up = 1
         self.uses_graphs = self._has_begun = self._steps_to_warm_up == 0
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
+
+
+def _parts_of(layer: TransformerLayer) -> dict[str, GraphedPart]:
+    """Returns the parts of a layer that can be captured, by the names of --cuda-graph-modules."""
+    mlp = layer.mlp.graphed_parts() if is_expert_layer(layer.mlp) else {"mlp": GraphedPart("mlp", layer.mlp)}
+    return {"attn": GraphedPart("attn", layer.self_attention), **mlp}
+
+
+class _GatheredParams(PartParticipant):
+    """Waits for the parameter gathers of a part before each capture and replay."""
+
+    def __init__(self, wait: WaitForParams, owner: nn.Module) -> None:
+        self._wait, self._owner = wait, owner
+
+    def prepare(self) -> None:
+        """Waits until the part's parameters are gathered. Collective if a gather is due."""
+        self._wait(self._owner.parameters())
 
 
 class GraphedRun:

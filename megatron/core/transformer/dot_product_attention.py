@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import InitMethod
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups

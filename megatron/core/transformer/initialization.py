@@ -15,9 +15,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.flat_ranges import range_tensors
-from megatron.core.dist_checkpointing.logical import LogicalPiece, canonical_name, model_logical_pieces
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, range_tensors
+from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.transformer.transformer_config import NormalInit, TransformerConfig
 

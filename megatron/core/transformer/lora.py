@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.logical import LogicalPiece
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.layers import (

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.activations import QUICK_GELU_GAIN, quick_gelu
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.fusions.gated_sigmoid import GatedSigmoid
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.param_attributes import param_facts, set_tensor_model_parallel_attributes

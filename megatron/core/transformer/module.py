@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from types import MethodType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class LayerParts:
 
     The names are those of --recompute-modules, --offload-modules and --cuda-graph-modules. A layer calls its parts
     through these runners, by the decorator `part` or explicitly. layer_arrangement.py chooses the runners, and
-    graphed_layers.py those of CUDA graphs.
+    cuda_graphs.py those of CUDA graphs.
 
     attn: the whole attention layer. mla_up_proj: queries, keys and values of latent attention from the compressed
     projection, inside qkv_linear. mlp: the whole feed-forward layer, dense or with experts. moe_preprocess: the router
@@ -96,13 +96,23 @@ def part(name: str) -> Callable[[_Method[_Layer, _Args, _Result]], _Method[_Laye
 
 
 class MegatronModule(CopiedWithGroups):
-    """An nn.Module with the configuration that it was built from."""
+    """An nn.Module with the configuration that it was built from.
+
+    has_experts: whether this is a mixture-of-experts layer, whose parts are recomputed and captured separately.
+    """
+
+    has_experts: ClassVar[bool] = False
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         # A transformer block replaces them by those that layer_arrangement.py chose for the layer.
         self.parts = LayerParts()
+
+
+def is_expert_layer(module: nn.Module) -> bool:
+    """Whether a module, of the project or of a user, is a mixture-of-experts layer."""
+    return isinstance(module, MegatronModule) and module.has_experts
 
 
 class Float16Module(ModelWrapper):

@@ -18,12 +18,12 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.param_attributes import MatrixWindow
 from megatron.core.transformer.attention import Attention, QueryKeyValue
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, yarn_score_scale
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.weight_matrices import MatrixWindow
 
 
 @dataclass

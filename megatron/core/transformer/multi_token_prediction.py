@@ -19,10 +19,9 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.layer_arrangement import arrange_layer
-from megatron.core.transformer.module import MegatronModule, Run
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.module import MegatronModule, Run, is_expert_layer
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.recompute import Recomputed, plan_recompute
+from megatron.core.transformer.recompute import LayerRecompute, Recomputed, plan_recompute
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -138,11 +137,9 @@ class MultiTokenPredictionBlock(MegatronModule):
         output: Tensor = self.runs[depth - 1](self.layers[depth - 1], hidden_states, embedded, *context, **packing)
         return output
 
-    def expert_layers(self) -> Iterator[tuple[MoELayer, int, bool]]:
-        """Each layer with experts, its number in the whole model, from 1, and whether its router runs again."""
-        for layer, plan in zip(self._inner_layers, self.plan):
-            if isinstance(layer.mlp, MoELayer):
-                yield layer.mlp, layer.layer_number, plan.has_router
+    def planned_layers(self) -> Iterator[tuple[TransformerLayer, LayerRecompute]]:
+        """Yields the transformer layer of each depth and which of its parts are recomputed."""
+        return zip(self._inner_layers, self.plan)
 
     def recomputed_layers(self) -> list[int]:
         """Numbers in the whole model, from 1, of the layers that run again in backward as a whole."""
@@ -154,7 +151,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         return [layer.transformer_layer for layer in self.layers if isinstance(layer, MultiTokenPredictionLayer)]
 
     def _arranged(self, layers_before: int) -> list[Run]:
-        has_experts = [isinstance(layer.mlp, MoELayer) for layer in self._inner_layers]
+        has_experts = [is_expert_layer(layer.mlp) for layer in self._inner_layers]
         plan = plan_recompute(self.config, [*[False] * layers_before, *has_experts])
         self.plan = plan[layers_before:]
         inner = zip(self._inner_layers, self.layers, self.plan)

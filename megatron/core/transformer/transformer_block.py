@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
-from megatron.core.pipeline_split import layer_offset, layers_per_part
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, require_group_sizes
 from megatron.core.transformer.layer_arrangement import arrange_layers
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.module import MegatronModule, is_expert_layer
+from megatron.core.transformer.pipeline_split import layer_offset, layers_per_part
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,7 +62,7 @@ class TransformerBlock(MegatronModule):
             ],
             offset=offset,
         )
-        has_experts = [any(isinstance(module, MoELayer) for module in layer.modules()) for layer in self.layers]
+        has_experts = [any(map(is_expert_layer, layer.modules())) for layer in self.layers]
         self.arrangement = arrange_layers(self.layers, config, has_experts=has_experts)
         self.final_layernorm = None
         if post_layer_norm and post_process and spec.layer_norm is not None:

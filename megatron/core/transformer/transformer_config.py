@@ -14,25 +14,21 @@ from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
+    check_multiple,
+    validate_parallel_layout,
     validate_precision,
 )
-from megatron.core.parallel_layout_config import check_multiple, validate_parallel_layout
-from megatron.core.pipeline_split import layers_per_part, mtp_layers_in_layout, validate_pipeline_split
 from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
 from megatron.core.transformer.lora_config import LoRAConfig, validate_lora, validate_lora_targets
 from megatron.core.transformer.mla_config import MLAConfig, validate_mla
-from megatron.core.transformer.moe.moe_config import (
+from megatron.core.transformer.moe_config import (
     MoEConfig,
     layers_with_experts,
     validate_grouped_gemm,
     validate_moe,
     validate_moe_layer_freq,
-)
-from megatron.core.transformer.moe.paged_stash_config import (
-    validate_paged_stash,
-    validate_stash_with_activation_memory,
 )
 from megatron.core.transformer.mtp_config import MTPConfig, validate_mtp
 from megatron.core.transformer.offload_config import (
@@ -41,6 +37,11 @@ from megatron.core.transformer.offload_config import (
     validate_offload,
     validate_offload_with_recompute,
 )
+from megatron.core.transformer.paged_stash_config import (
+    validate_paged_stash,
+    validate_stash_with_activation_memory,
+)
+from megatron.core.transformer.pipeline_split import layers_per_part, mtp_layers_in_layout, validate_pipeline_split
 from megatron.core.transformer.recompute_config import (
     RecomputeConfig,
     resolve_recompute,

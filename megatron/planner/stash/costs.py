@@ -18,7 +18,7 @@ from megatron.planner.stash.outlook import Outlook
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 from megatron.planner.stash.walk import Rung
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 _WHERE = {
     Rung.DEVICE: "with every page on the device",

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun
-from megatron.training.routing_trace import RoutingHeader, RoutingStep
+from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep
 
 # Most numbers that a plan keeps in memory, of 4 bytes each.
 _MAX_STORED_NUMBERS = 1 << 30

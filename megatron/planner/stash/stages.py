@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.planner.plan import as_rank, pipeline_of
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.expert_schedule import ExpertSchedule
 from megatron.training.setup import model_parts
+from megatron.training.step.expert_memory import ExpertSchedule
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Logging and display that hang on named moments of a run."""
+"""Callbacks: logs, files, displays and profiles, called at named moments of a run."""
 
 from megatron.training.callbacks.base import (
     Callback,

@@ -1,6 +1,6 @@
-"""The moments of a run that optional behaviour hangs on, and the records handed over at each.
+"""The interface of callbacks, and the reports that they receive at each moment of a run.
 
-Callbacks watch; they never change parameters, gradients or the order of data.
+Callbacks observe. They never change parameters, gradients or the order of data.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """Milliseconds a step that ranks worked, their waiting for each other left out: the fastest and slowest rank."""
+    """Milliseconds per step that the fastest and the slowest rank worked, without waits for other ranks."""
 
     min_ms: float
     min_rank: int
@@ -24,16 +24,16 @@ class RankTimes:
 class PoolReport:
     """Pages of the paged stash in the steps since the last log line.
 
-    rank, device_pages, host_pages, page_bytes, device_high_water, host_high_water: of the step and rank whose pool was
-    fullest, the sizes of its tiers and the most pages that each held at once; timeline: when, see stash_timeline.py,
-    None where the plan is that of an earlier report whose step was as full.
-    planned_pages, spilled_pages of them that found no room on the device, live_bytes in them and tail_bytes that no row
-    filled, dropped_gate_up and dropped_act, tensors that were recomputed: sums over ranks and steps.
-    factor: device pages over those of a balanced step's peak, the longest step of the run, of the rank that has the
-    fewest; factors_needed: the same of the pages that would have sufficed, of the rank that needed the most in each
-    step, oldest first. factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor, 0
-    if none did for want of pages. It includes the pages that gate_up and act leave free for later layers, and is of the
-    host's pages if the device has none.
+    Of the rank and step whose pool was fullest: rank, sizes of the tiers (device_pages, host_pages, page_bytes), the
+    most pages held at the same time (device_high_water, host_high_water), and timeline, see stash_timeline in
+    meters/stash.py; None if an earlier report has the timeline of the same plan with a step as full.
+    Sums over ranks and steps: planned_pages, spilled_pages (planned pages without room on the device), live_bytes in
+    pages, tail_bytes that no row filled, and recomputed tensors (dropped_gate_up, dropped_act).
+    factor: device pages relative to the peak of a balanced step, for the longest step of the run and the rank with the
+    smallest factor. factors_needed: the factor that would have sufficed in each step, maximum over ranks, oldest first.
+    factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor; 0 if no tensor was
+    recomputed for lack of pages. It includes the pages that gate_up and act leave free for later layers, and refers to
+    the host's pages if the device has none.
     """
 
     rank: int
@@ -58,11 +58,11 @@ class PoolReport:
 class StashReport:
     """Expert buffers of a fixed size in the steps since the last log line, over all ranks.
 
-    steps: how many these are. void_steps: runs of them that had to be done again. capacity_factor: of the buffers now;
-    factors_needed: the least that would have done, of each step, oldest first. balanced_rows: of a pass, if all experts
-    were chosen equally often; buffer_rows: room for them; rows: layer number to the most live rows of a pass on any
-    rank. rungs: of each of spilled_pages, dropped_act, dropped_gate_up and void_steps that occurred, how often in each
-    step, oldest first. pool: None without the paged stash.
+    steps: number of these steps. void_steps: number of discarded attempts at them. capacity_factor: factor of the
+    buffers now. factors_needed: smallest factor that would have sufficed in each step, oldest first.
+    balanced_rows: rows of a pass if all experts were chosen equally often. buffer_rows: rows of a buffer. rows: layer
+    number to the most live rows of a pass on any rank. rungs: counts of spilled_pages, dropped_act, dropped_gate_up and
+    void_steps in each step, oldest first, for those that occurred. pool: None without the paged stash.
     """
 
     steps: int
@@ -78,20 +78,20 @@ class StashReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The results of one training step, as plain numbers; None: not asked for, or not known at this step.
+    """The results of one training step, as plain numbers. None means not requested, or not known at this step.
 
     losses: mean over the global batch by name ("lm loss", "load_balancing_loss"). seconds: wall time of the step.
-    grad_norm: global L2 norm before clipping, not finite where a gradient was not. params_norm: that of the weights
-    after the step. tflops: 10^12 operations a second of one device; mfu: their share of its peak. memory: bytes of
-    this rank by kind. timers: milliseconds a step by timer, of the slowest rank, mean since the last log line.
-    overlap: how communication overlapped with backward on this rank, see overlap_record.
+    grad_norm: global L2 norm before clipping; not finite if a gradient was not. params_norm: L2 norm of the weights
+    after the step. tflops: 10^12 operations per second of one device. mfu: their share of its peak. memory: bytes of
+    this rank by kind. timers: milliseconds per step of the slowest rank by timer, mean since the last log line.
+    overlap: overlap of communication with backward on this rank, see overlap_record.
     expert_load: layer number to tokens per expert over all ranks. per_layer: name to layer number to value.
-    straggler: a rank that stays slower than the others, at log lines, see stragglers.py.
-    is_last: the run ends with this step, early or not. stash: of expert buffers, at log lines and at the last step.
-    routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, ranks that
-    share experts next to each other; on the first rank alone.
-    held: bytes by kind that ranks hold, see held_memory.py.
-    notes: lines for the console below that of the step.
+    straggler: a rank that stays slower than the others, at log lines, see Straggler.
+    is_last: whether the run ends with this step. stash: figures of expert buffers, at log lines and at the last step.
+    routing: layer number to tokens per expert of each micro-batch and rank of a stage, [M, R, E] int64, on the first
+    rank only. Ranks that share experts are adjacent.
+    held: bytes by kind that ranks hold, see meters/memory.py.
+    notes: further lines for the console, printed after the step's line.
     """
 
     iteration: int
@@ -127,7 +127,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Mean losses over an evaluation; `split` is "validation" or "test"."""
+    """Mean losses over an evaluation. split: "validation" or "test". final: whether training is over."""
 
     iteration: int
     split: str
@@ -144,7 +144,7 @@ class RunStart:
 
 
 class Callback:
-    """Base of all callbacks: each method is a moment of the run and does nothing unless overridden."""
+    """Base class of callbacks. Each method is called at a moment of the run and does nothing unless overridden."""
 
     def on_train_start(self, start: RunStart) -> None:
         """Called before the first step."""
@@ -168,10 +168,10 @@ class Callback:
         """Called when the run has returned to the checkpoint of `iteration`: later steps are repeated."""
 
     def on_train_end(self) -> None:
-        """Called after the last step and its checkpoint, before the final evaluation."""
+        """Called after the last step and its checkpoint, and before the final evaluation."""
 
     def on_run_end(self) -> None:
-        """Called at the very end, also when an error ends the run, to close files."""
+        """Called at the end of the run, even after an error, to close files."""
 
 
 @dataclass

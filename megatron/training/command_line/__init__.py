@@ -1,1 +1,1 @@
-"""The command line: flags generated from configuration dataclasses, and what is said of flags that do not work."""
+"""The command line: flags generated from configuration dataclasses, configuration files, and checks of combinations."""

@@ -1,6 +1,6 @@
-"""Configuration objects from parsed arguments, with errors that name flags instead of fields.
+"""Builds configuration objects from parsed arguments, with errors that name flags instead of fields.
 
-What the arguments must fulfil together is in validation.py.
+validation.py checks arguments against each other.
 """
 
 import argparse
@@ -15,16 +15,15 @@ from megatron.core.config_field import field_problems, field_spec
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flag_table import FlagState, FlagTable, field_dest
-from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
+from megatron.training.command_line.flags import CONFIG_CLASSES, FlagState, FlagTable, field_dest, flag_table
 
 ConfigT = TypeVar("ConfigT")
 
 
 def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> ConfigT:
-    """A configuration of any class from the arguments that have its fields' names; CommandLineError if they clash.
+    """Builds a configuration from the arguments with its fields' names. Raises CommandLineError for invalid values.
 
-    Fields that are not on the command line take an argument of their name too (`params_dtype`), unless it is None.
+    A field that is not on the command line also takes an argument of its name (`params_dtype`), unless it is None.
     """
     with flags_named_in_errors():
         return config_class(**_field_values(config_class, args))
@@ -33,7 +32,7 @@ def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> C
 def core_transformer_config_from_args(
     args: argparse.Namespace, config_class: type[TransformerConfig] = TransformerConfig
 ) -> TransformerConfig:
-    """The transformer's configuration, with what follows from GPT flags such as --swiglu."""
+    """Builds the transformer's configuration, including fields that GPT flags such as --swiglu imply."""
     with flags_named_in_errors():
         # Only the GPT settings know what --swiglu and the head groups mean for a transformer layer.
         gpt = GPTModelConfig(**_field_values(GPTModelConfig, args))
@@ -46,7 +45,7 @@ def core_transformer_config_from_args(
 
 
 def problems_of_call(call: Callable[[], object]) -> list[str]:
-    """Calls it; returns the lines of its ValueError, with flags in place of fields, or an empty list."""
+    """Runs a call; returns the lines of its ValueError, with flags in place of fields, or an empty list."""
     try:
         with flags_named_in_errors():
             call()
@@ -56,7 +55,7 @@ def problems_of_call(call: Callable[[], object]) -> list[str]:
 
 
 def problems_of_config(config_class: type[Any], args: argparse.Namespace) -> list[str]:
-    """Returns the contradictions that a configuration finds in the arguments that have its fields' names."""
+    """Returns the error lines of a configuration built from the arguments with its fields' names."""
     return problems_of_call(partial(config_from_args, config_class, args))
 
 
@@ -88,7 +87,7 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
     for field in dataclasses.fields(config_class):
         spec, dest = field_spec(field), field_dest(field)
         on_command_line = spec is not None and spec.flags != ()
-        # None for a field off the command line means that nobody set it: the class default is better.
+        # None for a field that has no flag means that nothing has set it, so the class default applies.
         if field.init and (on_command_line or vars(args).get(dest) is not None):
             values[field.name] = vars(args)[dest]
     return values
@@ -99,7 +98,7 @@ def flags_named_in_errors() -> Iterator[None]:
     """Turns a ValueError of the body, which names fields, into a CommandLineError that names flags."""
     try:
         yield
-    # It names flags already; naming them twice would garble it.
+    # A CommandLineError names flags already.
     except CommandLineError:
         raise
     except ValueError as error:
@@ -114,7 +113,7 @@ _DERIVED_FIELDS = {
 
 
 def with_flag_names(message: str, table: FlagTable) -> str:
-    """`OptimizerConfig.min_lr is 2` -> `--min-lr is 2`; words that are no field, or belong to code, stay."""
+    """Replaces fields by flags: `OptimizerConfig.min_lr is 2` becomes `--min-lr is 2`. Leaves code and other words."""
     flags = dict(_DERIVED_FIELDS)
     for flag in table.in_state(FlagState.WORKS):
         assert flag.field is not None
@@ -123,7 +122,7 @@ def with_flag_names(message: str, table: FlagTable) -> str:
         config, _, name = flag.field.partition(".")
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
-    # A field of one word is no name inside a sentence.
+    # A field of one word is replaced at the start of a line only; inside a sentence it is an ordinary word.
     message = re.sub(r"^([a-z]+)(?= is | has )", lambda match: flags.get(match[1], match[1]), message, flags=re.M)
     # Not inside paths, assignments or attributes: those are code or files, not settings.
     return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

@@ -1,6 +1,6 @@
-"""The argument parser: every known flag with its arity and type, help for the working ones, errors with advice.
+"""The argument parser: arity and type of every known flag, help for working ones, and errors with advice.
 
-Precedence of configuration files and checks across flags are in arguments.py and validation.py.
+arguments.py defines the precedence of configuration files. validation.py and conflicts.py check flags against others.
 """
 
 import argparse
@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
-from megatron.training.command_line.refusals import refusal
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, refusal
 from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse's parser, except that mistakes raise CommandLineError and only rank 0 prints help.
+    """ArgumentParser that raises CommandLineError for mistakes and prints help on rank 0 only.
 
-    mistakes: collects messages about words that are no value of their flag, which raise nothing.
+    mistakes: collects messages about words that are not a value of their flag, which raise nothing.
     """
 
     def __init__(self, **spec: Any) -> None:
@@ -41,7 +40,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """argparse's layout, wider, and without line breaks inside flags."""
+    """Help formatter with wider lines and without line breaks inside flags."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
@@ -54,10 +53,10 @@ REFUSED = "refused_flags"
 
 
 class _Refuse(argparse.Action):
-    """Collects, under the name of REFUSED, why each flag that this framework will not have is refused."""
+    """Collects the refusals of given flags in the argument REFUSED."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
-        # Any number of words: the refusal is what matters, not whether the value is missing.
+        # Any number of words, so that the message is the refusal and not a missing value.
         super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **spec)
         self.flag = flag
 
@@ -67,7 +66,7 @@ class _Refuse(argparse.Action):
 
 
 class _StoreUnwrapped(argparse.Action):
-    """Stores a list of words, or the bare value where one word stands for it."""
+    """Stores a list of values, or the bare value of a single word for flags that allow it."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
         super().__init__(option_strings, dest, **spec)
@@ -81,10 +80,11 @@ class _StoreUnwrapped(argparse.Action):
 def build_parser(
     table: FlagTable, extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None] | None
 ) -> tuple[argparse.ArgumentParser, frozenset[str], list[str]]:
-    """Returns a parser for all flags of `table` and those that a script adds, the names of the script's arguments, and
-    a list to which the parser will add messages about words that are no value of their flag.
+    """Builds a parser for all flags of `table` and those that a script adds.
 
-    A script may define a flag that does not work here; one that works is taken, as argparse says.
+    Returns the parser, the names of the script's arguments, and the list of messages that the parser fills, about words
+    that are not a value of their flag. A script may define a flag that does not work here. For a flag that works,
+    argparse reports a conflict.
     """
     others = len(table.flags) - len(table.in_state(FlagState.WORKS))
     own = FlagParser(
@@ -168,15 +168,15 @@ def problems_of_leftovers(leftovers: Sequence[str], parser: argparse.ArgumentPar
 
 
 def _known_words(parser: argparse.ArgumentParser, table: FlagTable) -> list[str]:
-    # To suggest a flag only to refuse it next would be a poor joke.
+    # A suggested flag must not be refused next.
     refused = {word for flag in table.in_state(FlagState.REFUSED) for word in flag.flags}
     return [word for action in parser._actions for word in action.option_strings if word not in refused]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest candidate, or nothing."""
+    """Returns the end of an error about an unknown name, with the nearest candidate; empty without one."""
     names = list(candidates)
-    # A name that was left off in the middle is that one, even if another has fewer letters that differ.
+    # A prefix of a candidate is preferred, even if another candidate is closer in edit distance.
     begun = difflib.get_close_matches(name, [one for one in names if one.startswith(name)], n=1)
     nearest = begun or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -1,6 +1,6 @@
-"""Checks across flags of several configurations, and the arguments that follow from others.
+"""Validates and completes the arguments: derived sizes, layout, batches, model, schedules, checkpoints and launcher.
 
-A configuration's own fields are checked by its class.
+A configuration class checks its own fields. conflicts.py checks modes that exclude other flags.
 """
 
 import argparse
@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
-from megatron.core.batch_schedule import build_batch_schedule
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import without_memory
+from megatron.core.model_parallel_config import check_multiple
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
-from megatron.core.num_microbatches_calculator import NumMicroBatches
+from megatron.core.num_microbatches_calculator import NumMicroBatches, build_batch_schedule
+from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
-from megatron.core.transformer.moe.moe_config import MoEConfig, validate_moe_layer_freq
-from megatron.core.transformer.moe.router_config import RouterConfig
+from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.offload_config import recomputed_parts
+from megatron.core.transformer.pipeline_split import num_parts_in_layout
+from megatron.core.transformer.router_config import RouterConfig
 from megatron.training.command_line.config_builder import (
     config_from_args,
     core_transformer_config_from_args,
@@ -32,14 +34,9 @@ from megatron.training.command_line.config_builder import (
     problems_of_config,
     problems_of_configs,
 )
+from megatron.training.command_line.conflicts import check_faults, check_fully_sharded, check_graphs, check_optimizer
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.fault_checks import check_faults
-from megatron.training.command_line.flag_table import flags_of_class
-from megatron.training.command_line.fully_sharded_checks import check_fully_sharded
-from megatron.training.command_line.graph_checks import check_graphs
-from megatron.training.command_line.layout_checks import check_layout
-from megatron.training.command_line.optimizer_checks import check_optimizer
-from megatron.training.command_line.registry import flag_table
+from megatron.training.command_line.flags import flag_table, flags_of_class
 
 _MOST_PLANNED_RANKS = 1 << 18
 
@@ -48,7 +45,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     """Completes and checks the arguments in place; `defaults` fill arguments that are None.
 
     Raises CommandLineError (a ValueError) with a line for each problem, which names the flags and what to do. Every
-    rank finds the same. After an error the arguments are of no use.
+    rank raises the same. After an error the arguments must not be used.
     """
     # The user comes first: a script's default never replaces what was given.
     for name, value in (defaults or {}).items():
@@ -66,7 +63,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def _replace(args: argparse.Namespace, values: Mapping[str, int | None]) -> list[str]:
-    """Replaces arguments, None by the default, so that other checks can go on; returns the flags of these arguments."""
+    """Sets arguments, to the default for None, so that other checks can continue; returns their flags."""
     table = flag_table()
     for name, value in values.items():
         vars(args)[name] = table.by_dest[name].default if value is None else value
@@ -112,15 +109,15 @@ def _first_flag(problem: str) -> str:
 
 
 def _check_sizes(args: argparse.Namespace) -> list[str]:
-    """Runs checks each of which relies on those before it; returns the messages of the first that has some."""
+    """Runs checks that depend on each other, in order; returns the messages of the first that fails."""
     return [*check_layout(args)] or check_batches(args) or [*derive_length(args)]
 
 
 def settle_meanings(args: argparse.Namespace) -> None:
-    """Sets what follows from other flags where these leave one meaning alone, and says so in a line each."""
+    """Sets arguments for which other flags leave only one meaning, and prints a note about each."""
     settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale, _settle_adapters)
     notes = [note for settle in settled if (note := settle(args))]
-    # An evaluation of random weights says nothing.
+    # An evaluation of random weights is meaningless.
     args.exit_on_missing_checkpoint |= args.skip_train
     if notes and is_first_rank():
         print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
@@ -172,7 +169,7 @@ def _settle_scale(args: argparse.Namespace) -> str | None:
 
 
 def _settle_adapters(args: argparse.Namespace) -> str | None:
-    """Refuses nothing: the arguments of a merged checkpoint are such."""
+    """Notes adapter flags without an effect. Refuses none, because the arguments of a merged checkpoint have them."""
     given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
     if not given or args.lora_rank is not None:
         return None
@@ -181,19 +178,19 @@ def _settle_adapters(args: argparse.Namespace) -> str | None:
 
 
 def check_flex_backend(args: argparse.Namespace) -> None:
-    """Checks the back end that layers need, on ranks without such a layer too: they would wait for the others."""
+    """Checks the dispatcher's back end, also on ranks without expert layers, which would wait for the others."""
     with without_memory() if args.dry_run else nullcontext():
         require_flex_backend(core_transformer_config_from_args(args))
 
 
 def _needed(args: argparse.Namespace) -> list[str]:
-    """Returns the arguments that have no sensible default and count something."""
+    """Returns the required arguments that are counts."""
     sizes = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
     return sizes if args.skip_train or args.train_samples is not None else [*sizes, "train_iters"]
 
 
 def check_required(args: argparse.Namespace) -> Iterator[str]:
-    """Every run needs a model, a sequence length and a batch; a training run also an end and a learning rate."""
+    """Yields missing sizes of model, sequence and batch and, for a training run, missing length and learning rate."""
     needed = _needed(args)
     all_needed = needed if args.skip_train else [*needed, "lr"]
     missing = [f"--{name.replace('_', '-')}" for name in all_needed if vars(args)[name] is None]
@@ -208,7 +205,7 @@ def check_required(args: argparse.Namespace) -> Iterator[str]:
 
 
 def settle_tokenizer(args: argparse.Namespace) -> None:
-    """Sets the type where scripts name it by its files alone."""
+    """Sets the tokenizer's type if scripts give only its files."""
     if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
         args.tokenizer_type = "GPT2BPETokenizer"
 
@@ -225,6 +222,108 @@ def check_data(args: argparse.Namespace) -> Iterator[str]:
         yield "--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train"
 
 
+def check_layout(args: argparse.Namespace) -> Iterator[str]:
+    """Derives data_parallel_size and virtual_pipeline_model_parallel_size; yields sizes that do not divide.
+
+    After an error the first is 1 or the second is None, so that other checks can continue.
+    """
+    tensor_size, context_size = args.tensor_model_parallel_size, args.context_parallel_size
+    # As in Megatron-LM, scripts may leave it on while they vary the tensor-parallel size.
+    args.sequence_parallel = args.sequence_parallel and tensor_size > 1
+    yield from problems_of_call(partial(_derive_replicas, args))
+    if context_size > 1:
+        # Each rank holds an early and a late chunk, so that all attend to the same number of keys.
+        yield from _uneven("seq_length", args.seq_length, of="2 x context_parallel_size", size=2 * context_size)
+    if args.sequence_parallel:
+        parts = "context_parallel_size x tensor_model_parallel_size"
+        yield from _uneven("seq_length", args.seq_length, of=parts, size=context_size * tensor_size)
+    if args.padded_vocab_size is not None:
+        yield from _uneven(
+            "padded_vocab_size", args.padded_vocab_size, of="tensor_model_parallel_size", size=tensor_size
+        )
+    if context_size > 1 and args.reset_attention_mask and args.create_attention_mask_in_dataloader:
+        yield (
+            f"--reset-attention-mask makes masks of whole sequences, and --context-parallel-size is {context_size}: "
+            "add --no-create-attention-mask-in-dataloader, which hands over borders of documents instead"
+        )
+    if args.optimizer == "muon" and max(tensor_size, args.expert_tensor_parallel_size or tensor_size) > 1:
+        yield (
+            f"--optimizer is muon and --tensor-model-parallel-size is {tensor_size}: muon needs whole matrices, so it "
+            "and --expert-tensor-parallel-size must be 1"
+        )
+    yield from derive_virtual_stages(args)
+
+
+def _derive_replicas(args: argparse.Namespace) -> None:
+    args.data_parallel_size = 1
+    dense, _ = rank_grids(args.world_size, layout_sizes(args), order=DEFAULT_ORDER)
+    args.data_parallel_size = dense.name_to_size["dp"]
+
+
+def _uneven(name: str, value: int, *, of: str, size: int) -> list[str]:
+    return problems_of_call(lambda: check_multiple(name, value, of=of, size=size))
+
+
+def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """Returns the sizes of the rank grids, by the argument names of initialize_model_parallel."""
+    tensor_size = args.tensor_model_parallel_size
+    return {
+        "tensor_model_parallel_size": tensor_size,
+        "context_parallel_size": args.context_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "expert_model_parallel_size": args.expert_model_parallel_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size or tensor_size,
+    }
+
+
+def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
+    """Sets the virtual pipeline size from one of its flags; None without virtual stages, or if flags contradict."""
+    layers, pieces = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    stages, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    args.virtual_pipeline_model_parallel_size = None
+    if layers is not None and pieces is not None:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage is {layers} and --num-virtual-stages-per-pipeline-rank is "
+            f"{pieces}: give one of them"
+        )
+        return
+    if layout is not None:
+        if layers is not None or pieces is not None:
+            flag = (
+                "--num-layers-per-virtual-pipeline-stage"
+                if pieces is None
+                else "--num-virtual-stages-per-pipeline-rank"
+            )
+            yield f"--pipeline-model-parallel-layout says what every virtual stage holds: drop {flag}"
+            return
+        wrong = problems_of_call(lambda: _check_stages_of_layout(layout, stages))
+        if wrong:
+            yield from wrong
+            return
+        pieces = num_parts_in_layout(layout) // stages
+    if layers is not None:
+        if layers < 1:
+            yield f"--num-layers-per-virtual-pipeline-stage is {layers}: must be at least 1"
+            return
+        if args.num_layers % (stages * layers):
+            yield (
+                f"--num-layers is {args.num_layers}: must be a multiple of --pipeline-model-parallel-size x "
+                f"--num-layers-per-virtual-pipeline-stage ({stages * layers})"
+            )
+            return
+        pieces = args.num_layers // (stages * layers)
+    if pieces is not None and pieces > 1:
+        if stages == 1:
+            yield f"--pipeline-model-parallel-size is 1: {pieces} virtual stages per rank need at least 2"
+            return
+        args.virtual_pipeline_model_parallel_size = pieces
+
+
+def _check_stages_of_layout(layout: str, stages: int) -> None:
+    parts = num_parts_in_layout(layout)
+    check_multiple("pipeline_model_parallel_layout's stages", parts, of="pipeline_model_parallel_size", size=stages)
+
+
 def check_batches(args: argparse.Namespace) -> list[str]:
     """Sets the global batch if unset; checks every batch size of the run."""
 
@@ -237,7 +336,7 @@ def check_batches(args: argparse.Namespace) -> list[str]:
 
 
 def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
-    """The batch sizes of a run with these arguments; CommandLineError where one of them cannot be had."""
+    """Returns the batch sizes of a run with these arguments. Raises CommandLineError for an impossible one."""
     with flags_named_in_errors():
         schedule = build_batch_schedule(
             args.global_batch_size,
@@ -251,12 +350,12 @@ def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
 
 
 def derive_length(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --train-iters from --train-samples; a run's length and its schedules must be in the same unit."""
+    """Sets --train-iters from --train-samples; yields schedules in another unit than the run's length."""
     if args.train_samples is not None:
         iterations = batch_sizes(args).running.iterations_within(args.train_samples)
         # Equal after a first validation of the same arguments.
         if args.train_iters not in (None, iterations):
-            yield (f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give one of them")
+            yield f"--train-iters is {args.train_iters} and --train-samples is {args.train_samples}: give one of them"
         if iterations < 1:
             yield f"--train-samples is {args.train_samples}: must be at least one global batch"
         args.train_iters = iterations
@@ -276,7 +375,7 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[
 
 
 def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Experts are made of a checkpoint, in a model that has some."""
+    """Yields the flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
     if not args.moe_use_upcycling:
         return
     for flag, value in (("--num-experts", args.num_experts), ("--load", args.load)):
@@ -301,7 +400,7 @@ def check_positions(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_rotation(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the kind of positions from the older flag for it; settings of a rotation need one."""
+    """Sets the kind of positions from its older flag; yields settings of rotary positions without them."""
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
@@ -320,7 +419,7 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
 
 
 def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --rope-type where --position-embedding-type says yarn, which is a kind of rope."""
+    """Sets --rope-type if --position-embedding-type is yarn, which is a kind of rope."""
     if args.position_embedding_type == "yarn":
         if args.rope_type == "rope":
             yield "--position-embedding-type is yarn and --rope-type is rope: drop one of them"
@@ -349,7 +448,7 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
             "rotate, drop it"
         )
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
-        yield ("--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms")
+        yield "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms"
     # 1 is what Megatron's own default passes along in scripts that print their arguments; it means "not given".
     if not args.group_query_attention and args.num_query_groups not in (None, 1):
         yield (
@@ -358,7 +457,7 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_experts(args: argparse.Namespace) -> Iterator[str]:
-    """Flags of expert layers are contradictory in a dense model, not ignored; a router must be able to learn."""
+    """Yields flags of expert layers in a dense model, and a router that could not learn."""
     if args.num_experts is not None:
         yield from _check_layer_pattern(args)
         if not problems_of_config(RouterConfig, args) and config_from_args(RouterConfig, args).has_constant_weights:
@@ -373,7 +472,7 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
-    """Checks which layers have experts; puts them into every layer where that is wrong, so that others can go on."""
+    """Checks which layers have experts; after an error sets them for every layer, so that other checks can continue."""
     if problems_of_config(MoEConfig, args):
         return []
     wrong = problems_of_call(lambda: validate_moe_layer_freq(config_from_args(MoEConfig, args), args.num_layers))
@@ -415,14 +514,14 @@ def check_logging(args: argparse.Namespace) -> Iterator[str]:
     if args.log_progress and args.save is None:
         yield "--log-progress needs --save: progress.txt stands beside the checkpoints"
     if args.record_routing is not None and args.num_experts is None:
-        yield (f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing")
+        yield f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
     absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
     if args.profile and absent:
-        yield (f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are")
+        yield f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are"
 
 
 def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
-    """Sets what scripts expect to find filled in: head width and feed-forward width."""
+    """Sets head width and feed-forward width, which scripts expect to be set."""
     if args.kv_channels is None and args.multi_latent_attention:
         args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.kv_channels is None:
@@ -437,7 +536,7 @@ def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
 
 
 def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
-    """Sets precision and where the run starts."""
+    """Sets the precision and the position at which the run starts."""
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 are both given: choose one precision"
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
@@ -448,7 +547,7 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
 
 
 def read_launcher(args: argparse.Namespace) -> None:
-    """Sets what torchrun tells through the environment; one process alone is rank 0 of 1."""
+    """Sets rank and number of processes from torchrun's environment; a single process is rank 0 of 1."""
     args.rank = _launcher_number("RANK", default=0)
     started = _launcher_number("WORLD_SIZE", default=1)
     if args.world_size not in (None, started) and not (args.dry_run or args.fake_process_group):
@@ -456,7 +555,7 @@ def read_launcher(args: argparse.Namespace) -> None:
             f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run and "
             "--fake-process-group; how many train is said by torchrun"
         )
-    # Before anything is made of it; more ranks than this no layout was thought of for, and tables of them take minutes.
+    # Before tables of all ranks are built, which takes minutes for more ranks than this.
     if args.world_size is not None and not 1 <= args.world_size <= _MOST_PLANNED_RANKS:
         raise CommandLineError(f"--world-size is {args.world_size}: must be from 1 to {_MOST_PLANNED_RANKS}")
     args.world_size = args.world_size or started
@@ -466,7 +565,7 @@ def read_launcher(args: argparse.Namespace) -> None:
 
 
 def check_fake_rank(args: argparse.Namespace) -> None:
-    """Raises CommandLineError where a rank that is alone could not be that rank, or would keep what it made up."""
+    """Raises CommandLineError if a single process cannot be that rank, or would save or load its invalid weights."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise CommandLineError(
             "--fake-process-group is one process that plays a rank of many: start it with python, not with torchrun"
@@ -479,7 +578,7 @@ def check_fake_rank(args: argparse.Namespace) -> None:
                 f"--{name} and --fake-process-group are both given: one rank alone has no checkpoint, and what it "
                 "learns without the others is not worth one"
             )
-    # Without the other ranks' parts sums are wrong, and may well be no numbers.
+    # Without the other ranks' parts, sums are wrong and may be NaN.
     args.check_for_nan_in_loss_and_grad = False
 
 

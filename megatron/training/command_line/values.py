@@ -1,24 +1,24 @@
-"""From words on a command line or scalars in a YAML file to the values of flags, and back to text.
+"""Converts words of the command line and scalars of YAML files to values of flags, and values back to text.
 
-Bounds are not checked here: the configuration dataclass that receives a value checks them.
+The configuration dataclass that receives a value checks its bounds.
 """
 
 import enum
 from typing import Any
 
-from megatron.training.command_line.flag_table import Flag
+from megatron.training.command_line.flags import Flag
 from megatron.training.command_line.refusals import VALUE_REFUSALS
 
 _KIND_NAMES = {"int": "an integer", "float": "a number"}
 
 
 def value_of_word(flag: Flag, word: str) -> Any:
-    """The value of one word; ValueError with text for the user, without the flag's name, if it is not one."""
+    """Converts a word to the flag's value. Raises ValueError with a message for the user, without the flag's name."""
     try:
         value = flag.parse(word)
     except ValueError as error:
         kind = _KIND_NAMES.get(flag.type_name)
-        # A field's parser names itself first; the flag's name is said already.
+        # Messages of a field's parser start with the field's name, and the caller adds the flag's.
         reason = str(error).removeprefix(f"{flag.dest} is ")
         raise ValueError(f"{word!r} is not {kind}" if kind else _choice_error(flag, word) or reason) from None
     if flag.choices is not None and value not in flag.choices:
@@ -27,7 +27,7 @@ def value_of_word(flag: Flag, word: str) -> Any:
 
 
 def _choice_error(flag: Flag, word: str) -> str | None:
-    """Why a value that Megatron users know is not accepted; None for a value that nobody knows."""
+    """Returns why a value that Megatron-LM accepts is not available; None for a value that is unknown there too."""
     advice = VALUE_REFUSALS.get((flag.flags[0], word))
     if advice is not None:
         return f"{word!r} is not available here; {advice}"
@@ -39,14 +39,14 @@ def _choice_error(flag: Flag, word: str) -> str | None:
 
 
 def choice_names(flag: Flag) -> list[str]:
-    """The allowed values of a flag as words; empty if any value goes."""
+    """Returns the allowed values of a flag as words; empty if any value is allowed."""
     if isinstance(flag.default, enum.Enum) and flag.choices is None:
         return list(type(flag.default).__members__)
     return [text_of_value(choice) for choice in flag.choices or ()]
 
 
 def text_of_value(value: Any) -> str:
-    """A value as one would write it on the command line."""
+    """Formats a value for the command line."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -55,7 +55,7 @@ def text_of_value(value: Any) -> str:
 
 
 def yaml_of_value(value: Any) -> Any:
-    """A value as plain YAML data, such that `value_of_yaml` gives it back."""
+    """Converts a value to plain YAML data; the inverse of value_of_yaml."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -64,7 +64,7 @@ def yaml_of_value(value: Any) -> Any:
 
 
 def value_of_yaml(flag: Flag, data: Any) -> Any:
-    """The value of a flag from YAML data; ValueError with text for the user if the type is wrong."""
+    """Converts YAML data to a flag's value. Raises ValueError with a message for the user if the type is wrong."""
     # An empty value in a file is how --print-config writes "not set".
     if data is None and flag.default is None:
         return None
@@ -78,7 +78,7 @@ def value_of_yaml(flag: Flag, data: Any) -> Any:
 
 
 def _list_of_yaml(flag: Flag, items: list[Any]) -> Any:
-    # argparse counts the words of the command line; nobody counts those of a file.
+    # argparse counts the words of the command line, but not the values of a file.
     if isinstance(flag.nargs, int) and len(items) != flag.nargs:
         raise ValueError(f"{len(items)} values instead of {flag.nargs}")
     # A list of strings may hold numbers: `data_path: [0.3, books, 0.7, web]`.
@@ -89,8 +89,8 @@ def _list_of_yaml(flag: Flag, items: list[Any]) -> Any:
 def _word_of_yaml(flag: Flag, data: Any) -> str:
     if isinstance(data, str):
         return data
-    # YAML reads 1e-4 as a string and value_of_word makes it a number again; the reverse, a number for a string,
-    # is a slip unless the field has its own parser (`moe_layer_freq: [0, 1, 1]`).
+    # YAML reads 1e-4 as a string, which value_of_word converts to a number. A number in place of a string is a mistake
+    # unless the field has its own parser (`moe_layer_freq: [0, 1, 1]`).
     if flag.type_name == "str":
         raise ValueError(f"{data!r} is not a string; put it in quotes")
     if flag.parse in (int, float) and not _is_number(data):

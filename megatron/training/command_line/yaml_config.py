@@ -1,6 +1,7 @@
-"""Configuration files: reading `--config file.yaml` and writing what `--print-config` shows.
+"""Configuration files: reads `--config file.yaml` and writes the output of `--print-config`.
 
-Keys are the names that flags have in the parsed arguments, flat or below the group titles of --help.
+Keys are the names that flags have in the parsed arguments, flat or below the group titles of --help. Files contain
+names, lists, numbers and words; the rest of YAML is refused, and their size is limited.
 """
 
 import argparse
@@ -11,13 +12,107 @@ from typing import Any
 import yaml
 
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flag_table import Flag, FlagState, FlagTable
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
 from megatron.training.command_line.parser import did_you_mean
-from megatron.training.command_line.refusals import refusal
 from megatron.training.command_line.values import value_of_yaml, yaml_of_value
-from megatron.training.command_line.yaml_values import plain_values
 
-# They say what to do with a configuration and are not part of one.
+# Limits for configuration files. A few lines of YAML references can expand to more values than fit in memory.
+_MAX_CHARACTERS = 1 << 20
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 20
+_PREFIX = "tag:yaml.org,2002:"
+_COLLECTIONS = {f"{_PREFIX}map", f"{_PREFIX}seq"}
+_SCALARS = {f"{_PREFIX}{name}" for name in ("str", "int", "float", "bool", "null")}
+_MERGE = f"{_PREFIX}merge"
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """SafeLoader that limits nesting, and refuses duplicate keys, of which YAML would use the last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self._depth == _MAX_DEPTH:
+            raise _error(f"it is nested deeper than {_MAX_DEPTH} levels", self.peek_event().start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # Before the base class folds equal keys together.
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise _error(f"{key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def check(self, node: yaml.Node, sizes: dict[yaml.Node, int | None]) -> int:
+        """Returns the number of values that a node expands to; sizes: of visited nodes, None while visiting."""
+        if node in sizes:
+            size = sizes[node]
+            if size is None:
+                raise _error("it refers to itself", node.start_mark)
+            return size
+        sizes[node] = None
+        if isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node)
+        elif node.tag not in _COLLECTIONS:
+            raise _error(f"{node.tag} is not available: must be lists and names with values", node.start_mark)
+        total = 1 + sum(self.check(inner, sizes) for inner in _inside(node))
+        if total > _MAX_VALUES:
+            raise _error(f"it stands for more than {_MAX_VALUES} values", node.start_mark)
+        sizes[node] = total
+        return total
+
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        if node.tag == _MERGE:
+            return
+        if node.tag not in _SCALARS:
+            kind = node.tag.removeprefix(_PREFIX)
+            raise _error(f"{node.value!r:.60} is a {kind} to YAML: put it in quotes", node.start_mark)
+        # Where the file itself says the type.
+        if node.tag not in (self.resolve(yaml.ScalarNode, node.value, (True, False)), f"{_PREFIX}str"):
+            raise _error(f"{node.value!r:.60} is no {node.tag.removeprefix(_PREFIX)}", node.start_mark)
+
+
+def plain_values(text: str) -> Any:
+    """Parses a YAML text into plain values. Raises ValueError with the problem and its position."""
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"it has {len(text)} characters: must be at most {_MAX_CHARACTERS}")
+    try:
+        loader = _PlainLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        loader.check(node, {})
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _inside(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _error("a list or mapping is no name of a value", key.start_mark)
+    return [part for pair in node.value for part in pair]
+
+
+def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, mark)
+
+
+# Flags about what to do with a configuration, which are not part of it.
 NOT_IN_FILES = ("config", "print_config", "list_models", "dry_run", "world_size")
 
 
@@ -31,16 +126,16 @@ _InlineListDumper.add_representer(
 
 
 def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Values by name in the parsed arguments; `script_dests` are names that a script added to the parser.
+    """Reads a file; returns values by their names in the parsed arguments.
 
-    Raises CommandLineError for a file that cannot be read, and with a line for each unknown or refused key and each
-    value of the wrong type.
+    script_dests: names that a script added to the parser. Raises CommandLineError for an unreadable file, and with a
+    line for each unknown or refused key and each value of the wrong type.
     """
     aliases = _aliases(table)
     values: dict[str, Any] = {}
     problems = []
     for key, data in _flatten(_load(path), path=path, table=table):
-        # Who copies flags into a file keeps their dashes.
+        # Keys may be copied flags, with dashes.
         name = key.replace("-", "_")
         try:
             # argparse turns a string default into the type that the script asked for.
@@ -52,7 +147,7 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
         except CommandLineError as error:
             problems.append(str(error))
             continue
-        # Flat and below a title, or under two of its names.
+        # Given both flat and below a title, or under two of its names.
         if dest in values:
             problems.append(f"{path}: {dest} is given twice")
         values[dest] = value
@@ -76,13 +171,13 @@ def _load(path: str) -> dict[Any, Any]:
 
 
 def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
-    # Titles of flags that do not work count too, for their keys get a better answer than "unknown group".
+    # Includes titles of flags that do not work, whose keys get a better message than "unknown group".
     titles = {flag.group for flag in table.flags}
     for key, data in content.items():
         if not isinstance(key, str):
             raise CommandLineError(f"{path}: {key!r} is not the name of a flag")
         if not isinstance(data, dict):
-            # A title over nothing, as in a file whose lines are commented out, is no flag.
+            # A title without keys, as in a file whose lines are commented out, is not a flag.
             if not (data is None and key in titles):
                 yield key, data
         # Spaces in keys are unusual in YAML; underscores do as well.
@@ -93,7 +188,7 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
 
 
 def _aliases(table: FlagTable) -> dict[str, Flag]:
-    """Flags by every name a file may use: as in the parsed arguments, of the field, or of the flag."""
+    """Returns flags by every name that a file may use: of the argument, of the field, or of the flag."""
     # Names in the arguments win over spellings; reversed, so that working flags win over others.
     aliases = {flag.dest: flag for flag in reversed(table.flags)}
     for flag in table.flags:
@@ -128,7 +223,7 @@ def _value(flag: Flag, data: Any, *, path: str, table: FlagTable) -> Any:
 
 
 def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:
-    """The arguments as YAML that `--config` reads back to the same arguments."""
+    """Formats the arguments as YAML that `--config` reads back to the same arguments."""
     groups: dict[str, dict[str, Any]] = {}
     for flag in shown_flags(args, table):
         if flag.dest not in script_dests:
@@ -138,7 +233,21 @@ def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set
 
 
 def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
-    """The flags that make up a configuration: those that work, and others that somebody set."""
+    """Returns the flags that make up a configuration: flags that work, and others that are not at their default."""
     flags = [flag for flag in table.flags if flag.state is not FlagState.REFUSED and flag.dest not in NOT_IN_FILES]
-    # Others would fill the page with what nobody set.
     return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]
+
+
+# Arguments about the progress of a run or the place of a process, which are not settings.
+_OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
+
+
+def config_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings of a run as JSON values by argument name: those of --print-config, and those of scripts."""
+    table = flag_table()
+    known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
+    # Arguments that a script added, and derived ones such as the padded vocabulary.
+    silent = {*table.by_dest, *_OF_ONE_RANK}
+    plain = (bool, int, float, str, type(None))
+    others = {name: value for name, value in vars(args).items() if name not in silent and isinstance(value, plain)}
+    return {**known, **others}

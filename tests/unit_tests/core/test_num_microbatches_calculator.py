@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.batch_schedule import build_batch_schedule, parse_step_schedule, ramp_up
+from megatron.core.num_microbatches_calculator import build_batch_schedule, parse_step_schedule, ramp_up
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.run import TrainingRun
-from megatron.training.train_state import TrainState
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from megatron.core.batch_schedule import constant_batch, ramp_up
+from megatron.core.num_microbatches_calculator import constant_batch, ramp_up
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
+    OptimizerParamSchedulerConfig,
     get_optimizer_param_scheduler,
 )
-from megatron.core.optimizer_param_scheduler_config import OptimizerParamSchedulerConfig
 
 
 class Groups:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
-from megatron.core.rank_generator import RankGenerator
 from tests.unit_tests.core.fake_world import fake_world
 
 # tp, cp, dp, pp; etp, ep: edp follows.

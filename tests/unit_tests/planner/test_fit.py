@@ -15,7 +15,7 @@ import yaml
 import pretrain_gpt
 from megatron.planner.fit import Change, Fit, changes_of, fit_of
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.device_table import FILE_VARIABLE, NAME_VARIABLE, planned_device
+from megatron.training.compute.devices import FILE_VARIABLE, NAME_VARIABLE, planned_device
 from tests.counts import soak_only
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.planner.plans import planned

@@ -11,8 +11,8 @@ from megatron.planner.layout_space import Experts, Request, Sharding, layer_flop
 from megatron.planner.plan import plan_run
 from megatron.planner.step_time import run_time
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.device_table import Device, known_devices
-from megatron.training.flops import num_floating_point_operations
+from megatron.training.compute.devices import Device, known_devices
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 RANKS = 16

@@ -5,7 +5,7 @@ import pytest
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
 from megatron.core.pipeline_parallel.timeline import timeline
-from megatron.core.pipeline_split import layers_per_part
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layout_space import even_parts, layout_text
 from megatron.planner.step_time import StageTime, StepTime, long_step
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron.core.rank_generator import RankGenerator
+from megatron.core.parallel_state import RankGenerator
 from megatron.planner.report import rank_range
 
 

@@ -18,7 +18,7 @@ from megatron.planner.work import (
     message_seconds,
     ranks_in_node,
 )
-from megatron.training.device_table import Device
+from megatron.training.compute.devices import Device
 
 # Rates per second: 10^12 FLOPs, 10^9 bytes of memory, 10^9 bytes inside a node and half of that between nodes.
 DEVICE = Device(

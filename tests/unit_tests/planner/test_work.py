@@ -7,7 +7,7 @@ from megatron.planner.plan import Plan, plan_run
 from megatron.planner.step_time import run_time
 from megatron.planner.work import Kernels, Unit
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.device_table import planned_device
+from megatron.training.compute.devices import planned_device
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 STATIC: Flags = {"moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}

@@ -243,8 +243,8 @@ def test_damaged_files_and_other_formats_are_named(
     middle = len(kept[data]) // 2
     flipped = kept[data][:middle] + bytes([kept[data][middle] ^ 1]) + kept[data][middle + 1 :]
     assert f"{data} is corrupt: " in refused_with(data, flipped)
-    assert "no file has these" in refused_with(data, kept[data][:middle])
-    assert "no file has these" in refused_with(data, None)
+    assert "no file has this range" in refused_with(data, kept[data][:middle])
+    assert "no file has this range" in refused_with(data, None)
     config, common, account = (folder / name for name in ("metadata.json", "common.pt", ".metadata"))
     assert "sharded_backend is 'zarr': must be 'torch_dist'" in refused_with(config, b'{"sharded_backend": "zarr"}')
     assert "has neither metadata.json nor a latest_checkpointed_iteration.txt" in refused_with(config, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
 from tools import python_corpus, train_tokenizer
 
 

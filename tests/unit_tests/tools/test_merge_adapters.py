@@ -9,7 +9,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.train_state import TrainState
+from megatron.training.checkpointing.train_state import TrainState
 from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, loss_of, small_config, small_model
 from tools import checkpoint
 from tools.merge_adapters import merge_adapters

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.loss_masks import loss_mask_prefix
+from megatron.core.datasets.indexed_dataset import IndexedDataset, loss_mask_prefix
 from megatron.core.datasets.text_files import BadLine
 from tests.counts import long_count
 from tools import preprocess_data

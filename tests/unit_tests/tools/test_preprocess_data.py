@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.tokenizers.byte_level_tokenizer import ByteLevelTokenizer
+from megatron.core.tokenizers.tokenizer import ByteLevelTokenizer
 from tools import preprocess_data, token_chunks
 
 TEXTS = [f"document {number}: " + "gr\u00fc\u00dfe \U0001f600 " * (number % 97) for number in range(4000)]

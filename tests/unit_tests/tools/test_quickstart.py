@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.datasets.splits import split_documents
+from megatron.core.datasets.utils import split_documents
 from tools.quickstart import Workspace, check_source, split_of
 
 

@@ -13,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
-from megatron.training.train_state import TrainState
 from tests.unit_tests.core.optimizer.reference import wrap
 
 ARGS = {

@@ -10,17 +10,12 @@ import torch.nn.functional as F
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import (
-    CommandLineError,
-    config_from_args,
-    core_transformer_config_from_args,
-    parse_args,
-    validate_args,
-)
-from megatron.training.command_line.flag_table import Flag, FlagState
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flags import CONFIG_CLASSES, Flag, FlagState, flag_table
 from megatron.training.command_line.parser import REFUSED, build_parser
 from megatron.training.command_line.refusals import AGREED_VALUES
-from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
 from megatron.training.config import CheckpointConfig
 
 MINIMAL = (

@@ -10,9 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.arguments import CommandLineError, parse_args
-from megatron.training.command_line.flag_table import Flag, FlagState
-from megatron.training.command_line.registry import flag_table
+from megatron.training.arguments import parse_args
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flags import Flag, FlagState, flag_table
 from megatron.training.command_line.values import choice_names
 from tests.counts import long_count
 

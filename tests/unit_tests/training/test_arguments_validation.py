@@ -7,10 +7,11 @@ from dataclasses import fields
 import pytest
 import torch
 
-from megatron.training.arguments import CommandLineError, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.config_builder import with_flag_names
-from megatron.training.command_line.layout_checks import check_layout
-from megatron.training.command_line.registry import CONFIG_CLASSES, flag_table
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flags import CONFIG_CLASSES, flag_table
+from megatron.training.command_line.validation import check_layout
 
 LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
 MLA_NOTE = "--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of learned"

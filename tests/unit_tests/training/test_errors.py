@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
-from megatron.core.agreement import RemoteRankError
-from megatron.training.arguments import CommandLineError
+from megatron.core.group_collectives import RemoteRankError
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.errors import exit_on_user_error
-from megatron.training.step_runner import ExpertOverflowError
+from megatron.training.step.runner import ExpertOverflowError
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -17,7 +17,7 @@ import pretrain_gpt
 try:
     from megatron.core.graphs.tape import Tape, TapeGraphs
 except ModuleNotFoundError:  # a version from before the package
-    from megatron.core.graph_tape import Tape, TapeGraphs  # type: ignore[import-not-found,no-redef]
+    from megatron.core.graphs.tape import Tape, TapeGraphs
 
 # Modules that look up `graph_device`, what captures on a GPU; the newest first. Add to it when the name moves.
 PLACES = ("megatron.training.setup",)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device
-from megatron.core.dist_checkpointing.logical import LogicalPiece
 from megatron.core.group_collectives import all_reduce_sum
+from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_config import POSITION_EMBEDDINGS
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -356,8 +356,11 @@ class GPTModel(MegatronModule):
         for number, (layer, again) in enumerate(zip(layers, plan), start=layers.offset + 1):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
-        for mlp, number, runs_again in () if self.mtp is None else self.mtp.expert_layers():
-            mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=runs_again)
+        for layer, again in () if self.mtp is None else self.mtp.planned_layers():
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.router.report_to(
+                    self.aux_losses, layer_number=layer.layer_number, runs_again=again.has_router
+                )
 
     def _initialize(self) -> None:
         with torch.no_grad():

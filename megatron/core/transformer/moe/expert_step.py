@@ -11,14 +11,15 @@ tensors in the graph's memory, and the stash's account. `replaying`, `replayed` 
 host's work of each replay.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.cuda_graphs import PartParticipant
 from megatron.core.transformer.moe.dispatch import RowDemand
 from megatron.core.transformer.moe.paged_stash import (
     CapturedPart,
@@ -156,3 +157,43 @@ class ExpertStep(Recorder, torch.nn.Module):
             self.rows = torch.cat([self.rows, self.rows.new_zeros(max(place, 64))])
         self.rows[place].copy_(num_rows[0])
         self.passes.append(layer_number)
+
+
+class GraphedExperts(PartParticipant):
+    """Keeps the row counts and the stash of static experts correct while their part runs from graphs."""
+
+    def __init__(self, step_of_layer: Callable[[], ExpertStep | None]) -> None:
+        self._step_of_layer = step_of_layer
+
+    def prepare(self) -> None:
+        """Makes the stream wait for stash copies of groups that ran eagerly."""
+        if self._step.stash is not None:
+            self._step.stash.join()
+
+    def new_account(self) -> CapturedForward:
+        """Returns the record of the layer's captured forward."""
+        return self._step.new_part()
+
+    def capturing(self, account: CapturedForward) -> AbstractContextManager[None]:
+        """Records rows and pages of the block in the account, instead of in the current step."""
+        return self._step.capturing(account)
+
+    def replaying(self, account: CapturedForward) -> Any:
+        """Adds the captured forward to the stash's order of the step."""
+        return self._step.replaying(account)
+
+    def replayed(self, account: CapturedForward) -> None:
+        """Adds the row counts of the replayed forward."""
+        self._step.replayed(account)
+
+    def replaying_backward(self, forward: Any) -> None:
+        """Restores the rows of the forward from the stash."""
+        if forward is not None:
+            self._step.replaying_backward(forward)
+
+    @property
+    def _step(self) -> ExpertStep:
+        # Read each time, since a trainer replaces the layer's own ExpertStep by one for all layers.
+        step = self._step_of_layer()
+        assert step is not None, "only layers with static buffers have this participant"
+        return step

@@ -26,12 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
+from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
-from megatron.core.tensor_parallel.param_attributes import mark_expert, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.param_attributes import (
+    MatrixWindow,
+    mark_expert,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.lora import init_of_a, rank_and_scale
 from megatron.core.transformer.lora_config import require_whole_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
@@ -51,7 +55,6 @@ from megatron.core.transformer.moe.paged_stash import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
-from megatron.core.weight_matrices import MatrixWindow
 
 # Checkpoint keys. Grouped and sequential experts share them, so each can load the other's checkpoints.
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"

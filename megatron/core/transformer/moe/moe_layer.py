@@ -11,9 +11,10 @@ from torch import Tensor
 from megatron.core.device import default_device
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
+from megatron.core.transformer.cuda_graphs import GraphedPart
 from megatron.core.transformer.module import MegatronModule, part
 from megatron.core.transformer.moe.dispatch import DispatchedTokens, local_experts
-from megatron.core.transformer.moe.expert_step import ExpertStep
+from megatron.core.transformer.moe.expert_step import ExpertStep, GraphedExperts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import build_module
@@ -41,6 +42,8 @@ class MoELayer(MegatronModule):
     R is T x K on a single rank without a capacity. Methods that are decorated with `part` may be recomputed, offloaded,
     or replayed from CUDA graphs.
     """
+
+    has_experts = True
 
     def __init__(
         self,
@@ -131,6 +134,16 @@ class MoELayer(MegatronModule):
         assert self.shared_experts is not None
         output, bias = self.shared_experts(tokens)
         return output if bias is None else output + bias
+
+    def graphed_parts(self) -> dict[str, GraphedPart]:
+        """Returns the parts that CUDA graphs can run, by the names of --cuda-graph-modules."""
+        experts = () if self.expert_step is None else (GraphedExperts(lambda: self.expert_step),)
+        return {
+            "moe": GraphedPart("mlp", self, experts),
+            "moe_router": GraphedPart("moe_router", self.router),
+            "moe_preprocess": GraphedPart("moe_preprocess", self.router),
+            "experts": GraphedPart("experts", self.experts, experts),
+        }
 
 
 def _require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:

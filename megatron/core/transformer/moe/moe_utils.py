@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.aux_losses import (
 )
 from megatron.core.transformer.moe.permutation import get_capacity
 from megatron.core.transformer.moe.router import build_route, sinkhorn
-from megatron.core.transformer.moe.router_config import RouterConfig, validate_router
+from megatron.core.transformer.router_config import RouterConfig, validate_router
 
 __all__ = [
     "get_capacity",

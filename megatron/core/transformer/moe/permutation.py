@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.transformer.moe.moe_config import CapacityConfig
+from megatron.core.transformer.moe_config import CapacityConfig
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 
 # Gradients that a program computes.
 _TILE = 2048

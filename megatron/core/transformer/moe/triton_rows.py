@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 
 # Elements that a program moves per iteration: 16 bytes for each thread of 4 warps in half precision.
 _TILE = 1024

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.agreement import RemoteRankError
 from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -17,8 +16,8 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.datasets.splits import parse_split, split_documents
-from megatron.core.datasets.utils import Split, get_blend_from_list
+from megatron.core.datasets.utils import Split, get_blend_from_list, parse_split, split_documents
+from megatron.core.group_collectives import RemoteRankError
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, dataset_config, write_corpus
 

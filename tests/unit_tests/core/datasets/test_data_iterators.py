@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.data_iterators import (
     BatchPlan,
     DataIterator,
     build_data_iterators,
     build_train_valid_test_datasets,
 )
+from megatron.core.datasets.indexed_dataset import DataError
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, write_corpus
 
@@ -164,7 +164,7 @@ SCRIPT = """
 import os, signal, sys
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import *
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 signal.signal(signal.SIGTERM, lambda *_: None)  # a trainer that finishes its step first
 config = DataConfig(mock_data=True, seq_length=64)
 parts = build_train_valid_test_datasets(config, NullTokenizer(99), sizes=[9, 0, 0], seed=1)

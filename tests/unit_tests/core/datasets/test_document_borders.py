@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.data_error import DataError
 from megatron.core.datasets.data_iterators import stack_samples
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DataError, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from megatron.training.utils import get_ltor_masks_and_position_ids
 from tests.counts import long_count

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.checksum import file_crc32
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.data_error import DataError
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.mock_corpus import STRIDES
-from megatron.core.tokenizers.null_tokenizer import NullTokenizer
+from megatron.core.datasets.gpt_dataset import MOCK_STRIDES, GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.files import file_crc32
+from megatron.core.tokenizers.tokenizer import NullTokenizer
 from tests.functional_tests.corpora import CODES, write_corpora
 from tests.unit_tests.core.datasets.corpora import dataset_config, write_corpus
 
@@ -193,7 +192,7 @@ def test_made_up_data_is_the_same_everywhere_and_follows_from_two_tokens(vocab_s
         assert np.array_equal(text, again.sample_tokens(i)) and 0 <= text.min() and text.max() < vocab_size
         words = text - (text > tokenizer.eod)
         steps = np.diff(words) % (vocab_size - 1)
-        predictable += int(np.isin(steps, np.array(STRIDES) % (vocab_size - 1)).sum())
+        predictable += int(np.isin(steps, np.array(MOCK_STRIDES) % (vocab_size - 1)).sum())
     assert predictable > 0.95 * 30 * 64
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.datasets.samplers import MegatronPretrainingSampler
+from megatron.core.datasets.data_iterators import MegatronPretrainingSampler
 
 
 def batches(count: int, *, total: int, consumed: int, micro: int, rank: int = 0, size: int = 1) -> list[list[int]]:

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.boxes import whole
 from megatron.core.dist_checkpointing.planner import HeldItems, assign_writes, check_wanted, plan_reads
 from megatron.core.dist_checkpointing.storage import (
     PieceReader,
     data_file,
     read_metadata,
+    stored_pieces,
     write_metadata,
     write_pieces,
 )
-from megatron.core.dist_checkpointing.stored_contents import stored_pieces
+from megatron.core.logical_tensors import whole
 from tests.unit_tests.core.dist_checkpointing.cuts import random_tensors, strided_copy
 
 
@@ -25,7 +25,7 @@ def offers_of(ranks):
 
 
 def save_as(ranks, folder):
-    """What begin_save does with a process group, one simulated rank after the other."""
+    """Saves as begin_save does with a process group, simulating one rank after another."""
     written, metadata = assign_writes(offers_of(ranks))
     files = {}
     for rank, (items, writes) in enumerate(zip(ranks, written, strict=True)):
@@ -108,7 +108,7 @@ def test_ranks_that_disagree_are_named(ranks, message):
 
 
 def test_boxes_outside_their_tensor_are_refused():
-    with pytest.raises(ValueError, match="leaves the global tensor"):
+    with pytest.raises(ValueError, match="exceeds the global tensor"):
         ShardedTensor("k", ROWS, (4, 3), (3, 0))
-    with pytest.raises(ValueError, match="as many offsets"):
+    with pytest.raises(ValueError, match="needs one offset"):
         ShardedTensor("k", ROWS, (4, 3), (0,))

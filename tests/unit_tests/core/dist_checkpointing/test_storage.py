@@ -1,15 +1,35 @@
-"""Reads of a part of a stored tensor: exact, of few bytes, into little memory besides the target."""
+"""Partial reads of stored tensors, and checkpoints with correct checksums and contradictory contents."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import ShardedTensor, load, save, storage
-from megatron.core.dist_checkpointing.boxes import Box, whole
+from megatron.core.dist_checkpointing import (
+    ShardedObject,
+    ShardedTensor,
+    list_tensors,
+    load,
+    load_common,
+    save,
+    storage,
+)
+from megatron.core.dist_checkpointing.manifest import FileEntry
+from megatron.core.logical_tensors import Box, whole
+from tests.fuzz.checkpoint_damage import Harm, vouch
+
+FORMAT_1 = Path(__file__).parent / "format_1"
+
+
+# Partial reads.
 
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Sizes in bytes of the memory that is read into, in order."""
+    """Records the sizes in bytes of the memory that is read into, in order."""
     sizes, bytes_of = [], storage.bytes_of
 
     def note(tensor):
@@ -27,10 +47,10 @@ BOUND = 64 << 10
 @pytest.mark.parametrize(
     ("box", "dtype", "most_bytes"),
     [
-        # Rows of a contiguous target of the same dtype go straight to where they belong.
+        # Rows are read directly into a contiguous target of the same dtype.
         (Box((100, 0), (300, COLUMNS)), torch.float32, 300 * COLUMNS * 4),
         (Box((100, 0), (300, COLUMNS)), torch.float64, 300 * COLUMNS * 4),
-        # Of columns whole rows are read, some of them at a time.
+        # A window of columns reads whole rows, a few at a time.
         (Box((0, 17), (ROWS, 3)), torch.float32, ROWS * COLUMNS * 4),
         (Box((7, 17), (20, 30)), torch.bfloat16, 20 * COLUMNS * 4),
     ],
@@ -57,3 +77,128 @@ def test_an_expert_of_a_stack_is_read_alone_where_one_is_larger_than_the_bound(t
     load(ShardedTensor("experts", target, (4, 128, 256), (1, 10, 30)), tmp_path / "c")
     assert torch.equal(target, stack[1:3, 10:74, 30:230])
     assert max(reads) <= BOUND and sum(reads) == 2 * 64 * 256 * 4
+
+
+# Contradictory contents.
+
+
+def wanted():
+    return [ShardedTensor.whole("w", torch.zeros(4, 3)), ShardedObject("o", None)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    state = [ShardedTensor("w", torch.ones(2, 3), (4, 3), (row, 0)) for row in (0, 2)]
+    save([*state, ShardedObject("o", {"a": 1})], tmp_path / "c", common={})
+    return tmp_path / "c"
+
+
+def change_piece(folder, number, **changes):
+    """Changes facts about a piece of w in the manifest."""
+    value = json.loads((folder / "manifest.json").read_text())
+    pieces = [piece for piece in value["files"]["__0_0.distcp"]["pieces"] if piece["key"] == "w"]
+    pieces[number].update(changes)
+    (folder / "manifest.json").write_text(json.dumps(value))
+    vouch(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offset": [1, 0]}, "the pieces of w leave gaps or overlap"),
+        ({"offset": [0, 0]}, "the pieces of w leave gaps or overlap"),
+        ({"offset": [3, 0]}, r"w\[3:5, 0:3\], which is not part of a tensor of \[4, 3\]"),
+        ({"shape": [1, 3]}, "9 elements of w are stored, out of 12"),
+        ({"shape": [2]}, "does not describe a piece of a tensor"),
+        ({"shape": [2, -3]}, "is not a number of bytes or elements"),
+        ({"offset": [2.0, 0]}, "is not a number of bytes or elements"),
+        ({"data": 1 << 40}, r"no room for the elements of w\[2:4, 0:3\]"),
+        ({"key": "v"}, "which the metadata does not list"),
+        ({"key": 3}, "does not describe a piece of a tensor"),
+    ],
+)
+def test_pieces_that_do_not_make_up_their_tensor_are_named(folder, changes, message):
+    change_piece(folder, 1, **changes)
+    with pytest.raises(ValueError, match=message):
+        load(wanted(), folder)
+
+
+def change_metadata(folder, change):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+    vouch(folder)
+
+
+def test_pieces_with_gaps_are_no_checksum_of_a_file():
+    piece = {"key": "w", "start": 4, "bytes": 8, "crc32": 1}
+    with pytest.raises(ValueError, match="pieces leave gaps"):
+        FileEntry.from_json({"bytes": 12, "pieces": [piece]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: vars(m).update(state_dict_metadata=None), "lists no tensors"),
+        (lambda m: m.state_dict_metadata.update(w=1), "'w' is neither a tensor nor an object"),
+        (lambda m: m.state_dict_metadata.update({3: None}), "3 is neither"),
+        (lambda m: vars(m.state_dict_metadata["w"]).update(size=(4, -3)), "w has the size"),
+        (lambda m: vars(m.state_dict_metadata["w"]).update(size=torch.Size([2**62, 2**62])), "w has the size"),
+        (lambda m: vars(m.state_dict_metadata["w"].properties).update(dtype=torch.quint8), "which is not stored here"),
+        (lambda m: vars(m.state_dict_metadata["w"]).update(properties=None), "w has the dtype None"),
+        (lambda m: [m, Harm()], "refers to posix.mkdir"),
+    ],
+)
+def test_metadata_that_torch_does_not_write_is_named(folder, change, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    change_metadata(folder, change)
+    for read in (list_tensors, lambda path: load(wanted(), path)):
+        with pytest.raises(ValueError, match=message):
+            read(folder)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_pickle_that_names_more_bytes_than_it_has_gets_no_memory_for_them(folder):
+    (folder / ".metadata").write_bytes(b"\x80\x04\x8e" + (1 << 45).to_bytes(8, "little") + b"x.")
+    vouch(folder)
+    with pytest.raises(ValueError, match="metadata is corrupt"):
+        list_tensors(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "9" * 5000])
+def test_json_that_is_no_dict_of_values_is_named(folder, text):
+    (folder / "common.json").write_text(text)
+    vouch(folder)
+    with pytest.raises(ValueError, match="common.json is corrupt"):
+        load_common(folder)
+
+
+def of_format_1():
+    return [ShardedTensor.whole("decoder.layers.0.weight", torch.zeros(8, 6))]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "common.json", None])
+def test_the_first_format_reads_no_file_that_is_not_in_the_checkpoint(tmp_path, name):
+    shutil.copytree(FORMAT_1, tmp_path / "c")
+    change_metadata(
+        tmp_path / "c", lambda m: [vars(info).update(relative_path=name) for info in m.storage_data.values()][:0]
+    )
+    with pytest.raises(ValueError, match="no file has this range"):
+        load(of_format_1(), tmp_path / "c")
+
+
+def test_the_first_format_runs_nothing_and_takes_no_other_tensor(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, content in enumerate((Harm(), {"a": 1}, torch.ones(2), torch.ones(8, 6).to_sparse())):
+        folder = tmp_path / str(number)
+        shutil.copytree(FORMAT_1, folder)
+        for path in folder.glob("*.distcp"):
+            with open(path, "r+b") as file:
+                torch.save(content, file)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.offset, info.length = 0, min(path.stat().st_size for path in folder.glob("*.distcp"))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        vouch(folder)
+        with pytest.raises(ValueError, match=r"cannot be read|holds a different tensor"):
+            load(of_format_1(), folder)
+    assert not (tmp_path / "harm").exists()

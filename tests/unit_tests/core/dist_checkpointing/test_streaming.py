@@ -1,4 +1,4 @@
-"""A checkpoint that is written box by box is what others are, and boxes that do not fill their tensors are refused."""
+"""Checkpoints written box by box equal others, and boxes that do not fill their tensors are refused."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, load, 
 
 
 def halves(key: str, tensor: torch.Tensor) -> list[ShardedTensor]:
-    """A tensor as two boxes along its first dimension."""
+    """Splits a tensor into two boxes along its first dimension."""
     middle = len(tensor) // 2
     offsets = ((0, tensor[:middle]), (middle, tensor[middle:]))
     return [ShardedTensor(key, part, tuple(tensor.shape), (start, 0)) for start, part in offsets]
@@ -66,11 +66,11 @@ def test_a_checkpoint_whose_folder_was_made_meanwhile_leaves_nothing(tmp_path: P
 @pytest.mark.parametrize(
     ("boxes", "error"),
     [
-        (halves("a", torch.ones(4, 2))[:1], r"a: boxes have 4 elements of \[4, 2\]"),
-        (halves("a", torch.ones(4, 2)) * 2, r"a: boxes have 16 elements of \[4, 2\]"),
+        (halves("a", torch.ones(4, 2))[:1], r"a: boxes hold 4 elements of \[4, 2\]"),
+        (halves("a", torch.ones(4, 2)) * 2, r"a: boxes hold 16 elements of \[4, 2\]"),
         (
             [*halves("a", torch.ones(4, 2)), *halves("a", torch.ones(4, 3))],
-            r"a is \[4, 2\] of torch.float32, and then \[4, 3\]",
+            r"a is \[4, 2\] of torch.float32, and later \[4, 3\]",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.plain_model import PlainConfig, PlainModel, copy_weights
-from megatron.core.dist_checkpointing.logical import model_logical_pieces
+from megatron.core.logical_tensors import model_logical_pieces
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import vocab_size_with_padding

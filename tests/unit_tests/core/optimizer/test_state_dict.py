@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing import assert_close
 
-from megatron.core.dist_checkpointing.boxes import disjoint_parts
 from megatron.core.dist_checkpointing.spread_tensor import SpreadTensor
+from megatron.core.logical_tensors import disjoint_parts
 from megatron.core.optimizer.adam import Masters, StateForm
 from megatron.core.optimizer.state_dict import MASTERS, STEP, gather_torch_state_sync
 from tests.counts import soak_only

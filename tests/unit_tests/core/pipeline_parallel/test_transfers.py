@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
-from megatron.training.expert_schedule import stash_events
+from megatron.training.step.expert_memory import stash_events
 from tests.counts import long_count
 
 

@@ -10,12 +10,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
-from megatron.core.tokenizers.byte_level_tokenizer import ByteLevelTokenizer
 from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron.core.tokenizers.sentencepiece_tokenizer import Llama2Tokenizer, SentencePieceTokenizer
-from megatron.core.tokenizers.tik_tokenizer import TikTokenizer
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
+from megatron.core.tokenizers.optional_tokenizers import Llama2Tokenizer, SentencePieceTokenizer, TikTokenizer
+from megatron.core.tokenizers.tokenizer import BaseTokenizer, ByteLevelTokenizer
 from tests.unit_tests.core.tokenizers.vocabularies import TEXT, write_sentencepiece, write_tiktoken
 
 CHATML = """{{ bos_token }}{% for message in messages %}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import GPT2Tokenizer
 
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.base_tokenizer import BaseTokenizer
-from megatron.core.tokenizers.tik_tokenizer import PATTERN
+from megatron.core.tokenizers.optional_tokenizers import PATTERN
+from megatron.core.tokenizers.tokenizer import BaseTokenizer
 from tests.unit_tests.core.tokenizers.vocabularies import ranks, write_gpt2, write_sentencepiece, write_tiktoken
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron.core.tokenizers import Tokenizer, TokenizerConfig, build_tokenizer, vocab_size_with_padding
-from megatron.core.tokenizers.byte_level_tokenizer import END_OF_TEXT, ByteLevelTokenizer
-from megatron.core.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
+from megatron.core.tokenizers.tokenizer import END_OF_TEXT, ByteLevelTokenizer
 
 
 def write_tokenizer(folder: Path, special: list[str], config: object = None) -> Path:

@@ -19,12 +19,11 @@ from megatron.core.transformer.moe.paged_stash import EventKind
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of
 from megatron.planner.fake_ranks import fake_rank
-from megatron.training import expert_memory
 from megatron.training.command_line.validation import batch_sizes
-from megatron.training.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.global_vars import publish_run
 from megatron.training.setup import model_parts, setup_batches
-from megatron.training.stash_figures import StepFigures
+from megatron.training.step import expert_memory
+from megatron.training.step.expert_memory import ExpertMemory, StepFigures, build_expert_memory
 
 
 class RealRank:
@@ -83,7 +82,7 @@ def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tu
     while True:
         for rank in ranks:
             rank.run_step(tokens)
-        if not any(rank.memory.void_flags().any() for rank in ranks):
+        if not any(rank.memory.overflow_flags().any() for rank in ranks):
             break
         voids += 1
         with _gathering([rank.memory._needed_sizes_sync() for rank in ranks]):

@@ -15,9 +15,9 @@ from megatron.planner.stash import walk as walk_module
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import walk
-from megatron.training import expert_memory
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.routing_trace import RoutingHeader, read_routing
+from megatron.training.callbacks.routing_trace import RoutingHeader, read_routing
+from megatron.training.step import expert_memory
 from tests.counts import long_count
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.training.arguments import parse_args
+from megatron.training.command_line.model_presets import known_models
 from megatron.training.gpt_builder import build_gpt
-from megatron.training.model_presets import known_models
 from tests.unit_tests.tools.hugging_face.known_configs import KNOWN_CONFIGS
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_on, small_settings
 from tools.hugging_face.names import hub_tensors

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.pinned_memory import pinned_bytes
+from megatron.core.device.pinned_memory import pinned_bytes
 from megatron.core.transformer.moe.paged_stash.cpu_kernels import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     MAX_TENSORS,

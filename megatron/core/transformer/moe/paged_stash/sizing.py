@@ -1,7 +1,7 @@
 """Sizes of a stage's page pool: the pages that a step needs, the sizes that a run learned, and the pool's layout.
 
 Page counts are exact for any numbers of rows in the passes of a step. arithmetic.py counts pages.
-training/stash_pool.py allocates the pools, and training/expert_memory.py grows them.
+training/step/expert_memory.py allocates the pools and grows them.
 """
 
 import math

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, Curve
 from megatron.core.transformer.moe.paged_stash.triton_biases import check_row_tensors, grid_size
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))

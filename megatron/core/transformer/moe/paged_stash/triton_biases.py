@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 # Programs of the product, which loops over tiles, that run on each processor at the same time, by their warps.
 _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}

@@ -60,6 +60,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     ALIGNMENT,
     COPIES_PER_PROCESSOR,
@@ -68,7 +69,6 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     Counter,
     Priority,
 )
-from megatron.core.triton_compile import CompileCase, Residency, compile_case
 
 SHIFTED = tl.constexpr(2**40 + 1)
 COUNTS = (2, 4, 8, MAX_TENSORS)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.activations import quick_gelu
-from megatron.core.dist_checkpointing.logical import LogicalPiece, model_logical_pieces
+from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module

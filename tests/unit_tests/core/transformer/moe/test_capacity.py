@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from megatron.core.transformer.moe.moe_config import CapacityConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import (
     build_row_order,
@@ -19,6 +18,7 @@ from megatron.core.transformer.moe.permutation import (
     permute_tokens,
     unpermute_tokens,
 )
+from megatron.core.transformer.moe_config import CapacityConfig
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.small_experts import expert_matrices, moe_layer
 

@@ -24,9 +24,9 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     stash_footprint,
     step_needs,
 )
-from megatron.core.transformer.moe.paged_stash_config import parse_bytes
+from megatron.core.transformer.paged_stash_config import parse_bytes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.expert_schedule import stash_events
+from megatron.training.step.expert_memory import stash_events
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 
 MOE: dict[str, Any] = {

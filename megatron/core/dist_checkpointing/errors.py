@@ -1,0 +1,43 @@
+"""CheckpointError, and a context that raises one rank's I/O error identically on every rank of a group.
+
+Programming and user errors keep their types; see all_ranks_agree.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from megatron.core.group_collectives import RemoteRankError, gather_objects
+
+
+class CheckpointError(OSError):
+    """Writing or reading a checkpoint failed; every rank raises it with the same text."""
+
+
+@contextmanager
+def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Runs the body on each rank; if any rank has an OSError, all raise CheckpointError with its text.
+
+    The text is from the lowest such rank. Other errors are handled as by all_ranks_agree. The body must not wait for
+    other ranks.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        failure = error
+    own = None if failure is None else (isinstance(failure, OSError), str(failure))
+    failures = [(rank, *report) for rank, report in enumerate(gather_objects(own, every_rank(group))) if report]
+    for rank, is_refused, text in failures:
+        if is_refused:
+            raise CheckpointError(f"{what}: rank {rank}: {text}") from failure
+    if failure is not None:
+        raise failure
+    for rank, _, text in failures:
+        raise RemoteRankError(f"rank {rank}: {text}")
+
+
+def every_rank(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Maps None to the default group of torch.distributed, or leaves None if that is not initialized."""
+    return dist.group.WORLD if group is None and dist.is_initialized() else group

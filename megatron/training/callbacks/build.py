@@ -1,0 +1,95 @@
+"""Builds the callbacks of a run from its arguments: logs and display on rank 0, profiles on the ranks of the flags."""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from megatron.core.device import default_device
+from megatron.training.callbacks import Callback, CallbackList
+from megatron.training.callbacks.console import ConsoleLog, ProgressBar
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.callbacks.process import CpuMemoryHistory, CudaMemoryHistory, ManualGC, NsysProfile, TorchProfile
+from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog
+from megatron.training.callbacks.run_files import JsonlLog, ProgressFile, RunFile, describe_run
+from megatron.training.callbacks.tensorboard import TensorBoardLog
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
+
+
+def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
+    """Builds all callbacks of this rank, followed by the script's; size: the result of count_parameters."""
+    return CallbackList((*_first_rank_callbacks(args, size), *_every_rank_callbacks(args), *extra))
+
+
+def _every_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
+    callbacks: list[Callback] = []
+    collection = config_from_args(GarbageCollectionConfig, args)
+    if collection.manual_gc:
+        callbacks.append(ManualGC(collection))
+    profiling = config_from_args(ProfilingConfig, args)
+    if profiling.profile and dist.get_rank() in (profiling.profile_ranks or [0]):
+        callbacks.append(_profile(profiling, args, device=default_device()))
+    if profiling.record_memory_history and dist.get_rank() in (profiling.profile_ranks or [0]):
+        callbacks.append(_memory_history(profiling, log_interval=args.log_interval, device=default_device()))
+    return callbacks
+
+
+def _memory_history(config: ProfilingConfig, *, log_interval: int, device: torch.device) -> Callback:
+    path = Path(config.memory_snapshot_path)
+    if len(config.profile_ranks) > 1:
+        path = path.with_name(f"{path.stem}_rank{dist.get_rank()}{path.suffix}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(
+            f"--memory-snapshot-path is {config.memory_snapshot_path}: must be a file in a folder that can be written"
+        )
+    if device.type == "cuda":
+        return CudaMemoryHistory(path, log_interval=log_interval)
+    if config.profile:
+        raise ValueError(
+            "--record-memory-history and --profile are both given: without a GPU torch's profiler records either, "
+            "choose one"
+        )
+    return CpuMemoryHistory(path, config)
+
+
+def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch.device) -> Callback:
+    if not config.use_pytorch_profiler:
+        if device.type == "cuda":
+            return NsysProfile(config)
+        print_rank_0("note: --profile without a GPU: torch's profiler records, as with --use-pytorch-profiler")
+    folder = args.tensorboard_dir or args.save
+    if folder is None:
+        raise ValueError("--profile needs --tensorboard-dir or --save: the trace is written there")
+    return TorchProfile(config, Path(folder) / "profile", rank=dist.get_rank(), device=device)
+
+
+def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> list[Callback]:
+    if dist.get_rank() != 0:
+        return []
+    logging = config_from_args(LoggingConfig, args)
+    console = Console(highlight=False, soft_wrap=True)
+    write: Callable[[str], None] = print_rank_0
+    callbacks: list[Callback] = []
+    # stdout is None if the launcher has closed it.
+    if sys.stdout is not None and sys.stdout.isatty():
+        callbacks.append(ProgressBar(console))
+        # Through the same console, so that lines scroll above the bar.
+        write = functools.partial(console.print, markup=False)
+    callbacks.append(ConsoleLog(logging.log_interval, write=write))
+    folder = logging.tensorboard_dir or args.save
+    if folder is not None:
+        callbacks += [RunFile(Path(folder), record=describe_run(args, size)), JsonlLog(Path(folder))]
+    if logging.tensorboard_dir is not None:
+        callbacks.append(TensorBoardLog(logging.tensorboard_dir, logging))
+    if logging.log_progress:
+        callbacks.append(ProgressFile(Path(args.save), args))
+    if logging.record_routing is not None and not args.skip_train:
+        callbacks.append(RoutingLog(Path(logging.record_routing), RoutingHeader.of(args)))
+    return callbacks

@@ -1,0 +1,228 @@
+"""Console output of a run: training, validation and checkpoint lines, and a progress bar on terminals.
+
+Fields and their order are Megatron-LM's, as users' parsers expect them.
+"""
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
+from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
+
+
+class ConsoleLog(Callback):
+    """Prints one line every `log_interval` iterations: means over the interval, counts since the last line."""
+
+    def __init__(self, log_interval: int, *, write: Callable[[str], None]) -> None:
+        self.log_interval = log_interval
+        self.train_iters = 0
+        self.write = write
+        self._reports: list[StepReport] = []
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Starts an empty interval."""
+        self.train_iters = start.train_iters
+        self._reports.clear()
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Collects the step; prints at the end of an interval."""
+        self._reports.append(report)
+        if report.iteration % self.log_interval == 0:
+            self._flush()
+
+    def on_rewind(self, iteration: int) -> None:
+        """Starts an empty interval."""
+        self._reports.clear()
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Prints loss and perplexity of the split."""
+        self.write(format_evaluation_line(report))
+
+    def on_save(self, iteration: int) -> None:
+        """Prints that the checkpoint is on disk."""
+        self.write(f"  successfully saved checkpoint from iteration {iteration:7d}")
+
+    def on_train_end(self) -> None:
+        """Prints the steps of the last, incomplete interval."""
+        self._flush()
+
+    def on_run_end(self) -> None:
+        """Prints the steps of an interval that an error cut short."""
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._reports:
+            self.write(format_training_line(self._reports, self.train_iters))
+            for note in (note for report in self._reports for note in report.notes):
+                self.write(note)
+            self._reports.clear()
+
+
+def format_training_line(reports: list[StepReport], train_iters: int) -> str:
+    """Formats the log line of consecutive steps. Names and order of its fields are Megatron-LM's."""
+    last = reports[-1]
+    seconds = sum(report.seconds for report in reports)
+    fields = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f" consumed samples: {last.consumed_samples:12d}",
+        f" elapsed time per iteration (ms): {1000.0 * seconds / len(reports):.1f}",
+        *_throughput_fields(reports, seconds),
+        f" learning rate: {last.learning_rate:.6E}",
+        *_decoupled_fields(last),
+        f" global batch size: {last.global_batch_size:5d}",
+        *(f" {name}: {value:.6E}" for name, value in mean_losses(reports).items()),
+        f" loss scale: {last.loss_scale:.1f}",
+        f" grad norm: {last.grad_norm:.3f}",
+    ]
+    if last.num_zeros is not None:
+        fields.append(f" num zeros: {last.num_zeros}")
+    if last.params_norm is not None:
+        fields.append(f" params norm: {last.params_norm:.3f}")
+    if last.stash is not None:
+        fields += _stash_fields(last.stash)
+    fields.append(f" number of skipped iterations: {sum(report.skipped for report in reports):3d}")
+    fields.append(f" number of nan iterations: {sum(report.nan for report in reports):3d}")
+    return " |".join(fields) + " |"
+
+
+def _decoupled_fields(last: StepReport) -> list[str]:
+    rate = last.decoupled_learning_rate
+    return [] if rate is None else [f" decoupled learning rate: {rate:.6E}"]
+
+
+def _stash_fields(stash: StashReport) -> list[str]:
+    fields = [
+        f" expert capacity factor needed: {max(stash.factors_needed):.2f} of {stash.capacity_factor:.2f}",
+        f" void steps: {stash.void_steps}",
+    ]
+    return fields if stash.pool is None else fields + _pool_fields(stash.pool)
+
+
+def _pool_fields(pool: PoolReport) -> list[str]:
+    """Formats the use of the pool's tiers, and a description of spilled and recomputed tensors if there are any."""
+    tiers = [("device", pool.device_high_water, pool.device_pages), ("host", pool.host_high_water, pool.host_pages)]
+    held = [f"{most}/{pages} ({100 * most / pages:.0f}%) {name}" for name, most, pages in tiers if pages]
+    words = shortage_words(pool)
+    return [f" stash pages of rank {pool.rank}: {', '.join(held)}", *([f" stash: {words}"] if words else [])]
+
+
+def shortage_words(pool: PoolReport) -> str:
+    """Describes what was spilled and recomputed since the last log line, and why; empty if nothing was."""
+    spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
+    found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
+    found += [
+        f"{name} recomputed {count} {'time' if count == 1 else 'times'}"
+        for name, count in (("act", pool.dropped_act), ("gate_up", pool.dropped_gate_up))
+        if count
+    ]
+    if not found:
+        return ""
+    # The factor that keeps all tensors does not avoid spills.
+    needed = max(pool.factor_to_keep_all, *(pool.factors_needed if pool.spilled_pages else ()), 0.0)
+    if not needed or (pool.device_pages and needed <= pool.factor):
+        # The reason was not a lack of pages: the order of the step was not known yet, or the pool has grown since.
+        return ", ".join(found)
+    shown, given = f"{rounded_up(needed):.2f}", f"{pool.factor:.2f}"
+    if shown == given:
+        shown, given = f"{needed:.5f}", f"{pool.factor:.5f}"
+    # Without pages on the device, the factor refers to the host's pages.
+    reason = f"too few pages (factor needed {shown}{f', given {given}' if pool.device_pages else ''})"
+    # If no factor would have kept the recomputed tensors, only the spills are explained by too few pages.
+    num_explained = len(found) if pool.factor_to_keep_all else 1
+    return ", ".join([*found[:num_explained], reason, *found[num_explained:]])
+
+
+def _throughput_fields(reports: list[StepReport], seconds: float) -> list[str]:
+    """Formats mean operations per second over the interval, if the steps report them."""
+    fields = []
+    means = {
+        name: sum((vars(report)[name] or 0.0) * report.seconds for report in reports) / seconds
+        for name in ("tflops", "mfu")
+        if vars(reports[-1])[name] is not None
+    }
+    if "tflops" in means:
+        # One digit would show a CPU's throughput as 0.0.
+        digits = 1 if means["tflops"] >= 1 else 4
+        fields.append(f" throughput per GPU (TFLOP/s/GPU): {means['tflops']:.{digits}f}")
+    if "mfu" in means:
+        fields.append(f" MFU (%): {100.0 * means['mfu']:.1f}")
+    return fields
+
+
+def mean_losses(reports: list[StepReport]) -> dict[str, float]:
+    """Returns the mean of each loss over the steps that report it, without skipped steps."""
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in ({} if report.skipped else report.losses).items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def format_evaluation_line(report: EvaluationReport) -> str:
+    """Formats the values of an evaluated split, and the perplexity of each loss."""
+    where = f"iteration {report.iteration}"
+    if report.final:
+        where += f" on {report.split} set"
+    parts = [f"validation loss at {where}"]
+    for name, value in report.losses.items():
+        parts.append(f"{name} value: {value:.6E}")
+        if is_loss(name):
+            parts.append(f"{name} PPL: {perplexity(value):.6E}")
+    return " " + " | ".join(parts) + " | "
+
+
+def is_loss(name: str) -> bool:
+    """Whether a value is a loss, and so has a perplexity, judged by the end of its name."""
+    return name.endswith("loss")
+
+
+def perplexity(loss: float) -> float:
+    """Returns exp(loss), limited to exp(20) because the perplexity of an untrained model is meaningless."""
+    return math.exp(min(20.0, loss))
+
+
+class ProgressBar(Callback):
+    """Shows iterations, the latest losses and tokens per second at the bottom of a terminal, below log lines."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
+        self._task: TaskID | None = None
+        self._figures = ""
+        self._validation = ""
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Draws the bar at the first iteration of the run."""
+        self._progress.start()
+        self._task = self._progress.add_task(
+            "training", total=start.train_iters, completed=start.iteration, figures="waiting for the first step"
+        )
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Moves the bar."""
+        loss = report.losses.get("lm loss", float("nan"))
+        self._figures = f"loss {loss:.3f}  {report.tokens / report.seconds:,.0f} tokens/s"
+        self._draw("training", completed=report.iteration)
+
+    def on_evaluation_start(self, iteration: int) -> None:
+        """Shows that an evaluation runs."""
+        self._draw("evaluating", completed=iteration)
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Shows the latest validation loss."""
+        self._validation = f"  {report.split} {report.losses.get('lm loss', float('nan')):.3f}"
+        self._draw("training", completed=report.iteration)
+
+    def on_run_end(self) -> None:
+        """Restores the terminal."""
+        self._progress.stop()
+
+    def _draw(self, description: str, *, completed: int) -> None:
+        if self._task is not None:
+            figures = self._figures + self._validation
+            self._progress.update(self._task, completed=completed, description=description, figures=figures)

@@ -1,0 +1,43 @@
+"""Output line by line: to the console from the first rank, and to files that survive a full disk or a killed run."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def print_rank_0(message: str) -> None:
+    """Prints on the first rank only, and flushes."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+class LineFile:
+    """Appends lines without a buffer: a killed run leaves complete lines, and perhaps a part of the last one.
+
+    While the disk is full, lines are kept in memory and the run continues.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # Unbuffered, so that the number of written bytes is known, and a partly written line can be completed.
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
+        self._is_failing = False
+
+    def write(self, lines: bytes) -> None:
+        """Appends `lines` after those that are pending. Prints a warning when writing begins to fail."""
+        self._pending += lines
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                print_rank_0(f"WARNING: cannot write {self._path}: {error}: its lines wait, training goes on")
+            self._is_failing = True
+
+    def close(self) -> None:
+        """Closes the file. Pending lines are tried once more, and lost if they still cannot be written."""
+        if self._pending:
+            self.write(b"")
+        self._file.close()

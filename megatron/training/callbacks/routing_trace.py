@@ -1,0 +1,227 @@
+"""The routing trace: a file with the number of tokens that chose each expert. Format, writing callback and reader.
+
+The file has JSON lines, each compressed as a separate gzip member if the file's name ends in .gz. A header describes
+the steps that follow, until the next header; a run that resumes with other settings writes a new header. A step has
+
+    {"iteration": 7, "tokens": {"2": [M][R][E] whole numbers, ...}}
+
+with the number of a layer, from 1, and the tokens that chose each of E experts, before a capacity drops any, in each of
+the M micro-batches on each of the R ranks of a pipeline stage. Ranks that share experts are adjacent: groups of n * t
+for expert-model-parallel size n and expert-tensor-parallel size t.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron.core.transformer.moe_config import layers_with_experts
+from megatron.core.transformer.mtp_config import with_mtp_layers
+from megatron.training.callbacks.base import Callback, RunStart, StepReport
+from megatron.training.callbacks.lines import LineFile
+from megatron.training.callbacks.run_files import keep_lines_until
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingHeader:
+    """Model and layout of the steps that follow in a trace.
+
+    layers: numbers of the layers with experts, of num_layers. tokens_of_microbatch: per rank. capacity_factor:
+    moe_expert_rank_capacity_factor, or None. itemsize: bytes of a parameter.
+    """
+
+    layers: list[int]
+    num_layers: int
+    num_experts: int
+    topk: int
+    tokens_of_microbatch: int
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+    data_parallel_size: int
+    pipeline_model_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    capacity_factor: float | None
+    hidden_size: int
+    moe_ffn_hidden_size: int
+    gated_linear_unit: bool
+    itemsize: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "RoutingHeader":
+        """Returns the header of a run with these arguments."""
+        has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+        has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
+        shared_by = args.tensor_model_parallel_size * args.context_parallel_size
+        return cls(
+            layers=[number for number, experts in enumerate(has_experts, 1) if experts],
+            num_layers=len(has_experts),
+            num_experts=args.num_experts,
+            topk=args.moe_router_topk,
+            tokens_of_microbatch=args.seq_length * args.micro_batch_size // shared_by,
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            data_parallel_size=args.data_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+            capacity_factor=args.moe_expert_rank_capacity_factor,
+            hidden_size=args.hidden_size,
+            moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+            gated_linear_unit=args.swiglu or args.quick_geglu,
+            itemsize=2 if args.bf16 or args.fp16 else 4,
+        )
+
+    def line(self, iteration: int) -> bytes:
+        """Returns the line of the header, for steps after `iteration`."""
+        return _line({"routing_trace": FORMAT, "iteration": iteration, **asdict(self)})
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any], where: str) -> "RoutingHeader":
+        """Returns the header from the JSON of `line`; where: file and line. Raises ValueError for another format."""
+        names = {field.name for field in fields(cls)}
+        if record.get("routing_trace") != FORMAT or not names <= record.keys():
+            raise ValueError(f"{where} is not the header of a routing trace of format {FORMAT}: {str(record)[:60]!r}")
+        sizes = {field.name: record[field.name] for field in fields(cls) if field.type is int}
+        wrong = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        if wrong:
+            raise ValueError(f"{where} has {wrong}: must be whole numbers of at least 1")
+        return cls(**{name: record[name] for name in names})
+
+
+@dataclass(frozen=True)
+class RoutingStep:
+    """A step of a trace. tokens: layer number to counts [M, R, E], int64."""
+
+    header: RoutingHeader
+    iteration: int
+    tokens: dict[int, np.ndarray]
+
+
+def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
+    """Returns the line of a step; tokens: layer number to counts [M, R, E], int64, on the host."""
+    return _line(
+        {"iteration": iteration, "tokens": {layer: counts.numpy().tolist() for layer, counts in tokens.items()}}
+    )
+
+
+def read_routing(path: Path | str) -> Iterator[RoutingStep]:
+    """Yields the steps of a trace, without a last line that was cut short.
+
+    Raises ValueError, which names the line, for a file that is not a trace, and OSError for an unreadable file.
+    """
+    header = None
+    for number, line in enumerate(read_lines(Path(path)), 1):
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+            if header is None or line.endswith(b"\n"):
+                raise ValueError(f"{where} is not of a routing trace: {line[:60]!r}")
+            return
+        if header is None or "routing_trace" in record:
+            header = RoutingHeader.from_record(record, where)
+            continue
+        yield RoutingStep(header, record["iteration"], _tokens_of(record, header, where=where))
+
+
+def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> dict[int, np.ndarray]:
+    """Returns layer number to counts [M, R, E], int64. Raises ValueError for a record that step_line cannot write."""
+    refusal = ValueError(
+        f"{where} must have, for each of the layers {header.layers}, tokens [M][R][{header.num_experts}], whole numbers"
+    )
+    try:
+        tokens = {int(layer): np.array(counts) for layer, counts in record["tokens"].items()}
+    except (KeyError, AttributeError, ValueError):
+        raise refusal from None
+    shapes = {counts.shape for counts in tokens.values()}
+    is_counted = all(counts.dtype == np.int64 and counts.size and counts.min() >= 0 for counts in tokens.values())
+    if sorted(tokens) != header.layers or not is_counted or [shape[2:] for shape in shapes] != [(header.num_experts,)]:
+        raise refusal
+    return tokens
+
+
+def last_header(path: Path) -> RoutingHeader | None:
+    """Returns the header that applies to steps appended to this trace; None without one. Raises as read_routing."""
+    found = None
+    for number, line in enumerate(read_lines(path), 1):
+        # `line` writes this key first, so that steps, which are long, need not be parsed.
+        if line.startswith(b'{"routing_trace"'):
+            found = RoutingHeader.from_record(json.loads(line), f"{path}, line {number}")
+    return found
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yields the decompressed lines of a trace, up to its end or to the place where a kill cut it off."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield from file
+        except EOFError:
+            return  # a kill left half of a compressed line
+
+
+def encoded(line: bytes, path: Path) -> bytes:
+    """Returns a line as it is appended to the file: as a separate gzip member if the name ends in .gz."""
+    return gzip.compress(line, compresslevel=6, mtime=0) if path.suffix == ".gz" else line
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+class RoutingLog(Callback):
+    """Writes a line per step, after dropping the lines past the iteration that a run resumes from."""
+
+    def __init__(self, path: Path, header: RoutingHeader) -> None:
+        """Raises ValueError for a path that cannot be written, and for an existing file that is not a trace."""
+        self.path, self.header = path, header
+        self._file: LineFile | None = None
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise ValueError(
+                f"--record-routing is {path}: must be a file in a folder that can be written ({error.strerror})"
+            ) from error
+        if path.stat().st_size and last_header(path) is None:
+            raise ValueError(
+                f"--record-routing is {path}: the file is there and is no routing trace, give another name"
+            )
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Opens the file at the first iteration of the run, and writes the header unless it is still valid."""
+        keep_lines_until(self.path, start.iteration, read=read_lines, encode=partial(encoded, path=self.path))
+        is_described = self.path.exists() and last_header(self.path) == self.header
+        self._file = LineFile(self.path)
+        if not is_described:
+            self._write(self.header.line(start.iteration))
+
+    def on_rewind(self, iteration: int) -> None:
+        """Drops the lines of steps that are repeated."""
+        self.on_run_end()
+        self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Writes the step's line."""
+        assert report.routing is not None, "a meter sets it on this rank"
+        self._write(step_line(report.iteration, report.routing))
+
+    def on_run_end(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None, "the file is opened by on_train_start"
+        self._file.write(encoded(line, self.path))

@@ -1,0 +1,148 @@
+"""Writes scalars of a run for TensorBoard, with Megatron-LM's tags."""
+
+import torch.distributed as dist
+
+from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
+from megatron.training.callbacks.console import is_loss, perplexity
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.config import LoggingConfig
+
+
+class TensorBoardLog(Callback):
+    """Writes every `tensorboard_log_interval` iterations to `folder`."""
+
+    def __init__(self, folder: str, config: LoggingConfig) -> None:
+        try:
+            # An optional package that takes a second to import.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                f"--tensorboard-dir is {folder}: the package tensorboard is missing, install megatron-stash[report]"
+            ) from error
+
+        self.config = config
+        self._folder = folder
+        self._open = SummaryWriter
+        self._writer: SummaryWriter | None = None
+
+    def on_train_start(self, start: RunStart) -> None:
+        """Opens the event file. `purge_step` hides the points of an earlier run past the start."""
+        self._writer = self._open(
+            self._folder, purge_step=start.iteration + 1, max_queue=self.config.tensorboard_queue_size
+        )
+
+    def on_rewind(self, iteration: int) -> None:
+        """Hides the points of steps that are repeated."""
+        self.on_run_end()
+        self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Writes the step's scalars, and whenever the report has them the expert buffers' figures of a log line."""
+        scalars: dict[str, float | None] = {**_stash_scalars(report)}
+        if report.iteration % self.config.tensorboard_log_interval == 0:
+            scalars |= self._scalars_of_step(report)
+        for tag, value in scalars.items():
+            if value is not None:
+                self._add(tag, value, step=report.iteration)
+
+    def _scalars_of_step(self, report: StepReport) -> dict[str, float | None]:
+        return {
+            **report.losses,
+            "learning-rate": report.learning_rate,
+            "batch-size": report.global_batch_size,
+            "grad-norm": report.grad_norm,
+            "iteration-time": report.seconds,
+            "tokens-per-second": report.tokens / report.seconds,
+            **_layer_scalars(report),
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+            "throughput": report.tflops,
+            "mfu": report.mfu,
+            "decoupled-learning-rate": report.decoupled_learning_rate,
+            **self._optional_scalars(report),
+        }
+
+    def _optional_scalars(self, report: StepReport) -> dict[str, float]:
+        scalars: dict[str, float] = {}
+        if self.config.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = report.loss_scale
+        if self.config.log_world_size_to_tensorboard:
+            scalars["world-size"] = dist.get_world_size()
+        if self.config.log_memory_to_tensorboard:
+            memory = report.memory or {}
+            scalars |= {f"mem-{kind.replace('_', '-')}-bytes": value for kind, value in memory.items()}
+        if self.config.log_timers_to_tensorboard:
+            scalars |= {f"{name}-time": ms / 1000.0 for name, ms in (report.timers or {}).items()}
+        return scalars
+
+    def on_evaluation_end(self, report: EvaluationReport) -> None:
+        """Writes the values of the split, and the perplexity of losses if the flags request it."""
+        for name, value in report.losses.items():
+            self._add(f"{name} {report.split}", value, step=report.iteration)
+            if self.config.log_validation_ppl_to_tensorboard and is_loss(name):
+                self._add(f"{name} {report.split} ppl", perplexity(value), step=report.iteration)
+
+    def on_run_end(self) -> None:
+        """Writes buffered points and closes the file."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _add(self, tag: str, value: float, *, step: int) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.add_scalar(tag, value, step)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        # The error has ended the writer's thread, so later calls would raise it again.
+        self._writer = None
+        print_rank_0(
+            f"WARNING: cannot write to {self._folder}: {error}: no more points for TensorBoard from this start"
+        )
+
+
+def _stash_scalars(report: StepReport) -> dict[str, float]:
+    """Returns scalars of expert buffers and the paged stash since the last log line.
+
+    Layers count from 0, as in the tags of routers.
+    """
+    stash = report.stash
+    if stash is None:
+        return {}
+    scalars: dict[str, float] = {
+        "experts/capacity-factor": stash.capacity_factor,
+        "experts/capacity-factor-needed": max(stash.factors_needed),
+        "experts/void-steps": stash.void_steps,
+        **{f"experts/rows_layer_{number - 1}": rows for number, rows in stash.rows.items()},
+    }
+    if (pool := stash.pool) is not None:
+        scalars |= {
+            "stash/device-high-water": pool.device_high_water,
+            "stash/device-pages": pool.device_pages,
+            "stash/host-high-water": pool.host_high_water,
+            "stash/host-pages": pool.host_pages,
+            "stash/factor-needed": max(pool.factors_needed),
+            "stash/spilled-pages": pool.spilled_pages,
+            "stash/gate-up-again": pool.dropped_gate_up,
+            "stash/act-again": pool.dropped_act,
+            "stash/tail-bytes": pool.tail_bytes,
+        }
+    return scalars
+
+
+def _layer_scalars(report: StepReport) -> dict[str, float]:
+    """Returns router losses and the busiest expert's tokens over the mean, by Megatron's tags (layers from 0)."""
+    scalars = {
+        f"moe/{name}_layer_{number - 1}": value
+        for name, values in (report.per_layer or {}).items()
+        for number, value in values.items()
+    }
+    for number, tokens in (report.expert_load or {}).items():
+        scalars[f"moe/load_imbalance_layer_{number - 1}"] = max(tokens) * len(tokens) / sum(tokens)
+    return scalars

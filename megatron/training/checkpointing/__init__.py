@@ -1,0 +1,18 @@
+"""Checkpoints of a training run: saving, loading, and their folders; this module only re-exports."""
+
+from megatron.training.checkpointing.folder import (
+    check_save_folder,
+    get_checkpoint_tracker_filename,
+    refuse_checkpoints_of_another_run,
+)
+from megatron.training.checkpointing.loading import load_checkpoint
+from megatron.training.checkpointing.saving import begin_save_checkpoint, save_checkpoint
+
+__all__ = [
+    "begin_save_checkpoint",
+    "check_save_folder",
+    "get_checkpoint_tracker_filename",
+    "load_checkpoint",
+    "refuse_checkpoints_of_another_run",
+    "save_checkpoint",
+]

@@ -1,0 +1,230 @@
+"""The --save and --load folders: one folder for each iteration, and a tracker file that names the latest.
+
+saving.py defines the content of a checkpoint, and core/dist_checkpointing writes it.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import disk, load_common
+from megatron.core.dist_checkpointing import folder as folders
+from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE, read_manifest, verify_size
+from megatron.core.group_collectives import all_ranks_agree
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# Tracker text for initial weights, in place of a number.
+RELEASE = "release"
+# Next to checkpoints: files of a model in another format, kept for the conversion back (tools/hugging_face).
+COMPANION_FOLDER = "hugging_face"
+# Seven digits, or more after ten million steps, up to the largest 64-bit numbers.
+_ITERATION = r"iter_([0-9]{7,18})"
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to load; iteration 0 for a release, which provides initial weights."""
+
+    path: Path
+    iteration: int
+    is_release: bool = False
+    notice: str | None = None
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    """Returns the path of the file that holds the latest iteration in digits, or "release"."""
+    return os.path.join(checkpoints_path, TRACKER_FILE)
+
+
+def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
+    """Returns the folder of the checkpoint of an iteration."""
+    return Path(checkpoints_path) / f"iter_{iteration:07d}"
+
+
+def read_tracker(root: Path) -> str | None:
+    """Returns the text of the tracker in the folder `root`, valid or not; None if there is none."""
+    tracker = root / TRACKER_FILE
+    return tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
+
+
+def iteration_of_text(text: str) -> int | None:
+    """Returns the iteration that a tracker with this text names, or None."""
+    # Not isdecimal, which accepts digits of other scripts. Limited to the digits of a 64-bit number.
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag: str = "--save") -> None:
+    """Creates the folder of `flag` and tests that it is writable, so that a run fails before its first step.
+
+    Collective over `group` (None: all ranks); raises ValueError on every rank.
+    """
+    with all_ranks_agree(group):
+        # Every rank tries, because every rank will write. After a kill, the next save removes a file of this name.
+        probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
+        if probe.parent.exists() and not probe.parent.is_dir():
+            raise ValueError(f"{flag} {path} cannot be written: it is a file, must be a folder")
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            disk.write_file(probe, b"can be written")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(f"{flag} {path} cannot be written: {error}") from error
+
+
+def refuse_checkpoints_of_another_run(
+    save: str, *, continued_from: str | None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raises ValueError on every rank if a new run would overwrite checkpoints in its --save folder.
+
+    continued_from: the --load folder of a run that continues its steps, which may replace its own checkpoints.
+    """
+    if is_same_folder(continued_from, save):
+        return
+    with all_ranks_agree(group):
+        iterations = complete_iterations(Path(save))
+        if iterations:
+            raise ValueError(
+                f"--save {save} holds checkpoints of another run, up to iteration {iterations[-1]}: "
+                f"continue it with --load {save}, or choose another folder"
+            )
+
+
+def clean_save_folder(path: str) -> None:
+    """Removes leftovers of killed saves from a --save folder."""
+    if Path(path).is_dir():
+        folders.remove_incomplete(
+            Path(path), name=rf"{_ITERATION}|{RELEASE}|{COMPANION_FOLDER}|probe|{re.escape(TRACKER_FILE)}"
+        )
+
+
+def prune(path: str, *, latest: int, interval: int | None) -> None:
+    """Deletes complete checkpoints before `latest`, except those whose iteration is a multiple of `interval`.
+
+    `latest` must be complete. None deletes nothing.
+    """
+    for iteration in complete_iterations(Path(path)):
+        if interval is not None and iteration < latest and iteration % interval:
+            folders.remove(iteration_folder(path, iteration))
+
+
+def write_tracker(path: str, iteration: int) -> None:
+    """Names `iteration` as the latest; call once its checkpoint is complete."""
+    folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
+
+
+def write_release_tracker(path: str) -> None:
+    """Names the checkpoint in the folder `release` as the one to start from; call once it is complete."""
+    folders.replace_text(Path(get_checkpoint_tracker_filename(path)), RELEASE)
+
+
+def carry_companions(load: str, save: str) -> None:
+    """Copies the companion files of the checkpoints in `load` to `save`, unless that has some."""
+    source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
+    if source.is_dir() and not target.exists():
+        with folders.atomic_folder(target) as temporary:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+
+
+def is_same_folder(path: str | None, other: str | None) -> bool:
+    """Whether both paths are given and refer to the same folder."""
+    return path is not None and other is not None and os.path.realpath(path) == os.path.realpath(other)
+
+
+def find_checkpoint(
+    load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None
+) -> FoundCheckpoint | None:
+    """Returns the checkpoint of --ckpt-step, else the tracker's, else the newest complete one; None if there is none.
+
+    damaged: iterations found to be damaged, with reasons; they are skipped. Raises ValueError if the one of --ckpt-step
+    is incomplete, or if there are checkpoints but none is complete.
+    """
+    root, problems = _root(load), dict(damaged or {})
+    if step is not None:
+        return _named(root, f"--ckpt-step is {step}", iteration=step)
+    # A copied iteration folder has no tracker, and neither has a run killed during its first save.
+    tracker, text = root / TRACKER_FILE, read_tracker(root)
+    if text == RELEASE:
+        return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
+    wanted = None if text is None else iteration_of_text(text)
+    if wanted is not None and wanted not in problems:
+        problem = _problem(root, wanted)
+        if problem is None:
+            return FoundCheckpoint(folders.find_checkpoint(iteration_folder(root, wanted)), wanted)
+        problems[wanted] = problem
+    if text is None:
+        why = f"{root} has no {TRACKER_FILE}"
+    elif wanted is None:
+        why = f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}"
+    else:
+        why = f"{tracker} names iteration {wanted}: {problems[wanted]}"
+    # Newest first. A tracker may have been set back on purpose, so later iterations are the last resort.
+    by_preference = sorted(complete_iterations(root), key=lambda one: (wanted is not None and one > wanted, -one))
+    return _other(root, why, candidates=by_preference, problems=problems)
+
+
+def _root(load: str) -> Path:
+    root = Path(load)
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
+    # The user went one folder too deep; silently starting from scratch would be a costly surprise.
+    if (root / MANIFEST_FILE).is_file():
+        raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
+    return root
+
+
+def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
+    """Returns the first complete candidate, with the problems of the skipped ones in its notice."""
+    for iteration in candidates:
+        if iteration not in problems:
+            problem = _problem(root, iteration)
+            if problem is None:
+                return FoundCheckpoint(
+                    folders.find_checkpoint(iteration_folder(root, iteration)),
+                    iteration,
+                    notice=f"{why}: taking iteration {iteration}, the newest complete checkpoint",
+                )
+            problems[iteration] = problem
+        if problems[iteration] not in why:
+            why = f"{why}; {problems[iteration]}"
+    # Never start from scratch where checkpoints were; that is for the user to decide.
+    if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
+        raise ValueError(f"{why}; complete iterations: none")
+    return None
+
+
+def _problem(root: Path, iteration: int) -> str | None:
+    """Describes what is wrong with a checkpoint, without reading its tensors; None if nothing is found."""
+    try:
+        folder = folders.find_checkpoint(iteration_folder(root, iteration))
+        files = read_manifest(folder)
+        for name, entry in files.items():
+            verify_size(folder, name, expected=entry)
+        load_common(folder)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """Returns the iterations that have a complete checkpoint, in ascending order."""
+    matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
+    iterations = {int(match[1]) for match in matches if match is not None}
+    # Excludes folders with extra leading zeros, which iteration_folder would not find.
+    return sorted(one for one in iterations if folders.is_complete(iteration_folder(root, one)))
+
+
+def _named(root: Path, source: str, *, iteration: int) -> FoundCheckpoint:
+    try:
+        return FoundCheckpoint(folders.find_checkpoint(iteration_folder(root, iteration)), iteration)
+    except ValueError as error:
+        others = ", ".join(map(str, complete_iterations(root))) or "none"
+        raise ValueError(f"{source}: {error}; complete iterations: {others}") from error
+
+
+def _entries(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []

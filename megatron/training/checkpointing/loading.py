@@ -1,0 +1,298 @@
+"""Loading a training run: picks a checkpoint, decides what each --load flag restores, and fills the run's objects.
+
+saving.py defines the content of checkpoints. core/dist_checkpointing reads the tensors, folder.py finds the folders,
+run_values.py checks the arguments, and partial_load.py handles models that differ on purpose.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import (
+    ShardedTensor,
+    VerifiedCheckpoint,
+)
+from megatron.core.dist_checkpointing.errors import one_error_everywhere
+from megatron.core.group_collectives import RemoteRankError, all_ranks_agree, union_over_model
+from megatron.core.optimizer.state_dict import is_state, parameter_key
+from megatron.core.parallel_state import existing_process_groups
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.checkpointing.folder import (
+    FoundCheckpoint,
+    carry_companions,
+    find_checkpoint,
+    is_same_folder,
+    write_tracker,
+)
+from megatron.training.checkpointing.partial_load import (
+    EMBEDDING,
+    OUTPUT,
+    PartialLoadPlan,
+    Strictness,
+    Tying,
+    check_unused,
+    lacking_keys,
+    require_same_two,
+)
+from megatron.training.checkpointing.rng_state import load_rng, rng_sharded_state, seed_ranks
+from megatron.training.checkpointing.run_state import (
+    CheckpointedOptimizer,
+    CheckpointedScheduler,
+    ModelWeights,
+    RunState,
+    is_rank_0,
+)
+from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.config import CheckpointConfig
+
+
+def load_checkpoint(
+    model: Sequence[torch.nn.Module],
+    optimizer: CheckpointedOptimizer | None,
+    opt_param_scheduler: CheckpointedScheduler | None,
+    *,
+    train_state: TrainState,
+    args: argparse.Namespace,
+    config: CheckpointConfig,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> int:
+    """Restores a run from config.load: fills all objects in place and returns the iteration.
+
+    Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, prints one line on rank
+    0, changes nothing and returns 0, or raises ValueError under --exit-on-missing-checkpoint. Raises on every rank,
+    with no tensor changed, if the checkpoint is damaged, belongs to another model, or lacks requested state.
+    """
+    found, verified = _find(config)
+    if found is None or verified is None:
+        return 0
+    # Arguments before tensors: "--hidden-size is 128 here" is clearer than a mismatch of shapes.
+    with all_ranks_agree():
+        common = load_run_values(found.path)
+        plan = PartialLoadPlan.of(args, common["args"], may_upcycle=config.moe_use_upcycling)
+        scope = _load_scope(
+            found, common, config=config, has_optimizer=optimizer is not None, weights_alone=plan.experts
+        )
+        plan.check_position(restored=scope.position)
+        if scope.optimizer:
+            check_same_optimizer(args, common["args"])
+            # Before the tensors: another schedule is a frequent mistake, and this check is quick.
+            if opt_param_scheduler is not None and common["scheduler"] is not None:
+                opt_param_scheduler.load_state_dict(common["scheduler"])
+    run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
+    replicas = run.groups.dp_cp if config.ckpt_fully_parallel_load else None
+    tying = Tying.between(common["args"], vars(args))
+    source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), plan, tying)
+    _load_tensors(run, source, scope=scope, frozen=set(common["frozen"]))
+    if scope.rng and not source.holds(rng_sharded_state(run.groups)):
+        _reseed(run.groups, seed=args.seed, iteration=found.iteration)
+    if scope.optimizer and optimizer is not None:
+        optimizer.load_state_dict(common["optimizer"])
+    if scope.position:
+        train_state.load_state_dict(common["train_state"])
+        if optimizer is not None:
+            _set_tracker_back(config, found.iteration)
+    with all_ranks_agree():
+        if config.save is not None and config.load is not None and is_rank_0():
+            carry_companions(config.load, config.save)
+    weights_alone = "" if scope.position else ": its weights alone, training starts at iteration 0"
+    print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
+    return train_state.iteration
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What a load restores in addition to the weights."""
+
+    position: bool
+    optimizer: bool
+    rng: bool
+
+
+def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
+    """Finds the checkpoint to load, by decision of rank 0, and verifies it on all ranks; None to start from scratch."""
+    damaged: dict[int, str] = {}
+    while config.load is not None:
+        found = _found_by_rank_0(config, damaged)
+        if found is None:
+            print_rank_0(f"There is no checkpoint in {config.load}: starting from scratch.")
+            break
+        try:
+            verified = dist_checkpointing.verify(found.path)
+        except (ValueError, OSError, RemoteRankError) as error:
+            # A checkpoint named by the user is not replaced by another. All ranks get here, whichever found the damage.
+            if config.ckpt_step is not None or found.is_release:
+                raise
+            damaged[found.iteration] = str(error)
+            continue
+        if found.notice is not None:
+            print_rank_0(found.notice)
+        return found, verified
+    return None, None
+
+
+def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str]) -> FoundCheckpoint | None:
+    found: list[FoundCheckpoint | None] = [None]
+    with all_ranks_agree():
+        if is_rank_0():
+            assert config.load is not None, "there is nothing to find without --load"
+            found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged)
+        # Under --finetune, a missing checkpoint would silently mean training from scratch.
+        needed_by = next((name for name in ("exit_on_missing_checkpoint", "finetune") if vars(config)[name]), None)
+        if is_rank_0() and found[0] is None and needed_by is not None:
+            raise ValueError(f"--{needed_by.replace('_', '-')}: there is no checkpoint in --load {config.load}")
+    # All ranks use rank 0's answer, because the tracker may change in the meantime.
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _set_tracker_back(config: CheckpointConfig, iteration: int) -> None:
+    """Names the checkpoint of --ckpt-step as the latest, if the run saves into the same folder. Collective.
+
+    Restarts and rollbacks load the latest checkpoint, which must not be a later one from the abandoned part of the run.
+    Not called by runs that only evaluate.
+    """
+    if config.ckpt_step is None:
+        return
+    with one_error_everywhere(f"cannot name iteration {iteration} in --save {config.save} as the latest", None):
+        if is_rank_0() and config.save is not None and is_same_folder(config.load, config.save):
+            write_tracker(config.save, iteration)
+
+
+def _load_scope(
+    found: FoundCheckpoint,
+    common: dict[str, Any],
+    *,
+    config: CheckpointConfig,
+    has_optimizer: bool,
+    weights_alone: bool,
+) -> _Scope:
+    if config.finetune or found.is_release or weights_alone:
+        return _Scope(position=False, optimizer=False, rng=False)
+    # A run that only evaluates has no optimizer and draws no random numbers.
+    with_optimizer = has_optimizer and not config.no_load_optim
+    scope = _Scope(position=True, optimizer=with_optimizer, rng=has_optimizer and not config.no_load_rng)
+    for name, wanted, flag in (("optimizer", scope.optimizer, "optim"), ("rng", scope.rng, "rng")):
+        if wanted and not common["contents"][name]:
+            raise ValueError(f"the checkpoint holds no {name} state: add --no-load-{flag}, or --finetune")
+    return scope
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint, the ranks that read it together, and the handling of differences between the two models.
+
+    Tensors passed to its methods have the keys that `tying` gives them.
+    """
+
+    checkpoint: VerifiedCheckpoint
+    replicas: dist.ProcessGroup | None
+    strictness: Strictness
+    plan: PartialLoadPlan
+    tying: Tying
+
+    def load(self, tensors: list[ShardedTensor]) -> None:
+        """Fills `tensors`: any shape and dtype. Collective."""
+        available, fill_rest = self.plan.substitute(tensors, self.checkpoint)
+        dist_checkpointing.load(available, self.checkpoint, replicas=self.replicas)
+        fill_rest()
+
+    def holds(self, tensors: list[ShardedTensor]) -> bool:
+        """Whether the checkpoint has all of `tensors` with the same shapes and dtypes."""
+        stored = self.checkpoint.tensors
+        return all(stored.get(tensor.key) == (tensor.global_shape, tensor.data.dtype) for tensor in tensors)
+
+
+def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[str]) -> None:
+    """Fills weights, optimizer state and random-number generators from the checkpoint."""
+    # With the optimizer, a run continues bit for bit or not at all. Weights alone may change precision.
+    weights = ModelWeights(run.model, allow_cast=not scope.optimizer)
+    rng = rng_sharded_state(run.groups) if scope.rng else []
+    rng = rng if source.holds(rng) else []
+    # A dense checkpoint lacks experts by design.
+    lacking = set() if source.plan.experts else _lacking(run, source, weights=weights, scope=scope)
+    wanted = [tensor for tensor in source.tying.with_stored_keys(weights.tensors) if tensor.key not in lacking] + rng
+    if source.tying is not Tying.SAME:
+        frozen = _change_tying(run, source, weights=weights, scope=scope, frozen=frozen)
+    if run.optimizer is None or not scope.optimizer:
+        source.load(wanted)
+        weights.copy_to_shards()
+        # Master weights still hold the values of the model's initialization.
+        if run.optimizer is not None:
+            run.optimizer.reload_model_params()
+    else:
+        fresh = frozen | {parameter_key(key) if is_state(key) else key for key in lacking}
+        trained = set(map(source.tying.stored_key, run.trained_keys()))
+        # Rank 0 prints, and may have none of these parameters itself.
+        if union_over_model(frozen & trained, run.groups):
+            print_rank_0("Parameters that were frozen in the checkpoint's run start with fresh optimizer state.")
+        _load_with_optimizer(run, wanted, weights=weights, source=source, fresh=fresh)
+    if rng:
+        load_rng(rng)
+
+
+def _change_tying(
+    run: RunState, source: _Source, *, weights: ModelWeights, scope: _Scope, frozen: set[str]
+) -> set[str]:
+    """Reports the conversion between tied and untied vocabulary weights, or raises ValueError if they differ.
+    Collective.
+
+    Returns the keys of parameters without optimizer state: `frozen`, and the joined weight if either of the two has
+    none.
+    """
+    if source.tying is Tying.SPLIT:
+        state = ", with its optimizer state" if scope.optimizer else ""
+        print_rank_0(f"The checkpoint has one weight for embedding and output layer: both start from it{state}.")
+        return frozen
+    wanted = weights.tensors
+    if run.optimizer is not None and scope.optimizer:
+        wanted = wanted + run.optimizer.sharded_state(run.pieces())
+    require_same_two(wanted, source.checkpoint)
+    print_rank_0(
+        "The checkpoint has two equal weights for embedding and output layer: the tied weight starts from them."
+    )
+    return frozen | {EMBEDDING} if OUTPUT in frozen else frozen
+
+
+def _lacking(run: RunState, source: _Source, *, weights: ModelWeights, scope: _Scope) -> set[str]:
+    """Returns the keys that the load may leave out. Raises ValueError if --dist-ckpt-strictness forbids one."""
+    wanted = list(weights.tensors)
+    asks = source.strictness.tolerates_lacking or source.strictness.checks_unused
+    if asks and run.optimizer is not None and scope.optimizer:
+        wanted += run.optimizer.sharded_state(run.pieces())
+    wanted = source.tying.with_stored_keys(wanted)
+    check_unused(wanted, source.checkpoint, strictness=source.strictness, optimizer=scope.optimizer)
+    return lacking_keys(wanted, source.checkpoint, strictness=source.strictness)
+
+
+def _load_with_optimizer(
+    run: RunState, wanted: list[ShardedTensor], *, weights: ModelWeights, source: _Source, fresh: set[str]
+) -> None:
+    """Loads `wanted` and the optimizer state, except for parameters that start with fresh state."""
+    assert run.optimizer is not None
+    # Depends on the checkpoint alone, not on this rank's share of the state, because loading is collective.
+    if fresh:
+        # The master weights of these parameters must be set from the loaded weights.
+        source.load(wanted)
+        weights.copy_to_shards()
+        run.optimizer.reload_model_params()
+    with run.optimizer.loading(run.pieces()) as state:
+        known = [tensor for tensor in source.tying.with_stored_keys(state) if parameter_key(tensor.key) not in fresh]
+        source.load([*wanted, *known])
+
+
+def _reseed(groups: ProcessGroupCollection, *, seed: int, iteration: int) -> None:
+    """Seeds the generators differently at each resume, when the saved states belong to another layout of ranks."""
+    print_rank_0(
+        "The checkpoint holds the random-number state of another layout of ranks or of other devices: "
+        "dropout continues with fresh seeds."
+    )
+    # Depends on the iteration, so that the dropout masks of step 0 do not repeat.
+    seed_ranks(seed + 7_919 * iteration, groups)

@@ -1,0 +1,303 @@
+"""JSON values of a run in its checkpoints: validated on load, compared with the run's arguments, or adopted by it.
+
+folder.py finds the checkpoint; tensors are not handled here.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import load_common
+from megatron.training.checkpointing.folder import find_checkpoint
+from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.command_line.errors import is_first_rank
+from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
+
+_KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
+# Derived arguments that models are built from.
+_DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
+_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+_ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
+# Arguments in MODEL_SHAPE_DESTS that affect neither the shape nor the meaning of stored weights.
+_NOT_IN_WEIGHTS = (
+    "group_query_attention",  # implied by num_query_groups
+    "layernorm_epsilon",
+    "rotary_base",
+    # Changed when a model is trained further on longer texts.
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_type",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+    "window_size",
+    "window_attn_skip_freq",
+    "seq_length",
+    "make_vocab_size_divisible_by",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_group_score",
+    "moe_router_topk_scaling_factor",
+    "untie_embeddings_and_output_weights",  # partial_load.py converts between the two
+    # A model may start new adapters, see check_adapters.
+    *_ADAPTERS,
+)
+# A different value means different weights, or weights with a different meaning.
+_SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
+# Sinkhorn is not a loss: it selects and weights experts, also in evaluation. Its flag has a coefficient for each type.
+_BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+_WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
+# Arguments that determine the optimizer's state.
+_SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
+# Optimizers with interchangeable state, which differ only in where they keep it.
+_SAME_STATES = {"adam", "distributed_fused_adam"}
+
+
+# Read and validate.
+
+
+def load_run_values(folder: Path) -> dict[str, Any]:
+    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run."""
+    values = load_common(folder)
+    if not values.keys() >= _KINDS.keys():
+        raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
+    try:
+        _check(values)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds what no training run writes: {error}") from error
+    return values
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    for name, kind in _KINDS.items():
+        _require(isinstance(values[name], kind), name, value=values[name], right=kind.__name__)
+    for name in ("optimizer", "rng"):
+        held = values["contents"].get(name)
+        _require(isinstance(held, bool), f"contents.{name}", value=held, right="bool")
+    for key in values["frozen"]:
+        _require(isinstance(key, str), "frozen", value=key, right="names of parameters")
+    if values["contents"]["optimizer"]:
+        _check_optimizer(values.get("optimizer"), values.get("scheduler"))
+    TrainState().load_state_dict(values["train_state"])
+    check_arguments(values["args"])
+
+
+def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
+    _require(isinstance(optimizer, dict), "optimizer", value=optimizer, right="dict")
+    _require(is_count(optimizer.get("step")), "optimizer.step", value=optimizer.get("step"), right="int, 0 or more")
+    scaler = optimizer.get("grad_scaler")
+    is_right = scaler is None or _is_scaler(scaler)
+    _require(is_right, "optimizer.grad_scaler", value=scaler, right="finite numbers by name, the scale above 0")
+    is_right = scheduler is None or (isinstance(scheduler, dict) and is_count(scheduler.get("num_steps")))
+    _require(is_right, "scheduler", value=scheduler, right="dict with a num_steps of 0 or more")
+
+
+def _is_scaler(scaler: Any) -> bool:
+    """Whether a value is the state of a loss scaler; its trackers may be negative after many bad steps."""
+    return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
+
+
+def check_arguments(args: Mapping[str, Any]) -> None:
+    """Raises ValueError naming a stored argument whose type its flag cannot produce; ignores unknown ones."""
+    for name, value in args.items():
+        flag = flag_table().by_dest.get(name)
+        if name in _DERIVED:
+            is_right = value is None or (is_count(value) and value > 0)
+            _require(is_right, f"args.{name}", value=value, right="int, above 0")
+        elif flag is not None:
+            _require(_may_be(flag, value), f"args.{name}", value=value, right=_what_may_be(flag))
+
+
+def _may_be(flag: Flag, value: Any) -> bool:
+    """Whether a flag can produce a value of this type; bounds are checked where the value is used."""
+    if value is None:
+        return True
+    if flag.constant is not None:
+        return isinstance(value, bool)
+    # Other types have their own parsers, and the configuration that uses the value checks it.
+    if flag.type_name not in (*_NUMBERS, "str"):
+        return not isinstance(value, (dict, bool))
+    items = value if flag.takes_list and isinstance(value, list) else [value]
+    return all(_is_of(flag.type_name, item) for item in items)
+
+
+def _what_may_be(flag: Flag) -> str:
+    """Describes the values other than None that _may_be accepts."""
+    if flag.constant is not None:
+        return "bool"
+    if flag.type_name not in (*_NUMBERS, "str"):
+        return "neither dict nor bool"
+    return f"{flag.type_name}, or a list of them" if flag.takes_list else flag.type_name
+
+
+def _is_of(type_name: str, value: Any) -> bool:
+    if type_name == "str":
+        return isinstance(value, str)
+    return isinstance(value, _NUMBERS[type_name]) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, name: str, *, value: Any, right: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r:.80}: must be {right}")
+
+
+# Compare with the run, or adopt.
+
+
+def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns all arguments as JSON values; other values become text."""
+    # Round trip, so that values compare equal to stored ones (tuples become lists).
+    return json.loads(json.dumps(vars(args), default=str))
+
+
+def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
+    """Sets the arguments of `args` that define the model to those of the checkpoint in args.load.
+
+    For --use-checkpoint-args: call between parse_args and validate_args on every rank; not collective. Raises
+    ValueError if there is no checkpoint.
+    """
+    found = find_checkpoint(args.load, step=args.ckpt_step)
+    if found is None:
+        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
+    stored = load_run_values(found.path)["args"]
+    # The checkpoint overrides the command line, as the flag promises.
+    vars(args).update(model_arguments(stored, here=vars(args)))
+    for name in ("hidden_dropout", "attention_dropout"):
+        here = vars(args).get(name)
+        if is_first_rank() and here is not None and stored.get(name, here) != here:
+            flag = f"--{name.replace('_', '-')}"
+            print(
+                f"note: {flag} is {vars(args)[name]}, in the checkpoint it is {stored[name]}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return args
+
+
+def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the stored arguments that a run with the arguments `here` needs to compute the checkpoint's model.
+
+    These are MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
+    type if only one of the two uses Sinkhorn. The run keeps its own adapters if it starts new ones, and its own experts
+    if it makes them from a dense model. Arguments newer than the checkpoint keep their defaults, with which it was
+    trained.
+    """
+    different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
+    names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
+    # NullTokenizer has no file; its vocabulary size is an argument of the run.
+    if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
+        names = (*names, "vocab_size")
+    # Adopting the absence of adapters would turn --lora-rank off, and the run would train all weights.
+    if here.get("lora_rank") is not None and stored.get("lora_rank") is None:
+        names = tuple(name for name in names if name not in _ADAPTERS)
+    # Likewise a dense checkpoint must not turn off the experts that start from its layers.
+    if here.get("moe_use_upcycling") and stored.get("num_experts") is None:
+        names = tuple(name for name in names if name != "num_experts" and not name.startswith("moe_"))
+    return {name: stored[name] for name in names if name in stored}
+
+
+def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
+    return "sinkhorn" in (values.get("moe_router_load_balancing_type") or ())
+
+
+def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the arguments that make the checkpoint's model differ from this run's."""
+    differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
+    if differences:
+        details = ", ".join(differences.values())
+        raise ValueError(f"checkpoint of another model: {details}; {_advice(list(differences))}")
+
+
+def _advice(names: list[str]) -> str:
+    advice = [] if names == ["unpadded_vocab_size"] else ["--use-checkpoint-args takes its values"]
+    # --use-checkpoint-args does not include the tokenizer.
+    if "unpadded_vocab_size" in names:
+        advice.append("give the tokenizer of its run")
+    return " and ".join(advice)
+
+
+def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError if the checkpoint has adapters that differ from this run's."""
+    here = args_to_json(args)
+    if stored.get("lora_rank") is None:
+        return
+    names = _ADAPTERS if here.get("lora_rank") is not None else ("lora_rank",)
+    differences = _differences({"lora_rank": None, **here}, stored, names=names)
+    if differences:
+        raise ValueError(
+            f"checkpoint with other adapters: {', '.join(differences.values())}; give its values, or merge them into "
+            "the weights by tools/checkpoint.py merge"
+        )
+
+
+def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the arguments that make the checkpoint's optimizer state unusable here."""
+    names: tuple[str, ...] = _SAME_OPTIMIZER
+    if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
+        # SGD without momentum stores no state for a run with momentum to continue from.
+        names = (*names, "sgd_momentum")
+    here = args_to_json(args)
+    differences = _differences(here, stored, names=names)
+    if {here.get("optimizer"), stored.get("optimizer")} == _SAME_STATES:
+        del differences["optimizer"]
+    if differences:
+        details = ", ".join(differences.values())
+        raise ValueError(
+            f"checkpoint of another optimizer: {details}; with --no-load-optim or --finetune only its weights are "
+            "loaded, and converted"
+        )
+
+
+def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with dependent defaults filled in, and without those that have no effect."""
+    model = dict(values)
+    if not model.get("group_query_attention"):
+        model["num_query_groups"] = model.get("num_attention_heads")
+    if model.get("num_experts") is None:
+        model["moe_layer_freq"] = model["moe_ffn_hidden_size"] = None
+    elif model.get("moe_ffn_hidden_size") is None:
+        model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
+    model["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear"))
+    if model.get("multi_latent_attention"):
+        # MLA has its own head sizes.
+        model["kv_channels"] = None
+    # The maximum sequence length is a shape only with learned positions.
+    learned = model.get("position_embedding_type") == "learned_absolute"
+    positions = model.get("max_position_embeddings") or model.get("seq_length")
+    model["max_position_embeddings"] = positions if learned else None
+    return model
+
+
+def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> dict[str, str]:
+    # An argument that one side lacks is from another version; then only the tensors' shapes are compared.
+    different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
+    return {name: _describe(name, here=here[name], stored=stored[name]) for name in different}
+
+
+def _describe(name: str, *, here: Any, stored: Any) -> str:
+    flag = flag_table().by_dest.get(name)
+    # Derived arguments have no flag.
+    option = _WITHOUT_FLAG.get(name, name) if flag is None else flag.flags[0]
+    if flag is not None and flag.constant is not None:
+        here, stored = ("on" if value == flag.constant else "off" for value in (here, stored))
+    return f"{option} is {here} here, {stored} in the checkpoint"

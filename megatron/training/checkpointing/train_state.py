@@ -1,0 +1,63 @@
+"""TrainState: the counters that a training run advances and a checkpoint stores.
+
+Weights, optimizer and random-number state are in run_state.py and rng_state.py.
+"""
+
+import dataclasses
+from typing import Any
+
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainState:
+    """Progress of a run; every field is equal on all ranks.
+
+    iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position over all ranks.
+    skipped_iterations: steps without an update since the start (loss-scale overflow). nan_iterations: steps with a
+    non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
+    to which the run grew the experts' buffers and pages, with reasons. recent_losses: reference for the detection of
+    loss spikes.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    evaluated_iteration: int = 0
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
+    learned_sizes: LearnedSizes = LearnedSizes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all fields as JSON values."""
+        return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the result of state_dict; fields absent from `state` keep their values.
+
+        Raises ValueError, with nothing changed, for a value that state_dict cannot produce.
+        """
+        taken: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            if field.name in state:
+                value = state[field.name]
+                if field.name == "learned_sizes":
+                    taken[field.name] = LearnedSizes.from_json(value)
+                elif field.name == "recent_losses":
+                    taken[field.name] = _list_of_numbers(field.name, value)
+                else:
+                    taken[field.name] = _count(field.name, value)
+        vars(self).update(taken)
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError(f"train_state.{name} is {value!r:.80}: must be an integer, 0 or more")
+    return value
+
+
+def _list_of_numbers(name: str, value: Any) -> list[float]:
+    if not isinstance(value, list) or not all(isinstance(one, (int, float)) for one in value):
+        raise ValueError(f"train_state.{name} is {value!r:.80}: must be a list of numbers")
+    return value

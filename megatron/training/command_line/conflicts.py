@@ -1,0 +1,343 @@
+"""Modes that exclude other flags, and why: CUDA graphs, FSDP2, optimizers that shard gradients, policies for bad steps.
+
+Each check yields a line for each flag to leave out. Checks within one subject are in validation.py.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
+from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
+from megatron.core.transformer.moe_config import layers_with_experts
+from megatron.training.command_line.config_builder import problems_of_config
+
+
+def check_graphs(args: argparse.Namespace) -> Iterator[str]:
+    """Yields flags under which captured work would read the device, or would change from step to step."""
+    if args.cuda_graph_modules and args.cuda_graph_impl != "local":
+        yield (
+            f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
+            f"{args.cuda_graph_impl}: modules are captured by local alone; set it, or leave the modules out"
+        )
+    yield from check_optimizer_graph(args)
+    if args.cuda_graph_impl == "none":
+        return
+    for name, is_set, why in _graph_conflicts(args):
+        if is_set:
+            value = vars(args)[name]
+            # None means that a short form of the flag was given.
+            shown = "given" if value in (True, None) else " ".join(value) if isinstance(value, list) else value
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag} is {shown} and --cuda-graph-impl is {args.cuda_graph_impl}: {why}"
+
+
+def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
+    """Yields flags that contradict a graph of the optimizer's step.
+
+    OptimizerConfig checks its own fields.
+    """
+    if not args.optimizer_cuda_graph:
+        return
+    if args.cuda_graph_impl != "full_iteration":
+        yield (
+            f"--optimizer-cuda-graph is given and --cuda-graph-impl is {args.cuda_graph_impl}: the step is a part of "
+            "the whole iteration's graph; set --cuda-graph-impl full_iteration, or drop --optimizer-cuda-graph"
+        )
+        return
+    start, end = args.start_weight_decay, args.end_weight_decay
+    if args.weight_decay_incr_style != "constant" and start != end:
+        yield (
+            f"--start-weight-decay is {start} and --end-weight-decay is {end}: with --optimizer-cuda-graph weight "
+            "decay stays as it was captured, so use --weight-decay alone"
+        )
+
+
+def graph_modules(args: argparse.Namespace) -> list[str]:
+    """Returns --cuda-graph-modules, or its default for --cuda-graph-impl local: attention and feed-forward layers."""
+    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
+    return args.cuda_graph_modules or ["attn", *feed_forward]
+
+
+def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Returns flags that one or both kinds of graphs cannot support: name, whether it is set, and why not."""
+    draws = args.hidden_dropout > 0 or args.attention_dropout > 0 or args.moe_input_jitter_eps is not None
+    common: list[tuple[str, Any, str]] = [
+        (
+            "recompute_granularity",
+            (args.recompute_granularity is not None or args.recompute_activations) and draws,
+            "what is computed again draws the numbers of dropout or jitter again, which a graph cannot; set "
+            "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or compute nothing again",
+        ),
+        (
+            "cpu_offloading_num_layers",
+            args.cpu_offloading_num_layers,
+            "activations on the host get memory while a step runs; leave it out",
+        ),
+        (
+            "fine_grained_activation_offloading",
+            args.fine_grained_activation_offloading,
+            "activations on the host get memory while a step runs; leave it out, --moe-paged-stash can do what it does",
+        ),
+    ]
+    if args.cuda_graph_impl == "local":
+        return [*_of_modules(args), *common]
+    return [
+        *common,
+        *_of_dispatch(args),
+        (
+            "reset_attention_mask",
+            args.reset_attention_mask,
+            "borders of documents, and with them the shapes in attention, change from batch to batch; use "
+            f"--cuda-graph-impl local with --cuda-graph-modules {_rest(args)}, which leaves attention eager",
+        ),
+        (
+            "record_routing",
+            args.record_routing,
+            "the host writes down each micro-batch; record without graphs",
+        ),
+        ("ddp_debug", args.ddp_debug, "the host looks at each gradient; debug without graphs"),
+    ]
+
+
+def _rest(args: argparse.Namespace) -> str:
+    """Returns the part of a layer that can be captured in addition to attention."""
+    return "mlp" if args.num_experts is None else "moe"
+
+
+def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Returns contradictions with graphs that contain a dispatcher, or the experts' rows that it receives."""
+    has_fixed_size = args.moe_expert_rank_capacity_factor is not None or args.moe_pad_expert_input_to_capacity
+    reads_counts = args.num_experts is not None and not has_fixed_size
+    return [
+        (
+            "expert_model_parallel_size",
+            reads_counts and args.expert_model_parallel_size > 1,
+            "with --expert-model-parallel-size above 1 the host reads how many tokens each rank gets; give the "
+            "experts' buffers a fixed size by --moe-expert-rank-capacity-factor (2, say, with --moe-paged-stash)",
+        ),
+        (
+            "moe_flex_dispatcher_backend",
+            args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "deepep",
+            "deepep lets the host wait for the number of tokens; use symm_mem, or another --moe-token-dispatcher-type",
+        ),
+    ]
+
+
+def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Returns contradictions with the modules that --cuda-graph-impl local captures."""
+    modules = set(graph_modules(args))
+    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    of_experts = sorted(modules & OF_EXPERTS)
+    return [
+        ("cuda_graph_modules", of_experts and not any(has_experts), f"no layer has experts for {' '.join(of_experts)}"),
+        ("cuda_graph_modules", "mlp" in modules and all(has_experts), "no layer is dense for mlp; give moe"),
+        (
+            "cuda_graph_modules",
+            "moe" in modules and len(of_experts) > 1,
+            f"moe is the whole layer, with {' '.join(sorted(set(of_experts) - {'moe'}))} in it; leave one of them out",
+        ),
+        (
+            "cuda_graph_modules",
+            "moe_preprocess" in modules and "moe_router" not in modules,
+            "moe_preprocess goes on with what the router chose, in one graph with it; add moe_router",
+        ),
+        *(_of_dispatch(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
+        (
+            "reset_attention_mask",
+            args.reset_attention_mask and "attn" in modules,
+            "borders of documents, and with them the shapes in attention, change from batch to batch; leave attention "
+            f"eager by --cuda-graph-modules {_rest(args)}",
+        ),
+        (
+            "recompute_granularity",
+            args.recompute_granularity == "full",
+            "whole layers would run again in backward, with their graphs in them; choose selective",
+        ),
+        (
+            "record_routing",
+            args.record_routing and modules & {"moe", "moe_router"},
+            "the host writes down each micro-batch; leave the router eager by --cuda-graph-modules attn experts",
+        ),
+    ]
+
+
+_OFFLOADED = "what is kept for backward goes to the host, gathered parameters among it, whose memory is not there then"
+
+
+def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
+    """Yields flags that need whole parameters or gradient buckets, which --use-torch-fsdp2 does not have."""
+    if not args.use_torch_fsdp2:
+        if not args.torch_fsdp2_reshard_after_forward:
+            yield (
+                "--torch-fsdp2-no-reshard-after-forward is given without --use-torch-fsdp2: add it, or drop the first"
+            )
+        if args.init_model_with_meta_device:
+            yield (
+                "--init-model-with-meta-device is given without --use-torch-fsdp2: in all other modes each rank holds "
+                "whole parameters; add it, or drop the first"
+            )
+        return
+    for words, is_set, why in _fully_sharded_conflicts(args):
+        if is_set:
+            yield f"{words} and --use-torch-fsdp2 is given: {why}; leave one of them out"
+    yield from problems_of_config(TorchFullyShardedDataParallelConfig, args)
+
+
+def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Returns settings that contradict --use-torch-fsdp2: description, whether set, and the reason."""
+    stages = args.pipeline_model_parallel_size
+    return [
+        (
+            f"--pipeline-model-parallel-size is {stages}",
+            stages > 1,
+            "each microbatch of each stage would gather all of its parameters anew",
+        ),
+        (
+            f"--optimizer is {args.optimizer}",
+            args.optimizer == "distributed_fused_adam",
+            "that optimizer spreads gradients over ranks by buckets of its own, and fully_shard does by units",
+        ),
+        (
+            "--optimizer is muon",
+            args.optimizer == "muon",
+            "muon needs whole matrices, of which each rank has some rows",
+        ),
+        (
+            f"--cuda-graph-impl is {args.cuda_graph_impl}",
+            args.cuda_graph_impl != "none",
+            "gathered parameters get their memory anew each time, which graphs have standing",
+        ),
+        (
+            "--fine-grained-activation-offloading is given",
+            args.fine_grained_activation_offloading,
+            _OFFLOADED,
+        ),
+        (
+            f"--cpu-offloading-num-layers is {args.cpu_offloading_num_layers}",
+            args.cpu_offloading_num_layers > 0,
+            _OFFLOADED,
+        ),
+    ]
+
+
+def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
+    """Sets the arguments that distributed_fused_adam and --optimizer-in-backward imply; yields contradicting flags."""
+    yield from _check_in_backward(args)
+    args.shard_gradients = args.optimizer == "distributed_fused_adam"
+    if not args.shard_gradients:
+        return
+    args.use_distributed_optimizer = True
+    patterns = args.ddp_param_name_patterns_for_fp32_local_accumulation
+    contradictions = [
+        (
+            f"--cuda-graph-impl is {args.cuda_graph_impl}",
+            args.cuda_graph_impl != "none",
+            "gradients are allocated during each backward, but graphs need persistent ones",
+        ),
+        (
+            "--ddp-debug is given",
+            args.ddp_debug,
+            "it checks gradients that are persistent in buffers and reduced once a step",
+        ),
+        (
+            "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
+            patterns,
+            "micro-batches are reduced before they accumulate, --accumulate-allreduce-grads-in-fp32 reduces in fp32",
+        ),
+    ]
+    for words, is_set, why in contradictions:
+        if is_set:
+            yield (
+                f"{words} and --optimizer is distributed_fused_adam: {why}; leave it out, or use --optimizer adam with "
+                "--use-distributed-optimizer"
+            )
+
+
+def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
+    args.release_gradients = args.optimizer_in_backward
+    if not args.optimizer_in_backward:
+        return
+    clip, patterns = args.optimizer_in_backward_clip, args.ddp_param_name_patterns_for_fp32_local_accumulation
+    refused = [
+        (f"--cuda-graph-impl is {args.cuda_graph_impl}", args.cuda_graph_impl != "none", "graphs need persistent ones"),
+        ("--ddp-debug is given", args.ddp_debug, "it checks gradients that are persistent in buffers"),
+        (
+            "--ddp-param-name-patterns-for-fp32-local-accumulation is " + " ".join(patterns),
+            patterns,
+            "--accumulate-allreduce-grads-in-fp32 accumulates and reduces in fp32",
+        ),
+    ]
+    for words, is_set, why in refused:
+        if is_set:
+            yield (
+                f"{words} and --optimizer-in-backward is given: gradients are allocated during each backward, and "
+                f"{why}; leave out one of the two"
+            )
+    if clip == "exact":
+        return
+    needs_exact = [
+        (
+            "--calculate-per-token-loss is given",
+            args.calculate_per_token_loss,
+            "gradients are divided by tokens that are counted when backward ends",
+        ),
+        (
+            f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}",
+            args.moe_expert_rank_capacity_factor is not None,
+            "a step in which experts got too many rows runs again, and must have changed nothing",
+        ),
+        (
+            f"--tensor-model-parallel-size is {args.tensor_model_parallel_size}",
+            clip == "per-bucket" and max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1,
+            "norms of their buckets differ, and weights that all of them have would come apart",
+        ),
+    ]
+    for words, is_set, why in needs_exact:
+        if is_set:
+            chosen = "not given" if clip is None else clip
+            yield (
+                f"{words} and --optimizer-in-backward-clip is {chosen}: {why}; it must be exact, or "
+                "--optimizer-in-backward be left out"
+            )
+
+
+def check_faults(args: argparse.Namespace) -> Iterator[str]:
+    """Yields flags that prevent skipping steps, rewinding to a checkpoint, or comparing replicas.
+
+    Sets --timing-log-level 1 where --log-straggler needs it.
+    """
+    if args.log_straggler:
+        args.timing_log_level = max(args.timing_log_level, 1)
+    if args.check_weight_hash_across_dp_replicas_interval is not None and args.use_torch_fsdp2:
+        yield (
+            "--check-weight-hash-across-dp-replicas-interval and --use-torch-fsdp2 are given: sharded parameters have "
+            "no replicas; leave one of them out"
+        )
+    policy = args.non_finite_policy
+    if policy != "stop":
+        yield from _check_policy(args, f"--non-finite-policy is {policy}")
+    rewinds = [f"--non-finite-policy is {policy}"] if policy == "rewind" else []
+    if args.loss_spike_rewind is not None:
+        rewinds.append(f"--loss-spike-rewind is {args.loss_spike_rewind:g}")
+    for words in rewinds:
+        if args.save is None or args.save_interval is None:
+            yield f"{words}: needs --save and --save-interval: it goes back to a checkpoint"
+        if args.no_save_optim or args.no_save_rng:
+            yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
+        if args.cuda_graph_impl != "none":
+            yield f"{words} and --cuda-graph-impl is given: loading a checkpoint invalidates graphs, leave one out"
+
+
+def _check_policy(args: argparse.Namespace, words: str) -> Iterator[str]:
+    if not args.check_for_nan_in_loss_and_grad:
+        yield f"{words} and --no-check-for-nan-in-loss-and-grad is given: leave one of them out"
+    if args.cuda_graph_impl != "none":
+        yield f"{words} and --cuda-graph-impl is given: the host cannot look at a captured step, leave one out"
+    clip = args.optimizer_in_backward_clip
+    if args.optimizer_in_backward and clip != "exact" and args.non_finite_policy == "skip":
+        yield (
+            f"{words} and --optimizer-in-backward-clip is {clip}: parameters are updated before all gradients are "
+            "known to be finite, must be exact"
+        )

@@ -1,0 +1,421 @@
+"""The table of all flags: flags of configuration fields, which work, and the other flags of known_flags.json.
+
+parser.py parses them. refusals.py has the texts about flags that do not work.
+"""
+
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config_field import FieldSpec, field_spec
+from megatron.core.datasets.data_config import DataConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.torch_fsdp2_config import FullyShardConfig
+from megatron.core.models.gpt.gpt_config import GPTModelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamSchedulerConfig
+from megatron.core.tokenizers.build import TokenizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.command_line.refusals import GROUP_REFUSALS, HARMLESS, MISSING, NO_EFFECT_HINTS, REFUSALS
+from megatron.training.config import (
+    BatchScheduleConfig,
+    CheckpointConfig,
+    CommandLineConfig,
+    DistributedConfig,
+    DryRunConfig,
+    FaultConfig,
+    GarbageCollectionConfig,
+    GradientReductionConfig,
+    LoggingConfig,
+    ProfilingConfig,
+    ShardedParametersConfig,
+    TrainingConfig,
+    VirtualStagesConfig,
+)
+
+KNOWN_FLAGS_FILE = Path(__file__).with_name("known_flags.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFlag:
+    """One row of known_flags.json.
+
+    tier: 1 works, 2 is accepted, 3 is refused. owner: short name of the issue that makes a tier-1
+    flag work. action: `store`, `store_true`, `store_false` or `boolean_optional`, as argparse has them.
+    """
+
+    flags: tuple[str, ...]
+    dest: str
+    tier: int
+    group: str
+    owner: str | None = None
+    action: str = "store"
+    type: str = "str"
+    default: Any = None
+    choices: tuple[Any, ...] | None = None
+    nargs: str | int | None = None
+
+
+@dataclass(frozen=True)
+class KnownFlags:
+    """All rows in file order."""
+
+    flags: tuple[KnownFlag, ...]
+
+
+@functools.cache
+def load_known_flags() -> KnownFlags:
+    """Reads known_flags.json, once per process."""
+    # ASCII on purpose: one stray character in a name would make a flag that nobody can type.
+    content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
+    return KnownFlags(tuple(known_flag(row) for row in content["flags"]))
+
+
+def known_flag(row: dict[str, Any]) -> KnownFlag:
+    """Converts a JSON row to a KnownFlag."""
+    # JSON has no tuples; rows are compared and hashed.
+    lists = {key: tuple(row[key]) for key in ("flags", "choices") if row.get(key) is not None}
+    return KnownFlag(**{**row, **lists})
+
+
+class FlagState(enum.Enum):
+    """Treatment of a flag that is given."""
+
+    WORKS = "works"
+    NO_EFFECT = "no effect"
+    DEFAULT_ONLY = "refused but for its default"
+    REFUSED = "refused"
+
+
+# What each kind of flag without a value leaves in the arguments.
+_CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
+_WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag, as used by parser, YAML reader, help and docs.
+
+    constant: what the flag stores where it takes no value, else None. parse: turns one word into one value.
+    unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
+    the field behind a flag that works. known: the row of known_flags.json, None for a flag that it does not list.
+    """
+
+    flags: tuple[str, ...]
+    dest: str
+    default: Any
+    group: str
+    state: FlagState
+    type_name: str
+    parse: Callable[[str], Any] = str
+    constant: bool | None = None
+    nargs: str | int | None = None
+    unwraps: bool = False
+    choices: tuple[Any, ...] | None = None
+    help: str = ""
+    field: str | None = None
+    known: KnownFlag | None = None
+
+    @property
+    def takes_list(self) -> bool:
+        return self.nargs is not None
+
+    def unwrapped(self, values: list[Any]) -> Any:
+        """Returns the flag's value for a list of words."""
+        return values[0] if self.unwraps and len(values) == 1 else values
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    """All flags: working ones first, in the order of their classes. `by_dest` excludes refused flags."""
+
+    flags: tuple[Flag, ...]
+
+    @functools.cached_property
+    def by_dest(self) -> dict[str, Flag]:
+        return {flag.dest: flag for flag in self.flags if flag.state is not FlagState.REFUSED}
+
+    def in_state(self, state: FlagState) -> list[Flag]:
+        return [flag for flag in self.flags if flag.state is state]
+
+    def working_groups(self) -> dict[str, list[Flag]]:
+        """Working flags by group title, in order of first appearance."""
+        groups: dict[str, list[Flag]] = {}
+        for flag in self.in_state(FlagState.WORKS):
+            groups.setdefault(flag.group, []).append(flag)
+        return groups
+
+
+def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagTable:
+    """Joins the fields of `config_classes` with the known flags; a known flag works if a field has its name."""
+    known_by_word = {word: row for row in known.flags for word in row.flags}
+    working: dict[str, Flag] = {}
+    for config_class in config_classes:
+        for flag in flags_of_class(config_class, known_by_word):
+            if flag.dest in working:
+                raise ValueError(f"{flag.field} and {working[flag.dest].field} both define {flag.flags[0]}")
+            working[flag.dest] = flag
+    # A script may use any spelling, so one shared option string makes a known flag ours.
+    taken = {word for flag in working.values() for word in flag.flags}
+    rest = [row for row in known.flags if not taken & set(row.flags)]
+    opposites = [_opposite(working[row.dest], row) for row in rest if _is_opposite(working.get(row.dest), row)]
+    others = [_flag_of_known(row) for row in rest if not _is_opposite(working.get(row.dest), row)]
+    return FlagTable((*working.values(), *opposites, *others))
+
+
+def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
+    """Whether a known flag sets the field of a working flag to its default."""
+    return flag is not None and _CONSTANTS.get(row.action) is (not flag.constant)
+
+
+def _opposite(flag: Flag, row: KnownFlag) -> Flag:
+    word = flag.flags[0]
+    return dataclasses.replace(flag, flags=row.flags, constant=not flag.constant, known=row, help=f"Not {word}.")
+
+
+def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
+    """Returns the flags of a configuration class: of its own fields, then of inherited ones."""
+    hints = typing.get_type_hints(config_class)
+    flags: list[tuple[int, Flag]] = []
+    for field in dataclasses.fields(config_class):
+        spec = field_spec(field)
+        if spec is not None and spec.flags != ():
+            owner = _defining_class(config_class, field.name)
+            flag = _flag_of_field(owner, field, hint=hints[field.name])
+            known = next((known_by_word[word] for word in flag.flags if word in known_by_word), None)
+            flags.append((config_class.__mro__.index(owner), dataclasses.replace(flag, known=known)))
+    # Own fields first: readers of --help look for num-layers before mixtures of experts.
+    return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
+
+
+def field_dest(field: "dataclasses.Field[Any]") -> str:
+    """Name of the field's value in the parsed arguments."""
+    spec = field_spec(field)
+    return spec.dest if spec is not None and spec.dest is not None else field.name
+
+
+def _defining_class(config_class: type, name: str) -> type:
+    # Inherited fields keep the group of the class that declares them: MoE flags stay MoE flags.
+    return next(base for base in config_class.__mro__ if name in inspect.get_annotations(base))
+
+
+def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) -> Flag:
+    spec = field_spec(field)
+    assert spec is not None
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    shape = _shape_of_hint(hint, spec, default=default)
+    return Flag(
+        flags=spec.flags or _derived_flags(field.name, default),
+        dest=spec.dest or field.name,
+        default=_typed_default(default, shape["type_name"]),
+        group=owner.cli_group,
+        state=FlagState.WORKS,
+        help=spec.help,
+        field=f"{owner.__name__}.{field.name}",
+        **shape,
+    )
+
+
+def _derived_flags(name: str, default: Any) -> tuple[str, ...]:
+    # A flag can only change its default, so a field that is on gets a flag that turns it off.
+    prefix = "--no-" if default is True else "--"
+    return (prefix + name.replace("_", "-"),)
+
+
+def _shape_of_hint(hint: Any, spec: FieldSpec, *, default: Any) -> dict[str, Any]:
+    """Returns the arguments of Flag that follow from a field's annotation: number of words, type and parser."""
+    kinds = [one for one in _alternatives(hint) if one is not type(None)]
+    # Two states need no value, whatever the default; `bool | None` counts as two.
+    if bool in kinds:
+        return {"type_name": "flag", "constant": default is not True}
+    common: dict[str, Any] = {"nargs": spec.nargs, "choices": spec.choices}
+    # The field has its own parser, which the annotation cannot express.
+    if spec.parse is not None:
+        return {"type_name": "value", "parse": spec.parse, **common}
+    lists = [one for one in kinds if typing.get_origin(one) in (list, tuple)]
+    type_name, parse = _word_type(typing.get_args(lists[0])[0] if lists else kinds[0])
+    if lists:
+        # `float | list[float]`: a single word stands for the bare value.
+        common.update(nargs=spec.nargs or "+", unwraps=len(kinds) > len(lists))
+    return {"type_name": type_name, "parse": parse, **common}
+
+
+def _typed_default(default: Any, type_name: str) -> Any:
+    # A default written as 1000 for a float prints as 1000.0, as it would after a round trip through a file.
+    return float(default) if type_name == "float" and isinstance(default, int) else default
+
+
+def _word_type(item: Any) -> tuple[str, Callable[[str], Any]]:
+    if isinstance(item, type) and issubclass(item, enum.Enum):
+        return item.__name__, _enum_parser(item)
+    if item in (int, float):
+        return item.__name__, item
+    return "str", str
+
+
+def _enum_parser(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
+    def parse(word: str) -> enum.Enum:
+        if word not in kind.__members__:
+            raise ValueError(f"must be one of {', '.join(kind.__members__)}")
+        return kind[word]
+
+    return parse
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _state_of_known(row: KnownFlag) -> FlagState:
+    # Those of tier 1 work: some field has their name.
+    if row.tier == 3:
+        return FlagState.REFUSED
+    return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
+
+
+# Defaults that differ from the behaviour here: a script that gives them expects another model.
+_DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
+
+
+def _flag_of_known(row: KnownFlag) -> Flag:
+    # Flags of --x/--no-x are all refused, so which of the two was given does not matter.
+    takes_no_value = row.action in _CONSTANTS
+    return Flag(
+        flags=row.flags,
+        dest=row.dest,
+        default=_typed_default(_DEFAULTS_HERE.get(row.flags[0], row.default), row.type),
+        group=row.group,
+        state=_state_of_known(row),
+        type_name="flag" if takes_no_value else row.type if row.type in _WORD_PARSERS else "str",
+        parse=_WORD_PARSERS.get(row.type, str),
+        constant=_CONSTANTS.get(row.action),
+        nargs=None if takes_no_value else row.nargs,
+        choices=row.choices if row.type in ("int", "str") else None,
+        known=row,
+    )
+
+
+# Groups of --help appear in this order.
+CONFIG_CLASSES: tuple[type, ...] = (
+    CommandLineConfig,
+    TrainingConfig,
+    BatchScheduleConfig,
+    DataConfig,
+    TokenizerConfig,
+    TransformerConfig,
+    GPTModelConfig,
+    VirtualStagesConfig,
+    OptimizerConfig,
+    OptimizerParamSchedulerConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    ProfilingConfig,
+    GarbageCollectionConfig,
+    FaultConfig,
+    DistributedConfig,
+    DistributedDataParallelConfig,
+    GradientReductionConfig,
+    ShardedParametersConfig,
+    FullyShardConfig,
+    DryRunConfig,
+)
+
+# Arguments that --use-checkpoint-args takes from the checkpoint, because they determine the shape of the weights.
+MODEL_SHAPE_DESTS: tuple[str, ...] = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "group_query_attention",
+    "num_query_groups",
+    "kv_channels",
+    "add_bias_linear",
+    "normalization",
+    "layernorm_epsilon",
+    "swiglu",
+    "quick_geglu",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+    "squared_relu",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "softmax_type",
+    "window_size",
+    "window_attn_skip_freq",
+    "untie_embeddings_and_output_weights",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_type",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+    "seq_length",
+    "make_vocab_size_divisible_by",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_group_score",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "mtp_num_layers",
+    "lora_rank",
+    "lora_alpha",
+    "lora_target_modules",
+)
+
+
+@functools.cache
+def flag_table() -> FlagTable:
+    """The table of all flags, built once per process."""
+    return build_flag_table(CONFIG_CLASSES, load_known_flags())
+
+
+def refusal(flag: Flag) -> str:
+    """Returns why a flag is refused and what to use instead, as the end of a message that starts with the flag."""
+    for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
+        if re.match(pattern, flag.flags[0]):
+            return f"not supported; {sentence}"
+    return f"not supported; {GROUP_REFUSALS[flag.group]}"
+
+
+def no_effect_notice(flags: list[Flag]) -> str:
+    """Returns a line that names accepted flags without an effect."""
+    hints = [(flag.flags[0], NO_EFFECT_HINTS.get(flag.flags[0])) for flag in flags]
+    names = [name if hint is None else f"{name} ({hint})" for name, hint in hints]
+    return f"note: no effect here: {', '.join(names)}"

@@ -1,0 +1,117 @@
+"""Counts a model's parameters and the floating-point operations of its matrix products.
+
+devices.py has the peaks of devices. Times are measured elsewhere.
+"""
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.dist_checkpointing import model_logical_pieces
+from megatron.core.process_groups_config import group_size
+from megatron.core.transformer.moe_config import layers_with_experts
+from megatron.core.transformer.mtp_config import with_mtp_layers
+
+# A multiply-add is two operations. Backward computes one product for the input, and one for weights unless frozen.
+_FLOPS_PER_MULTIPLY_ADD = 2
+_PASSES, _PASSES_OF_FROZEN = 3, 2
+
+
+def num_floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
+    """Returns the operations of forward and backward over `batch_size` samples for the GPT of the flags, on all ranks.
+
+    Counts the matrix products, and half of attention's score matrix because of the causal mask. Ignores sliding
+    windows, boundaries of packed samples, dropped tokens and recomputation. With --lora-rank, weights have no gradients
+    and adapters are ignored.
+    """
+    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
+    num_layers, moe_layers = len(has_experts), sum(has_experts)
+    products = num_layers * _attention_products(args)
+    scores = num_layers * _score_products(args)
+    products += (num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
+    if moe_layers:
+        products += moe_layers * _moe_products(args)
+    further = num_layers - args.num_layers
+    products += (1 + further) * args.hidden_size * args.padded_vocab_size
+    # Multi-token prediction joins hidden states and embeddings.
+    products += further * 2 * args.hidden_size * args.hidden_size
+    passes = _PASSES if args.lora_rank is None else _PASSES_OF_FROZEN
+    tokens = batch_size * args.seq_length
+    return float(_FLOPS_PER_MULTIPLY_ADD * tokens * (passes * products + _PASSES * scores))
+
+
+def _score_products(args: argparse.Namespace) -> int:
+    """Forward multiply-adds per token of a layer's two products over all positions, half of which are masked."""
+    if args.multi_latent_attention:
+        # Keys and values have different widths.
+        widths = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
+        return int(args.num_attention_heads * widths * args.seq_length / 2)
+    return int(args.kv_channels * args.num_attention_heads * args.seq_length)
+
+
+def _attention_products(args: argparse.Namespace) -> int:
+    """Forward multiply-adds per token of a layer's attention projections."""
+    if args.multi_latent_attention:
+        return _latent_attention_products(args)
+    query = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return int(args.hidden_size * (2 * query + 2 * args.kv_channels * groups))
+
+
+def _latent_attention_products(args: argparse.Namespace) -> int:
+    hidden, heads, value = args.hidden_size, args.num_attention_heads, args.v_head_dim * args.num_attention_heads
+    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    rank, latent = args.q_lora_rank, args.kv_lora_rank
+    queries = hidden * query if rank is None else rank * (hidden + query)
+    keys = hidden * (latent + args.qk_pos_emb_head_dim) + latent * (heads * args.qk_head_dim + value)
+    return int(queries + keys + value * hidden)
+
+
+def _mlp_products(args: argparse.Namespace, width: int) -> int:
+    return int((3 if args.swiglu or args.quick_geglu else 2) * args.hidden_size * width)
+
+
+def _moe_products(args: argparse.Namespace) -> int:
+    routed = args.moe_router_topk * _mlp_products(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    shared = _mlp_products(args, args.moe_shared_expert_intermediate_size or 0)
+    scores = args.hidden_size * (args.num_experts + args.moe_shared_expert_gate)
+    return int(scores + routed + shared)
+
+
+def count_parameters(
+    model: Sequence[nn.Module], args: argparse.Namespace, *, mp_group: dist.ProcessGroup | None = None
+) -> tuple[int, int]:
+    """Returns the numbers of all parameters and of active ones, with only top-k routed experts. Collective.
+
+    model: this rank's chunks. mp_group: the ranks that hold the other parts. Padding of the vocabulary is not counted.
+    """
+    own = parameters_by_key(model)
+    everyone: list[Any] = [own]
+    if group_size(mp_group) > 1:
+        everyone = [None] * group_size(mp_group)
+        dist.all_gather_object(everyone, own, group=mp_group)
+    return count_of({key: size for part in everyone for key, size in part.items()}, args)
+
+
+def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
+    """Returns the number of elements of each logical tensor with a part in these chunks, without vocabulary padding."""
+    # By logical tensor, so that a tied or sharded weight counts once.
+    return {
+        piece.key: math.prod(piece.global_shape)
+        for chunk in model
+        for pieces in model_logical_pieces(chunk).values()
+        for piece in pieces
+    }
+
+
+def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, int]:
+    """Returns the numbers of all and of active parameters; sizes: parameters_by_key of the whole model."""
+    routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
+    total = sum(sizes.values())
+    idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0
+    return total, total - idle

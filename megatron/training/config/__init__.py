@@ -1,0 +1,36 @@
+"""Settings of the training program, as dataclasses from which flags are generated.
+
+Settings of the model, the optimizer and the data are defined in megatron/core, next to the code that uses them.
+"""
+
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.distributed import (
+    DistributedConfig,
+    GradientReductionConfig,
+    ShardedParametersConfig,
+    VirtualStagesConfig,
+)
+from megatron.training.config.logging import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
+from megatron.training.config.training import (
+    BatchScheduleConfig,
+    CommandLineConfig,
+    DryRunConfig,
+    FaultConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "BatchScheduleConfig",
+    "CheckpointConfig",
+    "CommandLineConfig",
+    "DistributedConfig",
+    "DryRunConfig",
+    "FaultConfig",
+    "GarbageCollectionConfig",
+    "GradientReductionConfig",
+    "LoggingConfig",
+    "ProfilingConfig",
+    "ShardedParametersConfig",
+    "TrainingConfig",
+    "VirtualStagesConfig",
+]

@@ -1,0 +1,73 @@
+"""Settings of checkpoints: where they are written, where they are loaded from, and what they contain."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints go, where they come from, and what is in them."""
+
+    cli_group: ClassVar[str] = "checkpointing"
+
+    save: str | None = config_field(None, help="Folder to write checkpoints to.")
+    save_interval: int | None = config_field(
+        None,
+        flags=("--save-interval", "--persistent-save-interval"),
+        help="Steps between checkpoints; unset: one at the end.",
+        at_least=1,
+    )
+    async_save: bool = config_field(
+        False, help="Copy the state at a step's end and write the checkpoint beside training."
+    )
+    save_retain_interval: int | None = config_field(
+        None, help="Delete checkpoints before the latest whose step does not divide by this; unset: none.", at_least=1
+    )
+    ckpt_fully_parallel_save: bool = config_field(
+        True,
+        flags=("--no-ckpt-fully-parallel-save",),
+        help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all that hold it.",
+    )
+    ckpt_fully_parallel_load: bool = config_field(
+        False, help="Let one of the ranks that want the same tensor read it, and send it to the others."
+    )
+    dist_ckpt_strictness: str = config_field(
+        "assume_ok_unexpected",
+        choices=(
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "ignore_all",
+        ),
+        help="What becomes of keys that the checkpoint lacks (unexpected) and of those that nothing takes (missing).",
+    )
+    dist_ckpt_optim_fully_reshardable: bool = config_field(
+        False, help="Accepted; here the optimizer's state always loads under any layout."
+    )
+    load: str | None = config_field(None, help="Folder to continue from; an empty or absent one starts from scratch.")
+    finetune: bool = config_field(
+        False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."
+    )
+    moe_use_upcycling: bool = config_field(
+        False,
+        help="Start a model with experts from the dense checkpoint in --load: each expert as the layer it replaces.",
+    )
+    ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
+    use_checkpoint_args: bool = config_field(False, help="Take the model's shape from the checkpoint in --load.")
+    exit_on_missing_checkpoint: bool = config_field(
+        False, help="Stop if --load holds no checkpoint instead of starting from scratch."
+    )
+    ckpt_format: str = config_field(
+        "torch_dist", choices=("torch_dist",), help="Format of checkpoints, independent of the parallel layout."
+    )
+    no_save_optim: bool = config_field(False, help="Leave the optimizer's state out of checkpoints.")
+    no_save_rng: bool = config_field(False, help="Leave the random-number state out of checkpoints.")
+    no_load_optim: bool = config_field(False, help="Do not load the optimizer's state.")
+    no_load_rng: bool = config_field(False, help="Do not load the random-number state.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)

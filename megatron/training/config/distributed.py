@@ -1,0 +1,92 @@
+"""Settings of the processes of a run: virtual pipeline stages, process groups, and data parallelism."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+
+@dataclass(kw_only=True)
+class VirtualStagesConfig:
+    """How a pipeline stage's layers are cut into virtual stages; at most one of the two."""
+
+    cli_group: ClassVar[str] = "parallel layout"
+
+    num_layers_per_virtual_pipeline_stage: int | None = config_field(
+        None, help="Layers per virtual stage of a pipeline stage; unset: a stage is one piece.", at_least=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = config_field(
+        None, help="Virtual stages per pipeline stage; unset: 1.", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class DistributedConfig:
+    """How the processes of a run find and wait for each other."""
+
+    cli_group: ClassVar[str] = "distributed init"
+
+    distributed_backend: str | None = config_field(
+        None, choices=("nccl", "gloo"), help="Communication library; unset: nccl with GPUs, gloo without."
+    )
+    distributed_timeout_minutes: int = config_field(
+        10, help="Minutes that a collective may take before the run fails.", at_least=1, at_most=1_000_000
+    )
+    use_gloo_process_groups: bool = config_field(
+        True,
+        flags=("--disable-gloo-process-groups",),
+        help="With GPUs, connect ranks over NCCL alone; else errors and file lists go over gloo, past the GPU.",
+    )
+    use_tp_pp_dp_mapping: bool = config_field(
+        False, help="Number ranks by pipeline stage before data-parallel rank: stages are then closer together."
+    )
+    fake_process_group: bool = config_field(
+        False,
+        help="Be one rank (RANK, 0) of --world-size or WORLD_SIZE alone, sending nothing: its memory and time are "
+        "real, what it learns is not.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class ShardedParametersConfig:
+    """Whether parameters themselves are spread over data-parallel ranks; how is FullyShardConfig's."""
+
+    cli_group: ClassVar[str] = "data parallelism"
+
+    use_torch_fsdp2: bool = config_field(
+        False,
+        help="Shard parameters, gradients and optimizer state over the data-parallel ranks by torch's fully_shard.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class GradientReductionConfig:
+    """What the command line calls settings of gradients that DistributedDataParallelConfig has under other names."""
+
+    cli_group: ClassVar[str] = "data parallelism"
+
+    grad_reduce_in_bf16: bool = config_field(False, help="Reduce gradients in bf16, the parameters' type, not in fp32.")
+    accumulate_allreduce_grads_in_fp32: bool = config_field(
+        False, help="Accumulate and reduce gradients in fp32, as is done without --grad-reduce-in-bf16 anyway."
+    )
+    align_grad_reduce: bool = config_field(
+        True,
+        flags=("--no-align-grad-reduce", "--disable-align-grad-reduce"),
+        help="Start reductions of virtual stages as soon as backward allows, not at one point on all stages.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
+            raise ValueError(
+                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: choose one type"
+            )

@@ -1,0 +1,118 @@
+"""Settings of what a run reports: log, TensorBoard, timers, profiles, memory; and of Python's garbage collection."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.core.config_field import config_field, validate_fields
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What is reported while training runs."""
+
+    cli_group: ClassVar[str] = "logging"
+
+    log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
+    log_throughput: bool = config_field(
+        False, help="Log operations a second per device (TFLOP/s), and their share of a known GPU's bf16 peak."
+    )
+    log_params_norm: bool = config_field(False, help="Log the 2-norm of all parameters after each step.")
+    log_num_zeros_in_grad: bool = config_field(False, help="Log how many elements of the gradient are exactly zero.")
+    log_progress: bool = config_field(False, help="Append starts and checkpoints to progress.txt in --save.")
+    timing_log_level: int = config_field(
+        0,
+        help="0: no timers; 1: the parts of a step; 2: also each micro-batch's forward, backward and data.",
+        choices=(0, 1, 2),
+    )
+    timing_log_option: str = config_field(
+        "minmax",
+        help="Times in the log: the slowest rank's, the fastest and slowest ranks', or all ranks'.",
+        choices=("max", "minmax", "all"),
+    )
+    tensorboard_dir: str | None = config_field(None, help="Folder for TensorBoard files; unset: none are written.")
+    tensorboard_log_interval: int = config_field(1, help="Steps between TensorBoard points.", at_least=1)
+    tensorboard_queue_size: int = config_field(
+        1000, help="TensorBoard points held in memory before they are written.", at_least=1
+    )
+    log_timers_to_tensorboard: bool = config_field(False, help="Write the timers of --timing-log-level to TensorBoard.")
+    log_loss_scale_to_tensorboard: bool = config_field(
+        True,
+        flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
+        help="Leave the loss scale out of TensorBoard.",
+    )
+    log_validation_ppl_to_tensorboard: bool = config_field(
+        False, help="Write the perplexity of evaluations to TensorBoard."
+    )
+    log_memory_to_tensorboard: bool = config_field(False, help="Write memory by kind to TensorBoard.")
+    record_routing: str | None = config_field(
+        None,
+        help="File to append each step's tokens per expert to, by layer, micro-batch and rank, for "
+        "tools/plan_stash.py; compressed if its name ends in .gz.",
+    )
+    log_world_size_to_tensorboard: bool = config_field(False, help="Write the number of processes to TensorBoard.")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
+class ProfilingConfig:
+    """When which ranks record what their devices do."""
+
+    cli_group: ClassVar[str] = "profiling"
+
+    profile: bool = config_field(
+        False, help="Record steps: with --use-pytorch-profiler to a file, else for nsys (cudaProfilerApi)."
+    )
+    profile_step_start: int = config_field(10, help="Steps done before recording starts.", at_least=0)
+    profile_step_end: int = config_field(12, help="The last step that is recorded.", at_least=1)
+    profile_ranks: list[int] = config_field(
+        default_factory=list, help="Ranks that record; unset: rank 0.", at_least=0, nargs="+"
+    )
+    use_pytorch_profiler: bool = config_field(
+        False, help="Record with torch's profiler into the folder `profile` of --tensorboard-dir or --save."
+    )
+    pytorch_profiler_collect_shapes: bool = config_field(False, help="Record the shapes of operators' inputs.")
+    pytorch_profiler_collect_callstack: bool = config_field(False, help="Record the Python lines behind operators.")
+
+    record_memory_history: bool = config_field(
+        False,
+        help="Record who takes and gives back memory: on a GPU all the time, on a CPU in the steps to be profiled.",
+    )
+    memory_snapshot_path: str = config_field(
+        "snapshot.pickle",
+        help="File of --record-memory-history; with several ranks, each puts its number into the name.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        self.validate_steps()
+
+    def validate_steps(self) -> None:
+        if self.profile_step_end <= self.profile_step_start:
+            raise ValueError(
+                f"ProfilingConfig.profile_step_end is {self.profile_step_end}: must be more than "
+                f"profile_step_start, which is {self.profile_step_start}"
+            )
+
+
+@dataclass(kw_only=True)
+class GarbageCollectionConfig:
+    """When Python looks for objects that only hold each other."""
+
+    cli_group: ClassVar[str] = "training"
+
+    manual_gc: bool = config_field(
+        False, help="Collect garbage at fixed steps, on all ranks at once, instead of whenever Python likes."
+    )
+    manual_gc_interval: int = config_field(
+        0, help="Steps between collections of --manual-gc; 0: only around evaluations.", at_least=0
+    )
+    manual_gc_eval: bool = config_field(
+        True,
+        flags=("--no-manual-gc-eval", "--disable-manual-gc-eval"),
+        help="Do not collect before and after evaluations.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)

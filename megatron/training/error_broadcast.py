@@ -1,0 +1,313 @@
+"""ErrorBroadcast: ranks send each other their errors through the rendezvous store, independent of collectives.
+
+errors.py decides which errors end a run with one line. startup_handshake.py compares the ranks' settings before.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed.distributed_c10d import _world
+
+from megatron.core.group_collectives import RemoteRankError
+
+# Entries that torch's flight recorder keeps. Dumping them every second costs 1 ms for 100 entries, 16 ms for 500.
+_BUFFER_SIZE = "100"
+_OVERDUE_SHARE = 0.95
+# Recorders of the host's library and of the GPU's. torch before 2.12 may lack the first.
+_RECORDERS = tuple(
+    vars(_distributed_c10d)[name]
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    if name in vars(_distributed_c10d)
+)
+
+
+@dataclass(frozen=True)
+class PendingCollective:
+    """A collective that is in progress on this rank. number: sequence number in its group.
+
+    is_on_gpu: whether NCCL runs it, which ends the process without an exception after a timeout.
+    """
+
+    operation: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    seconds: float
+    limit_seconds: float
+    is_on_gpu: bool
+
+    @property
+    def is_overdue_on_gpu(self) -> bool:
+        """Whether NCCL's timeout is about to end the process."""
+        return self.is_on_gpu and self.seconds > _OVERDUE_SHARE * self.limit_seconds > 0
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{self.operation} number {self.number} of group {self.group} (ranks {ranks})"
+
+
+def record_collectives() -> None:
+    """Enables torch's flight recorder, unless TORCH_FR_BUFFER_SIZE is set. Called before the first process group."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _BUFFER_SIZE)
+
+
+def oldest_pending() -> PendingCollective | None:
+    """Returns the collective in progress that started first, from any thread; None without one, or without a record.
+
+    gloo does not record transfers between two ranks.
+    """
+    found = []
+    for dump in _RECORDERS:
+        # All entries, because the host's recorder ignores a request for active ones only.
+        record = json.loads(dump())
+        found += [entry for entry in record.get("entries", []) if not entry.get("retired", False)]
+    found = [entry for entry in found if entry["state"] != "completed"]
+    return _collective(min(found, key=lambda entry: entry["time_created_ns"])) if found else None
+
+
+def _collective(entry: dict[str, Any]) -> PendingCollective:
+    library, _, operation = str(entry["profiling_name"]).rpartition(":")
+    name, description = entry["process_group"]
+    return PendingCollective(
+        operation=operation,
+        group="world" if description == "default_pg" else description,
+        ranks=_ranks_of(name),
+        number=entry["collective_seq_id"],
+        seconds=time.time() - entry["time_created_ns"] / 1e9,
+        limit_seconds=entry.get("timeout_ms", 0) / 1e3,
+        is_on_gpu=library == "nccl",
+    )
+
+
+def _ranks_of(name: str) -> tuple[int, ...]:
+    # A copy, because another thread may create groups.
+    groups = [group for group, its_name in list(_world.pg_names.items()) if its_name == name]
+    return tuple(dist.get_process_group_ranks(groups[0])) if groups else ()
+
+
+# Messages of gloo about lost connections and timeouts, for which torch has no exception class.
+_LOST_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+
+# Keys in the store.
+_CAUSE, _LOST, _NUM_LOST = "cause", "lost {}", "num lost"
+_NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num parted"
+_EXIT_CODE = 1
+_GRACE_SECONDS = 2.0  # for the main thread to fail by itself, which ends the rank in better order
+_PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost another one
+_ANSWER_SECONDS = 20.0  # for the store to answer all requests of a search, whose own waits are shorter
+_LONG_SECONDS = 1.0  # collectives that take longer are mentioned
+_WAITS_SHOWN = 3
+_NO_ANSWER = "rank 0 or its node hangs: the store there does not answer"
+_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs to read the cause and wait the grace period
+_FIRST_PAUSE_SECONDS, _POLL_SECONDS = 0.01, 0.1  # ranks that end well do so within milliseconds of each other
+_REQUESTS_PER_SECOND = 4000  # to the store, from all ranks together, while nothing happens
+
+
+def place_of(error: BaseException) -> str:
+    """Describes where an error was raised: "in FUNCTION (FILE:LINE)"."""
+    # Innermost first.
+    return _place([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
+
+
+def lost_another_rank(error: BaseException) -> bool:
+    """Whether the error means only that another rank has ended or does not answer."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_WORDS)
+    )
+
+
+class ErrorBroadcast:
+    """Context manager of a run that sends the error of a failing rank to the others.
+
+    Without it, the others would only learn that a connection was lost.
+    1. A rank that fails stores its error as the cause, then closes its connections.
+    2. A rank that loses another one reports this, with the collective in which it waited for long, and waits for the
+       cause. A killed rank stores none. It is the rank that reports nothing while all others do.
+    3. A thread on each rank polls the store, because a rank that waits for the failed one indirectly, or inside a GPU
+       kernel, does not notice lost connections. The thread then ends the process.
+
+    An error that leaves the body is sent to the other ranks. An error that only means that another rank was lost
+    becomes a RemoteRankError that names it. Before `connect`, and in a run of one process, nothing is sent.
+    """
+
+    def __init__(self, *, describe: Callable[[BaseException], str], leave: Callable[[], None]) -> None:
+        """describe: returns the line to send about an error. leave: destroys the process groups; called at the end."""
+        self._describe, self._leave = describe, leave
+        self._store: dist.Store | None = None
+        self._rank, self._world_size, self._hosts_store = 0, 1, False
+        self._leaving = threading.Event()
+        self._main_thread = threading.get_ident()
+        # As of the last poll, because a collective that has failed is no longer in progress.
+        self._waited_in: PendingCollective | None = None
+        self._thread: threading.Thread | None = None
+
+    def connect(self, store: dist.Store, *, rank: int, world_size: int, watched: dist.Store, hosts_store: bool) -> None:
+        """Connects this rank to the others through `store`.
+
+        watched: the same store over a separate connection, for the thread. hosts_store: whether the store's server is
+        in this process, which then leaves last.
+        """
+        self._store, self._rank, self._world_size, self._hosts_store = store, rank, world_size, hosts_store
+        self._thread = threading.Thread(target=self._watch, args=(watched,), name="error broadcast", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        self._leaving.set()
+        try:
+            if self._store is not None:
+                self._take_leave(self._store, error)
+        finally:
+            if self._thread is not None:
+                # The thread must not be inside a request when the interpreter ends, unless it will never be answered.
+                self._thread.join(_PATIENCE_SECONDS)
+            self._leave()
+
+    def _take_leave(self, store: dist.Store, error: BaseException | None) -> None:
+        if error is None:
+            self._part(store)
+        elif lost_another_rank(error):
+            doing = place_of(error)
+            cause = _answer(lambda: self._cause(store, then=self._leave))
+            if cause is None:
+                self._leave()
+                raise RemoteRankError(f"{_NO_ANSWER}; this rank was {doing}") from error
+            self._part(store)
+            raise RemoteRankError(f"{cause}; this rank was {doing}") from error
+        else:
+            # The rank that a RemoteRankError names sends the cause itself.
+            if not isinstance(error, RemoteRankError):
+                self._tell(store, f"rank {self._rank} failed: {self._describe(error)}")
+            self._leave()
+            self._part(store)
+
+    def _tell(self, store: dist.Store, text: str) -> None:
+        # The first cause is kept. Nothing is sent if the store's server has ended.
+        with suppress(RuntimeError):
+            store.compare_set(_CAUSE, "", text)
+
+    def _cause(self, store: dist.Store, *, then: Callable[[], None]) -> str:
+        """Returns why another rank was lost, as far as ranks have reported; calls `then` after this rank's report."""
+        try:
+            store.set(_LOST.format(self._rank), json.dumps(self._waited_in and asdict(self._waited_in)))
+            store.add(_NUM_LOST, 1)
+            then()
+            _wait_until(lambda: store.check([_CAUSE]) or store.add(_NUM_LOST, 0) >= self._world_size - 1)
+            # One rank searches for all. With thousands of ranks, a search by each would take minutes.
+            if not store.check([_CAUSE]) and store.add(_NUM_SEARCHING, 1) == 1:
+                if self._waited_in is not None:
+                    # If ranks wait for each other, none is silent, but the last report arrives a moment later.
+                    _wait_until(lambda: store.add(_NUM_LOST, 0) == self._world_size, _GRACE_SECONDS)
+                silent = [rank for rank in range(self._world_size) if not store.check([_LOST.format(rank)])]
+                store.add(_NUM_SILENT, len(silent))
+                self._tell(store, _describe_silent_ranks(silent, self._waits(store, silent)))
+            store.wait([_CAUSE], timedelta(seconds=_PATIENCE_SECONDS))
+            return store.get(_CAUSE).decode()
+        except dist.DistStoreError:
+            return "the connection to another rank was lost, and no rank could tell which"
+        except RuntimeError:
+            return "rank 0 or its node has ended: connections to another rank and to the store there were lost"
+
+    def _waits(self, store: dist.Store, silent: list[int]) -> dict[int, PendingCollective]:
+        """Returns the collective in which each rank waited; only those with a silent rank, if ranks are silent."""
+        others = [rank for rank in range(self._world_size) if rank not in silent]
+        notes = [json.loads(note) for note in store.multi_get([_LOST.format(rank) for rank in others])]
+        waits = {rank: PendingCollective(**note) for rank, note in zip(others, notes) if note is not None}
+        return {rank: wait for rank, wait in waits.items() if not silent or set(silent) & set(wait.ranks)}
+
+    def _part(self, store: dist.Store) -> None:
+        """Reports that this rank no longer needs the store; its host waits for the reports of all live ranks."""
+        # The host may have ended.
+        with suppress(RuntimeError):
+            store.add(_NUM_PARTED, 1)
+            if not self._hosts_store:
+                return
+            _wait_until(lambda: store.add(_NUM_PARTED, 0) + store.add(_NUM_SILENT, 0) >= self._world_size)
+            # A silent rank may hang rather than have been killed. Its thread ends it once it has read the cause.
+            _wait_until(lambda: store.add(_NUM_PARTED, 0) >= self._world_size, _SILENT_SECONDS)
+
+    # In the thread.
+
+    def _watch(self, store: dist.Store) -> None:
+        try:
+            while not store.check([_CAUSE]) and not store.check([_NUM_LOST]):
+                pending = oldest_pending()
+                self._waited_in = pending if pending is not None and pending.seconds > _LONG_SECONDS else None
+                if self._waited_in is not None and self._waited_in.is_overdue_on_gpu:
+                    # NCCL would end the process without a report to the others.
+                    break
+                if self._leaving.wait(max(1.0, self._world_size / _REQUESTS_PER_SECOND)):
+                    return
+        except RuntimeError:
+            # The store is gone. The main thread notices by itself, or has ended.
+            return
+        if self._leaving.wait(_GRACE_SECONDS):
+            return
+        waiting = _place(_frames_of_thread(self._main_thread))
+        cause = self._cause(store, then=lambda: None)
+        if not self._leaving.is_set():
+            print(f"[rank {self._rank}] error: {cause}; this rank was {waiting}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            self._part(store)
+            os._exit(_EXIT_CODE)
+
+
+def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective]) -> str:
+    """Describes silent ranks, and the collectives in which others waited for them; waits: by rank."""
+    parts = []
+    for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_WAITS_SHOWN]:
+        ranks = ", ".join(str(rank) for rank, wait in waits.items() if str(wait) == text)
+        parts.append(f"rank {ranks} waited in {text}")
+    waiting = "; ".join(parts)
+    if not silent:
+        return f"the ranks wait for each other: {waiting or 'in nothing that is recorded'}"
+    gone = f"rank {', '.join(map(str, silent))} ended or hangs without a message (killed?)"
+    return f"{gone}: did not come where {waiting}" if waiting else gone
+
+
+def _answer(ask: Callable[[], str]) -> str | None:
+    """Returns the result of `ask`; None if it takes so long that the store's server must hang."""
+    answers: list[str] = []
+    # A request to a stopped process or node blocks forever.
+    thread = threading.Thread(target=lambda: answers.append(ask()), name="error broadcast's question", daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return answers[0] if answers else None
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = _PATIENCE_SECONDS) -> None:
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+    while time.monotonic() < deadline and not condition():
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
+
+
+def _frames_of_thread(thread: int) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+
+
+def _place(frames: list[FrameType]) -> str:
+    """Describes the innermost function of this project in a stack, and the function of torch that it called."""
+    libraries = tuple(str(Path(module.__file__).parent) for module in (torch, numpy, threading) if module.__file__)
+    own = next((frame for frame in frames if not frame.f_code.co_filename.startswith(libraries)), None)
+    if own is None:
+        return "outside this program"
+    called = "" if own is frames[0] else f"{frames[0].f_code.co_name} of "
+    return f"in {called}{own.f_code.co_name} ({Path(own.f_code.co_filename).name}:{own.f_lineno})"

@@ -1,0 +1,273 @@
+"""Memory of a run: the bytes that ranks hold, by kind, and whether weights and states fit a device.
+
+planner/plan.py predicts the same kinds of memory before a run starts.
+"""
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core.device import default_device, device_name, memory_bytes, peak_memory_bytes, total_memory_bytes
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.transformer.moe_config import layers_with_experts
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from megatron.training.callbacks import StepReport
+from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.step.expert_memory import ExpertMemory
+
+
+def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Returns the storage of the chunks' parameters and module buffers: any shape, any dtype."""
+    for chunk in model:
+        yield from chunk.parameters()
+        yield from unwrap_model(chunk).buffers()
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_params)
+
+
+def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Returns the persistent storage of the chunks' gradients: any shape, any dtype."""
+    for chunk in model:
+        if isinstance(chunk, _BaseDataParallel):
+            yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_grads)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the tensors' storages, each counted once; of a DTensor only this rank's part.
+
+    tensors: any shape, any dtype.
+    """
+    parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    memory = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    return sum(memory.values())
+
+
+def held_bytes(
+    model: Sequence[nn.Module], optimizer: MegatronOptimizer, *, memory: ExpertMemory | None = None
+) -> dict[str, int]:
+    """Returns the bytes that this rank holds, by kind, as in RankPlan.
+
+    memory: of experts, whose stash may have pages.
+    """
+    pages = {"device_pages": 0, "host_pages": 0}
+    if memory is not None and memory.stash is not None:
+        pages = memory.stash.pool.num_bytes
+    return {
+        "parameters": bytes_of(parameter_tensors(model)),
+        "gradients": bytes_of(gradient_tensors(model)),
+        **optimizer.state_bytes,
+        "pages": pages["device_pages"],
+        "host_pages": pages["host_pages"],
+    }
+
+
+def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
+    """Returns a line that says whether weights, gradients and optimizer states fit the device. Collective.
+
+    Called before the optimizer exists, whose states are estimated: building them may fail. Compares the rank that holds
+    most with this rank's device; ranks on CPUs share the memory of their machine.
+    """
+    device = default_device()
+    needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
+    chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
+    if not args.skip_train:
+        config = config_from_args(OptimizerConfig, args)
+        states = state_bytes_of(chunks, config)
+        needed += int((states.masters + states.moments) * (1 - config.host_fraction))
+    most = torch.tensor([needed], dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    needed, memory = int(most.item()), total_memory_bytes(device)
+    if device.type != "cuda":
+        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    name = device_name(device) if device.type == "cuda" else "this machine"
+    what = "weights" if args.skip_train else "weights, gradients and optimizer states"
+    more = f"--dry-run --world-size {args.world_size}"
+    if needed > memory:
+        return f"{fit_in_words(name, needed, memory)} for {what}; add {more} to find flags that fit"
+    return f"{fit_in_words(name, needed, memory)} for {what}; activations are not counted, see {more}"
+
+
+class HeldMemoryMeter:
+    """Measures after the first step of a start, at log lines and after the last step, because page pools may grow."""
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        *,
+        memory: ExpertMemory | None,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        interval: int,
+    ) -> None:
+        self._model, self._optimizer, self._memory = model, optimizer, memory
+        self._device, self._interval = device, interval
+        self._stage, self._num_stages = group_rank(groups.pp), group_size(groups.pp)
+        self._is_first = True
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets held: bytes by kind of "rank_0", of the "max" over ranks, and of the largest rank of each of "stages".
+
+        The kinds are those of held_bytes and the peak so far: peak_allocated of torch's allocator on a GPU, or peak_rss
+        of the process on a CPU.
+        """
+        is_due = self._is_first or report.is_last or report.iteration % self._interval == 0
+        if not is_due:
+            return report
+        self._is_first = False
+        own = held_bytes(self._model, self._optimizer, memory=self._memory)
+        peak = "peak_allocated" if self._device.type == "cuda" else "peak_rss"
+        own[peak] = peak_memory_bytes(self._device)
+        first, *stages = self._largest_sync(list(own.values()))
+        largest = [max(column) for column in zip(*stages, strict=True)]
+        held = {
+            "rank_0": dict(zip(own, first, strict=True)),
+            "max": dict(zip(own, largest, strict=True)),
+            "stages": {stage: dict(zip(own, row, strict=True)) for stage, row in enumerate(stages)},
+        }
+        return replace(report, held=held)
+
+    def _largest_sync(self, own: list[int]) -> list[list[int]]:
+        """Returns the first rank's numbers, then the maximum over the ranks of each stage.
+
+        NOTE: reads the device, once a log line. Collective.
+        """
+        rows = torch.zeros(1 + self._num_stages, len(own), dtype=torch.int64)
+        rows[1 + self._stage] = torch.tensor(own, dtype=torch.int64)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            rows[0] = torch.tensor(own, dtype=torch.int64)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            rows = rows.to(self._device)
+            dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+        return rows.tolist()
+
+
+_MEMORY_WORDS = {
+    "allocated": "allocated",
+    "max_allocated": "max allocated",
+    "reserved": "reserved",
+    "max_reserved": "max reserved",
+    "rss": "resident",
+    "peak_rss": "max resident",
+}
+
+
+class MemoryMeter:
+    """Measures bytes by kind on this rank at each log line, and adds notes below the first one.
+
+    state: planned bytes of weights, gradients and optimizer states; None for a run that only evaluates.
+    """
+
+    def __init__(self, device: torch.device, interval: int, *, state: StateBytes | None = None) -> None:
+        self._device = device
+        self._interval = interval
+        self._state = state
+        self._has_noted = False
+
+    def measure(self, report: StepReport) -> StepReport:
+        """Sets memory."""
+        if report.iteration % self._interval:
+            return report
+        memory = memory_bytes(self._device)
+        # Memory settles in the first steps, so later notes would repeat the first.
+        notes: tuple[str, ...] = ()
+        if not self._has_noted:
+            notes = (memory_line(memory, report.iteration, on_gpu=self._device.type == "cuda"),)
+            notes += () if self._state is None else (state_line(self._state),)
+        self._has_noted = True
+        return replace(report, memory=memory, notes=(*report.notes, *notes))
+
+
+def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
+    """Formats the note below the first log line: a GPU's memory, or the process's on the CPU."""
+    kinds = [kind for kind in memory if kind.endswith("rss") != on_gpu]
+    figures = [f" {_MEMORY_WORDS[kind]}: {memory[kind] / 2**20:.1f}" for kind in kinds]
+    return " |".join([f"[Rank 0] (after {iteration} iterations) memory (MB)", *figures])
+
+
+def state_line(state: StateBytes) -> str:
+    """Formats the note with the planned persistent memory."""
+    figures = [f" {name}: {value / 2**20:.1f}" for name, value in asdict(state).items()]
+    return " |".join(["[Rank 0] kept from step to step (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
+
+
+# Messages of torch for the CPU and for impossible sizes. A GPU's allocator raises OutOfMemoryError instead.
+_NO_MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Cannot allocate memory")
+
+
+# The share of a device's memory that plans leave to the CUDA context and to gaps in the allocator's blocks.
+_KEPT_FREE = 0.1
+
+
+def fit_in_words(device: str, num_bytes: int, memory: int) -> str:
+    """Returns whether a rank that takes num_bytes fits a device with that memory."""
+    verdict = "fits" if num_bytes <= memory else "does NOT fit"
+    return f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank"
+
+
+def room_in_words(num_bytes: int, memory: int) -> str:
+    """Returns a warning if num_bytes fits with little room to spare; empty if there is room, or if it does not fit."""
+    if num_bytes > memory or not is_tight(num_bytes, memory):
+        return ""
+    return f"less than {_KEPT_FREE:.0%} left for the CUDA context and the allocator"
+
+
+def is_tight(num_bytes: int, memory: int) -> bool:
+    """Whether less than a tenth of the memory would be left."""
+    return num_bytes > (1 - _KEPT_FREE) * memory
+
+
+def gib(num_bytes: float) -> str:
+    """Formats bytes as GiB: one decimal, four below 1 GiB."""
+    size = num_bytes / 2**30
+    return f"{size:.1f}" if size >= 1 else f"{size:.4f}"
+
+
+def check_weights_fit(config: TransformerConfig, vocab_size: int) -> None:
+    """Raises ValueError if the matrices of an average rank are larger than the memory of this machine.
+
+    The operating system would kill such a run without a message, after minutes of building layers. Weights on a GPU are
+    not checked, because its allocator fails immediately. Weights on the meta device need no memory.
+    """
+    on_host = config.use_cpu_initialization or default_device().type == "cpu"
+    if not on_host or config.init_model_with_meta_device or torch.get_default_device().type == "meta":
+        return
+    needed = _weights_of_a_rank(config, vocab_size) * config.params_dtype.itemsize
+    available = total_memory_bytes(torch.device("cpu"))
+    if needed > available:
+        raise ValueError(
+            f"the weights of a rank take {needed / 2**30:.1f} GiB or more, this machine has {available / 2**30:.1f}: "
+            f"num_layers ({config.num_layers}), hidden_size ({config.hidden_size}), ffn_hidden_size "
+            f"({config.ffn_hidden_size}) or the vocabulary ({vocab_size}) must be smaller, or tensor, pipeline and "
+            "expert parallel sizes larger"
+        )
+
+
+def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
+    """Elements of the large matrices, without the second matrix of gated layers, keys, values and output layer."""
+    hidden, tp = config.hidden_size, config.tensor_model_parallel_size
+    num_experts = config.num_moe_experts or 0
+    moe_layers = sum(layers_with_experts(num_experts or None, config.moe_layer_freq, num_layers=config.num_layers))
+    attention = 2 * hidden * (config.kv_channels or 0) * config.num_attention_heads // tp
+    dense = 2 * hidden * (config.ffn_hidden_size or 0) // tp
+    ffn, etp = config.moe_ffn_hidden_size or config.ffn_hidden_size or 0, config.expert_tensor_parallel_size or tp
+    experts = num_experts // config.expert_model_parallel_size * 2 * hidden * ffn // etp
+    layers = config.num_layers * attention + (config.num_layers - moe_layers) * dense + moe_layers * experts
+    return (layers + vocab_size * hidden // tp) // config.pipeline_model_parallel_size
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether the error says that there was too little memory."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY_WORDS)

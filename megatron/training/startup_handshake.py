@@ -1,0 +1,271 @@
+"""Startup handshake: the processes of a run find each other and compare their settings before they form any group.
+
+error_broadcast.py sends errors between them later.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core.device import distributed_backend
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.flags import flag_table
+from megatron.training.command_line.values import yaml_of_value
+from megatron.training.command_line.yaml_config import shown_flags
+from megatron.training.config import DistributedConfig
+from megatron.training.error_broadcast import ErrorBroadcast, record_collectives
+
+Settings = Mapping[str, str]
+
+# Environment variables that torch needs for the rendezvous, in addition to WORLD_SIZE.
+_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_ALL_IS_WELL = "all is well"
+# A store answers immediately, or a little later if thousands of ranks ask at the same time.
+_ANSWER_WITHIN = timedelta(seconds=10)
+_RETRY_SECONDS = 0.2
+_SETTINGS_SHOWN, _RANKS_SHOWN = 5, 8
+# Arguments that may differ between machines. Only whether they are given is compared.
+_OF_ONE_MACHINE = frozenset(
+    """
+    data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
+    num_workers tokenizer_model vocab_file merge_file save load tensorboard_dir memory_snapshot_path
+    """.split()
+)
+
+
+def join_process_group(
+    config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
+) -> None:
+    """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
+
+    rank: used with --fake-process-group only, whose groups send nothing, so that no settings are compared and no
+    broadcast is connected. settings: see `common_settings`. broadcast: gets connected if there are other ranks. Raises
+    CommandLineError on every rank if settings differ, and OSError that names ranks that did not arrive in time.
+    """
+    if dist.is_initialized():
+        return
+    if config.fake_process_group:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=int(settings["WORLD_SIZE"]))
+        return
+    backend = _backend(config, device)
+    record_collectives()
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    meeting = Rendezvous.of_environment()
+    meeting_store = meeting.connect(timeout)
+    # The same processes may meet several times, if a script trains twice. Each time they use separate entries.
+    visit = _visit(meeting_store, meeting.rank)
+    store = dist.PrefixStore(visit, meeting_store)
+    if broadcast is not None:
+        broadcast.connect(
+            dist.PrefixStore("failures", store),
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            watched=dist.PrefixStore("failures", dist.PrefixStore(visit, meeting.connect(timeout))),
+            hosts_store=meeting.serves,
+        )
+    agree_on_settings(dist.PrefixStore("settings", store), settings, rank=meeting.rank, world_size=meeting.world_size)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("groups", store),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        timeout=timeout,
+    )
+
+
+def _backend(config: DistributedConfig, device: torch.device) -> str:
+    backend = config.distributed_backend or distributed_backend(device)
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
+    if backend == "nccl" and config.use_gloo_process_groups:
+        # Host data, such as errors and file lists, then need not wait for the GPU's work.
+        return "cpu:gloo,cuda:nccl"
+    return backend
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Rendezvous of a run from the launcher's environment. serves: whether this process hosts the store."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    serves: bool
+    attempt: str
+
+    @classmethod
+    def of_environment(cls) -> "Rendezvous":
+        """Reads the environment of torchrun or another launcher. Raises ValueError if a variable is missing."""
+        missing = [name for name in _RENDEZVOUS if name not in os.environ]
+        if missing:
+            raise ValueError(f"WORLD_SIZE is set in the environment, but not {', '.join(missing)}: start with torchrun")
+        rank = int(os.environ["RANK"])
+        return cls(
+            host=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            # torchrun's agent on the first node hosts a store that outlives the ranks.
+            serves=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+    def connect(self, timeout: timedelta) -> dist.Store:
+        """Connects to the store. Raises OSError if it does not answer in time, or if another program has its port."""
+        if self.serves:
+            try:
+                _serve(self.host, self.port, world_size=self.world_size)
+            except dist.DistNetworkError as error:
+                raise OSError(self._cannot_serve(error)) from error
+        self._wait_for_listener(timeout)
+        store = self._connect_to_listener(timeout)
+        if store is None:
+            raise OSError(
+                f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is answered by another program than this run's "
+                "rank 0 or its torchrun: give a MASTER_PORT that nobody uses"
+            )
+        # Separates this attempt from entries of earlier ones. torchrun does not count restarts by nodes that join, so
+        # the number of ranks is part of the name.
+        return dist.PrefixStore(f"attempt {self.attempt} of {self.world_size} ranks", store)
+
+    def _cannot_serve(self, error: dist.DistNetworkError) -> str:
+        if "EADDRINUSE" in str(error):
+            return (
+                f"MASTER_PORT is {self.port}, and another program uses that port of this machine: give another, or end "
+                "that program (an earlier run, perhaps)"
+            )
+        return f"cannot listen at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
+
+    def _wait_for_listener(self, timeout: timedelta) -> None:
+        """Waits until a process listens at the port, which may belong to another run."""
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                socket.create_connection((self.host, self.port), timeout=5).close()
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise OSError(
+                        f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
+                        f"{_minutes(timeout)}, where rank 0 or its torchrun should be"
+                    ) from error
+                # There is no event for another machine that begins to listen.
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return
+
+    def _connect_to_listener(self, timeout: timedelta) -> dist.Store | None:
+        """Connects to the listening process; returns None if it is not a store."""
+        found: list[dist.Store] = []
+
+        def connect() -> None:
+            with contextlib.suppress(dist.DistNetworkError):
+                # agree_on_settings counts the ranks that arrive, and can name the missing ones.
+                found.append(
+                    dist.TCPStore(self.host, self.port, self.world_size, False, _ANSWER_WITHIN, wait_for_workers=False)
+                )
+
+        # torch waits forever for an answer, and cannot be interrupted.
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(_ANSWER_WITHIN.total_seconds())
+        for store in found:
+            store.set_timeout(timeout)
+        return next(iter(found), None)
+
+
+@functools.cache
+def _serve(host: str, port: int, *, world_size: int) -> dist.Store:
+    # Kept until the process ends, because ranks that meet again could find a server that is about to close.
+    return dist.TCPStore(host, port, world_size, True, wait_for_workers=False, multi_tenant=True)
+
+
+def _visit(store: dist.Store, rank: int) -> str:
+    """Returns the prefix for this meeting of the ranks, the same on all processes unless two have the same rank."""
+    process = f"{socket.gethostname()} {os.getpid()}"
+    visits = f"visits of rank {rank}"
+    if store.compare_set(f"process of rank {rank}", "", process).decode() == process:
+        return f"visit {store.add(visits, 1)}"
+    # Another process has this rank, which agree_on_settings reports on both.
+    return f"visit {max(store.add(visits, 0), 1)}"
+
+
+def common_settings(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the settings that all ranks must share, by flag, as text: all but paths of files."""
+    settings = {"WORLD_SIZE": str(args.world_size), "the version of torch": str(torch.__version__)}
+    for flag in shown_flags(args, flag_table()):
+        value = vars(args)[flag.dest]
+        given = "given" if flag.dest in _OF_ONE_MACHINE and value is not None else json.dumps(yaml_of_value(value))
+        settings[flag.flags[0]] = given
+    return settings
+
+
+def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:
+    """Waits until all ranks have arrived, and compares their settings, with a few requests per rank.
+
+    Raises CommandLineError, with the same message on every rank, that names ranks that differ from most others, and
+    OSError that names ranks that did not arrive within the store's timeout.
+    """
+    text = json.dumps(settings)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    # Equal settings have the same key.
+    store.set(digest, text)
+    if store.add(f"processes of rank {rank}", 1) > 1:
+        store.set("verdict", f"RANK is {rank} in several processes: each needs its own; torchrun sets it")
+    store.set(f"rank {rank}", digest)
+    if store.add("num arrivals", 1) == world_size:
+        store.compare_set("verdict", "", _difference(store, world_size) or _ALL_IS_WELL)
+    try:
+        verdict = store.get("verdict").decode()
+    except dist.DistStoreError as error:
+        late = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
+        raise OSError(
+            f"rank {', '.join(late)} did not come in time (--distributed-timeout-minutes): was not started, has ended, "
+            "or has another MASTER_ADDR or MASTER_PORT"
+        ) from error
+    if verdict != _ALL_IS_WELL:
+        raise CommandLineError(verdict)
+
+
+def _difference(store: dist.Store, world_size: int) -> str:
+    """Describes the ranks and settings that differ from the majority; empty if all are equal."""
+    ranks: dict[str, list[int]] = {}
+    for rank, known in enumerate(store.multi_get([f"rank {rank}" for rank in range(world_size)])):
+        ranks.setdefault(known.decode(), []).append(rank)
+    # In a tie, the settings of rank 0 count.
+    usual = max(ranks, key=lambda digest: len(ranks[digest]))
+    expected = json.loads(store.get(usual))
+    parts = []
+    for digest in ranks.keys() - {usual}:
+        found = json.loads(store.get(digest))
+        different = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        values = [f"{name} is {found.get(name)}, not {expected.get(name)}" for name in different[:_SETTINGS_SHOWN]]
+        parts.append(f"on rank {_listed(ranks[digest])} {' and '.join(values)}")
+    if not parts:
+        return ""
+    return f"ranks were started differently: {'; '.join(sorted(parts))}, as on rank {_listed(ranks[usual])}"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    return shown if len(ranks) <= _RANKS_SHOWN else f"{shown} and {len(ranks) - _RANKS_SHOWN} others"
+
+
+def _minutes(time: timedelta) -> str:
+    return f"{time.total_seconds() / 60:g} minutes"

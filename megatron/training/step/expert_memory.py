@@ -1,0 +1,602 @@
+"""ExpertMemory: plans, checks and grows the buffers and pages of a rank's static expert layers from step to step.
+
+expert_step.py has the work of a layer within a step, sizing.py computes sizes, runner.py decides on retries.
+"""
+
+import argparse
+import functools
+from collections import Counter as Multiset
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.device import default_device, keep_cpu_heap
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
+from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
+from megatron.core.transformer.moe.expert_step import ExpertStep
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.paged_stash import (
+    Counter,
+    EventKind,
+    PagedStash,
+    PagePool,
+    PoolLayout,
+    Priority,
+    StashEvent,
+    StashStreams,
+    TensorSpec,
+    layer_name,
+)
+from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow
+from megatron.core.transformer.moe.paged_stash.group_memory import copy_programs
+from megatron.core.transformer.moe.paged_stash.page_layout import Tier
+from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    HEADROOM,
+    RESERVE_STEPS,
+    LearnedSizes,
+    StepNeeds,
+    capacity_factor,
+    check_effect,
+    expected_share,
+    gain_line,
+    grown_sizes,
+    learned_lines,
+    pool_layout,
+    rounded_up,
+    stash_footprint,
+    step_needs,
+)
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.paged_stash_config import PagedStashConfig
+from megatron.core.transformer.recompute import Recomputed
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.command_line.config_builder import flags_named_in_errors
+from megatron.training.step.runner import ExpertOverflowError
+
+# Plans are kept for this many numbers of microbatches. Numbers that alternate return, those of a ramp-up do not.
+_MAX_PLANS = 8
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Figures of a complete training step on this rank, on the host. meters/stash.py gathers them over ranks.
+
+    rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
+    live rows of a pass if all experts were chosen equally often. capacity_factor: factor of this step's buffers.
+    factor_needed: the smallest factor that would have sufficed. buffer_rows: C; 0 on a stage without experts.
+    num_discards: how often the step was discarded and retried.
+    With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes of the
+    pages that the step allocated. pages_wanted: peak of held pages if every tensor had got pages. balanced_pages: that
+    peak for the longest step planned so far, if every pass had balanced_rows. events: passes of expert groups, in
+    order. specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for none.
+    prefetch_groups: number of groups that release their pages ahead of their backward. Without a stash, layout is None
+    and the others are empty or 0.
+    """
+
+    layout: PoolLayout | None
+    counters: dict[Counter, int]
+    tail_bytes: int
+    rows: tuple[int, ...]
+    passes: tuple[int, ...]
+    balanced_rows: int
+    pages_wanted: int
+    balanced_pages: int
+    capacity_factor: float
+    factor_needed: float
+    num_discards: int
+    events: tuple[StashEvent, ...]
+    specs: tuple[TensorSpec, ...]
+    buffer_rows: int
+    reserve: tuple[ReserveRow, ...]
+    prefetch_groups: int
+
+
+def rows_by_group(passes: Sequence[int], rows: Sequence[int]) -> dict[GroupKey, int]:
+    """Returns the live rows of each expert forward of a step.
+
+    passes: layer numbers of the forwards, in order. rows: rows of these forwards; may be longer.
+    """
+    forwards: Multiset[int] = Multiset()
+    found = {}
+    for layer, count in zip(passes, rows):
+        found[layer_name(layer), forwards[layer]] = count
+        forwards[layer] += 1
+    return found
+
+
+class Shortfall(NamedTuple):
+    """Required and available size in a discarded step of a rank: capacity factors, or numbers of pages.
+
+    pages_for: the tensors that lacked pages, in words; None for a capacity factor.
+    """
+
+    needed: float
+    given: float
+    pages_for: str | None = None
+
+
+class ExpertSchedule:
+    """The layers with experts of a rank's model chunks, and their order in a step."""
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, microbatch_group_size: int | None
+    ) -> None:
+        """microbatch_group_size: of interleaved schedules, as in the configuration."""
+        self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
+        self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
+        self._recomputed = _recomputed_layers(chunks)
+        self._pipeline = Pipeline(group_size(groups.pp), len(chunks))
+        self._stage, self._microbatch_group_size = group_rank(groups.pp), microbatch_group_size
+        self.events = lru_cache(maxsize=16)(self._events)
+
+    def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
+        """The passes of a training step whose tensors are saved for backward, in order."""
+        orders = stage_orders(self._pipeline, num_microbatches, group_size=self._microbatch_group_size)
+        return stash_events(kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed)))
+
+
+def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
+    """Converts the events of a schedule to the stash's; events: without recomputed groups, see kept_events."""
+    return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
+
+
+def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
+    """Maps the number of each layer that is recomputed as a whole to the number of its segment."""
+    blocks = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TransformerBlock)]
+    segments = [
+        [block.layers.offset + index + 1 for index in segment.layers]
+        for block in blocks
+        for segment in block.arrangement.segments
+        if isinstance(segment.run, Recomputed)
+    ]
+    further = [part for chunk in chunks for part in chunk.modules() if isinstance(part, MultiTokenPredictionBlock)]
+    segments += [[layer] for block in further for layer in block.recomputed_layers()]
+    return {layer: number for number, layers in enumerate(segments) for layer in layers}
+
+
+def build_expert_memory(
+    model: Sequence[nn.Module], args: argparse.Namespace, *, groups: ProcessGroupCollection
+) -> "ExpertMemory | None":
+    """Builds the expert memory of the model's chunks on this rank; None where experts are dropless."""
+    config: TransformerConfig = get_model_config(model[0])
+    if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
+        return None
+    chunks = unwrap_model(list(model))
+    schedule = ExpertSchedule(chunks, groups, microbatch_group_size=config.microbatch_group_size_per_vp_stage)
+    shared = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
+    tokens = args.seq_length * args.micro_batch_size // shared
+    return ExpertMemory(schedule, config, tokens_per_rank=tokens, expert_ranks=group_size(groups.tp_ep))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The stash plan for steps of one number of microbatches. stash: None where nothing is stashed."""
+
+    needs: StepNeeds
+    stash: PagedStash | None
+
+
+class ExpertMemory:
+    """The expert buffers and stash of one rank; every rank has one, even if its stage holds no experts.
+
+    1. prepare: allocates pages for a step of the run, after a checkpoint with learned sizes was loaded.
+    2. begin_step: fixes the order of the step's passes and empties buffers and pages.
+    3. overflow_flags: whether rows or pages were missing. If so on any rank, call grow_sync and then begin_step again.
+    4. end_step: reads and records the needs of the step.
+    step: the ExpertStep that the layers share. last_step: figures of the last complete training step. epoch: increases
+    when steps captured in a CUDA graph can no longer be replayed, because shapes, the pool, the stash for a number of
+    microbatches or the order of that stash changed; read it after begin_step. Another reserve does not change it, and
+    ranks may have different epochs. release_graphs: called before pages or buffers are replaced, to drop the graphs
+    that use them.
+    """
+
+    def __init__(
+        self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
+    ) -> None:
+        """tokens_per_rank: T of a microbatch. expert_ranks: number of ranks that share the experts."""
+        assert config.moe_expert_rank_capacity_factor is not None, "without it experts have as many rows as come"
+        self.last_step: StepFigures | None = None
+        self.epoch = 0
+        self.release_graphs: Callable[[], None] = lambda: None
+        self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
+        self._device = default_device()
+        self.step = ExpertStep(self._device)
+        self._streams = StashStreams.on(self._device)  # of all stashes, one after the other
+        self._dispatchers: list[MoEStaticTokenDispatcher] = []
+        for layer in (layer for layers in schedule.layers for layer in layers):
+            layer.expert_step = self.step
+            assert isinstance(layer.token_dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
+            self._dispatchers.append(layer.token_dispatcher)
+        self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
+        self._learned = LearnedSizes(expert_ranks=expert_ranks)
+        # Of the latest steps, of the attempts at the present one and of the steps before a checkpoint, the most rows of
+        # a pass over the balanced case.
+        self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
+        self._attempted_share = self._share_before = 0.0
+        self._capacity_factor = config.moe_expert_rank_capacity_factor
+        self._is_measured = False
+        # Whether steps follow the schedule's order of groups.
+        self._is_planned = True
+        self._is_training = True
+        self._num_discards = 0
+        # Number of microbatches that the stash is planned for; None if sizes may have changed since.
+        self._num_microbatches: int | None = None
+        self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
+        self._longest_pages = 0  # pages of the longest balanced step so far; pool factors are multiples of it
+        self.needs = self._needs(None)
+
+    @property
+    def stash(self) -> PagedStash | None:
+        """The stash that saves rows of this rank's experts for backward; None if whole buffers are saved."""
+        return self.step.stash
+
+    def prepare(self, learned: LearnedSizes, *, num_microbatches: int, pp_group: dist.ProcessGroup | None) -> list[str]:
+        """Allocates the pool for steps of that many microbatches; learned: sizes from a checkpoint. Collective.
+
+        Returns log lines with the memory that the stash of each stage saves. Raises ValueError on all ranks if the
+        stash could never have an effect, or if a rank has too little memory for it.
+        """
+        lines = learned_lines(self._config, learned)
+        self.adopt(learned.for_expert_ranks(self._learned.expert_ranks))
+        self._share_before = max(self._learned.rows_share.values(), default=0.0)
+        if not self._config.moe_paged_stash:
+            return lines
+        self._plan(num_microbatches)
+        own = "no expert group is stashed here"
+        if self.stash is not None:
+            layout = self.stash.pool.layout
+            own = gain_line(stash_footprint(self._config, self.needs, layout=layout), layout)
+        stages = gather_objects((self.needs.events, own), pp_group)
+        with flags_named_in_errors():
+            check_effect(events for events, _ in stages)
+        if len(stages) == 1:
+            return [*lines, own]
+        return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
+
+    def pool_layout_for(self, num_microbatches: int) -> PoolLayout | None:
+        """Returns the layout of the pool that `prepare` would allocate without learned sizes. Allocates nothing."""
+        self.needs = self._needs(num_microbatches)
+        return self._layout(None)
+
+    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
+        """Prepares buffers and stash for the passes of a step, including a retry or a step after an error."""
+        self.step.begin()
+        self._is_training = not forward_only
+        if self._is_training and num_microbatches != self._num_microbatches:
+            self._plan(num_microbatches)
+        if self.stash is not None:
+            order = self.stash.order.events
+            self.stash.reset(enabled=self._is_training)
+            self.epoch += self.stash.order.events is not order
+
+    def overflow_flags(self) -> Tensor:
+        """Returns whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
+        missing = self.step.rows_missing > 0
+        void = torch.zeros_like(missing) if self.stash is None else self.stash.void.view(1) > 0
+        return torch.cat([missing, void]).double()
+
+    def end_step(self) -> None:
+        """Records the needs of a step or an evaluation that did not overflow."""
+        if self._is_training:
+            self.last_step = self._figures_sync()
+            self._remember(self.last_step)
+            self._num_discards = 0
+            if self.stash is not None:
+                self._follow(self.stash)
+
+    def _follow(self, stash: PagedStash) -> None:
+        """Adapts the stash to a step that departed from the plan, or that had more rows than pages are reserved for."""
+        if self._is_planned and stash.order.departed:
+            # Some layers save nothing, e.g. frozen ones below all trained ones. The order is then learned from steps.
+            self._is_planned = False
+            self._forget_plans()
+            # _plan is collective, and on other ranks the order may not have departed.
+            self._keep_plan(self._stash_over(stash.pool))
+        else:
+            stash.set_reserved_share(self._expected_share())
+
+    def grow_sync(self, *, iteration: int) -> str:
+        """Grows buffers or pools on all ranks, after any rank overflowed; returns a line for the log. Collective.
+
+        Raises ExpertOverflowError on all ranks under the policy "error". NOTE: reads the device.
+        """
+        # The figures of a step do not include evaluations.
+        self._num_discards += self._is_training
+        everyone = gather_objects(self._needed_sizes_sync(), dist.group.WORLD)
+        shortfalls = describe_shortfalls([shortfall for shortfall, _ in everyone])
+        grown = functools.reduce(LearnedSizes.merged, (sizes for _, sizes in everyone))
+        if self._config.moe_paged_stash_overflow_policy == "error":
+            raise ExpertOverflowError(
+                f"iteration {iteration} overflowed: {shortfalls}. --moe-paged-stash-overflow-policy is error: give "
+                f"{_as_flags(grown, self._config)}, or another policy"
+            )
+        self.adopt(grown)
+        growth = _as_flags(grown, self._config) or "more pages are reserved for the experts' inputs"
+        return f"from now on {growth}; {shortfalls}"
+
+    def adopt(self, sizes: LearnedSizes) -> None:
+        """Adopts sizes learned by earlier steps, other ranks or a checkpoint. No size becomes smaller. Collective."""
+        self._learned = self._learned.merged(sizes)
+        before, self._capacity_factor = self._capacity_factor, capacity_factor(self._capacity_factor, self._learned)
+        if self._capacity_factor != before:
+            self._forget_plans()
+        for dispatcher in self._dispatchers:
+            dispatcher.set_capacity_factor(self._capacity_factor)
+            # Where the factor has grown, the graphs that use the old memory are gone.
+            dispatcher.reserve(self._tokens, row_bytes=self._config.hidden_size * self._config.params_dtype.itemsize)
+        self._num_microbatches = None
+
+    def learned_sync(self) -> LearnedSizes:
+        """Returns the sizes that all ranks learned so far, for a checkpoint. Collective."""
+        return functools.reduce(LearnedSizes.merged, gather_objects(self._learned, dist.group.WORLD))
+
+    @property
+    def _max_rows(self) -> int:
+        """C, which is the same for every layer."""
+        return self._dispatchers[0].budget.rows_of_rank(self._tokens)
+
+    def _needs(self, num_microbatches: int | None) -> StepNeeds:
+        planned = self._config.moe_paged_stash and num_microbatches is not None
+        events = self._schedule.events(num_microbatches) if planned else ()
+        rows = self._max_rows if events else 0
+        return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
+
+    def _plan(self, num_microbatches: int) -> None:
+        """Builds the stash for steps of that many microbatches. A pool that is large enough stays, with its stashes.
+
+        Collective, even if this rank has the plan already, since other ranks may have dropped theirs.
+        """
+        plan = self._plans.get(num_microbatches)
+        self._num_microbatches, self.needs = num_microbatches, plan.needs if plan else self._needs(num_microbatches)
+        self._longest_pages = max(self._longest_pages, self.needs.balanced_pages)
+        if not self._config.moe_paged_stash:
+            return
+        pool = None
+        if self.stash is not None:
+            pool = self.stash.pool
+            # The next stash resets the pool, and no release of this one may run after that.
+            self.stash.join()
+        old = None if pool is None else pool.layout
+        with all_ranks_agree(), flags_named_in_errors():
+            layout = self._layout(old)
+        if layout != old:
+            if self._plans:
+                self._forget_plans()
+            self.step.stash = plan = None
+            if pool is not None and not pool.is_in_graphs:
+                # Before the new pool is allocated, because memory may not suffice for both. A pool in graphs, which
+                # somebody still holds, ends with them.
+                pool.close_sync()
+            pool = open_pool(self._device, layout, config=self._config)
+        else:
+            # Takes part in the collective, because other ranks may allocate pools.
+            open_pool(self._device, None, config=self._config)
+        if plan is None:
+            stash = None if pool is None else self._stash_over(pool)
+        else:
+            stash = plan.stash
+            if stash is not None:
+                stash.set_reserved_share(self._expected_share())
+        self._keep_plan(stash)
+
+    def _keep_plan(self, stash: PagedStash | None) -> None:
+        assert self._num_microbatches is not None, "planned, or in a step"
+        self.step.stash = stash
+        self._plans.pop(self._num_microbatches, None)
+        self._plans[self._num_microbatches] = _Plan(self.needs, stash)
+        if len(self._plans) > _MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+            self.epoch += 1
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self.epoch += 1
+        # Graphs keep their stash with its pages alive, and own memory. The growth that follows needs both.
+        self.release_graphs()
+
+    def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
+        layout = pool_layout(self._config, self.needs, learned=self._learned)
+        if layout is None or old is None:
+            return layout
+        device, host = max(layout.device_pages, old.device_pages), max(layout.host_pages, old.host_pages)
+        return PoolLayout(layout.page_bytes, device, host)
+
+    def _stash_over(self, pool: PagePool) -> PagedStash:
+        return PagedStash(
+            pool,
+            prefetch_groups=self._prefetch_groups,
+            num_programs=copy_programs(self._device, self._config.moe_paged_stash_copy_sms),
+            events=self.needs.events if self._is_planned else None,
+            reserved_share=self._expected_share(),
+            has_rungs=self._has_rungs,
+            specs=self.needs.specs if self._is_planned else (),
+            streams=self._streams,
+        )
+
+    @property
+    def _has_rungs(self) -> bool:
+        return self._config.moe_paged_stash_overflow_policy == "recompute"
+
+    @property
+    def _prefetch_groups(self) -> int:
+        # A graph of one layer cannot restore the rows of another one.
+        return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
+
+    def _expected_share(self) -> float:
+        """Returns the share of the C rows that a pass is expected to fill."""
+        # In the first steps of a resumed run, those before its checkpoint tell.
+        before = self._share_before if len(self._recent_shares) < RESERVE_STEPS else 0.0
+        most = max(before, self._attempted_share, *self._recent_shares)
+        return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
+
+    def _needed_sizes_sync(self) -> tuple[Shortfall | None, LearnedSizes]:
+        """Returns this rank's shortfall and the sizes that would have been enough. NOTE: reads the device.
+
+        Missing rows grow the capacity factor, missing pages the pool.
+        """
+        needed = float(self.step.factor_needed)
+        if int(self.step.rows_missing) > 0:
+            # Beyond largest_factor no routing needs more rows, and buffers would not become larger.
+            largest = self._dispatchers[0].budget.largest_factor
+            grown = LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
+            return Shortfall(needed, self._capacity_factor), grown
+        if self.stash is None or not self.stash.is_void_sync():
+            return None, LearnedSizes()
+        rows = rows_by_group(self.step.passes, self.step.rows.tolist())
+        wanted = self.needs.pages(
+            lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._has_rungs else Priority.ACT
+        )
+        layout = self.stash.pool.layout
+        what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
+        shortfall = Shortfall(wanted, layout.num_pages, pages_for=what)
+        self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
+        is_short = self._expected_share() > self.stash.reserved_share
+        if self._has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
+            # The pool is large enough, but gate_up and act took pages because fewer rows were expected. The reserve
+            # for the rows just learned is enough.
+            return shortfall, LearnedSizes()
+        return shortfall, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
+
+    def _figures_sync(self) -> StepFigures:
+        """Returns the figures of the step. NOTE: reads the device, which has finished the step."""
+        needs, rows = self.needs, rows_by_group(self.step.passes, self.step.rows.tolist())
+        occupancy = None if self.stash is None else self.stash.pool.occupancy_sync()
+        return StepFigures(
+            layout=None if self.stash is None else self.stash.pool.layout,
+            counters={} if occupancy is None else occupancy.counters,
+            tail_bytes=0 if occupancy is None else occupancy.tail_bytes,
+            rows=tuple(rows.values()),
+            passes=tuple(self.step.passes),
+            balanced_rows=self._balanced_rows,
+            buffer_rows=self._max_rows if self._dispatchers else 0,
+            pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
+            balanced_pages=self._longest_pages,
+            capacity_factor=self._capacity_factor,
+            # Sizes of buffers are rounded up, so a factor may suffice for a slightly larger need.
+            factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
+            num_discards=self._num_discards,
+            events=tuple(needs.events),
+            specs=tuple(needs.specs),
+            reserve=self.stash.reserve if self.stash is not None and self._has_rungs and self._is_planned else (),
+            prefetch_groups=self._prefetch_groups,
+        )
+
+    def _remember(self, figures: StepFigures) -> None:
+        """Learns the most rows of a pass of each layer. With factors below 0, the first step replaces the pool."""
+        self._recent_shares.append(self._learn_rows(figures.rows))
+        self._attempted_share = 0.0
+        config = self._config
+        if (
+            not self._is_measured
+            and min(config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu) < 0
+        ):
+            # The next step allocates a pool for the peak of this one.
+            self._forget_plans()
+            if self.stash is not None:
+                self.stash.join()
+                if not self.stash.pool.is_in_graphs:
+                    self.stash.pool.close_sync()
+            self.step.stash = self._num_microbatches = None
+        self._is_measured = True
+
+    def _learn_rows(self, rows: Iterable[int]) -> float:
+        """Learns each layer's share of rows, and returns the largest, 0 without passes.
+
+        rows: live rows of each expert forward of the step, in order.
+        """
+        shares: dict[int, float] = {}
+        for layer, live in zip(self.step.passes, rows):
+            shares[layer] = max(shares.get(layer, 0.0), live / self._balanced_rows)
+        self._learned = self._learned.merged(LearnedSizes(rows_share=shares))
+        return max(shares.values(), default=0.0)
+
+
+def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:
+    """Returns the flags that would give these sizes."""
+    in_bytes = config.moe_paged_stash_buffer_bytes is not None
+    factors = (
+        ("--moe-expert-rank-capacity-factor", sizes.capacity_factor, ""),
+        (
+            "--moe-paged-stash-buffer-size-factor-cuda",
+            sizes.device_factor,
+            " instead of --moe-paged-stash-buffer-bytes" if in_bytes else "",
+        ),
+        ("--moe-paged-stash-buffer-size-factor-cpu", sizes.host_factor, ""),
+    )
+    return ", ".join(
+        f"{flag} {rounded_up(factor, decimals=3):.3f}{rest}" for flag, factor, rest in factors if factor is not None
+    )
+
+
+_CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"
+
+
+def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
+    """Allocates this rank's pool; returns None for a stage without a layout, which stashes nothing. Collective.
+
+    Raises on every rank if one has too little memory: there a ValueError that names the flag to change, on the others a
+    RemoteRankError.
+    """
+    pool = None
+    with all_ranks_agree(), flags_named_in_errors():
+        try:
+            if layout is not None:
+                # Setup has called it already. Called here to learn whether the heap is kept.
+                is_kept = device.type == "cpu" and keep_cpu_heap()
+                pool = PagePool(device, layout, keeps_restored=not is_kept)
+        except TierMemoryError as error:
+            raise ValueError(_advice(error, config)) from error
+    return pool
+
+
+def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
+    wanted = f"{error.num_bytes} bytes ({error.num_bytes / 2**30:.2f} GiB)"
+    if error.tier is Tier.HOST:
+        return (
+            f"{_CPU} is {config.moe_paged_stash_buffer_size_factor_cpu}: {wanted} of page-locked host memory cannot be "
+            "allocated; give a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
+            "(ulimit -l)"
+        )
+    given = config.moe_paged_stash_buffer_bytes
+    name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
+    asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
+    return (
+        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; give a smaller one, and {_CPU} for "
+        "pages on the host"
+    )
+
+
+def describe_shortfalls(ranks: Sequence[Shortfall | None]) -> str:
+    """Describes the shortfalls: one clause for each kind, with its ranks and the largest need.
+
+    ranks: shortfall of each rank, in the order of ranks; None if it had none.
+    """
+    clauses = []
+    for pages_for in dict.fromkeys(shortfall.pages_for for shortfall in ranks if shortfall is not None):
+        found = {
+            rank: shortfall
+            for rank, shortfall in enumerate(ranks)
+            if shortfall is not None and shortfall.pages_for == pages_for
+        }
+        needed, given, _ = max(found.values(), key=lambda shortfall: shortfall.needed / max(1, shortfall.given))
+        who = f"{'rank' if len(found) == 1 else 'ranks'} {', '.join(map(str, found))}"
+        up_to = "" if len(found) == 1 else "up to "
+        if pages_for is None:
+            clauses.append(f"{who}: experts needed a capacity factor of {up_to}{needed:.3f}, not {given:.3f}")
+        else:
+            pages = f"{up_to}{needed} are needed at once, of {given} in the pool"
+            clauses.append(f"{who}: no pages for {pages_for}: {pages}")
+    return "; ".join(clauses)

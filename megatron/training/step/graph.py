@@ -1,0 +1,207 @@
+"""Builds the CUDA graphs of a run's steps, and restores the host's state after each replay.
+
+graphs/capture.py defines participants. full_cuda_graph.py captures whole passes, transformer/cuda_graphs.py parts of
+layers.
+"""
+
+import argparse
+import gc
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.device import CudaGraphs, default_device
+from megatron.core.distributed import DistributedDataParallel, GraphedReductions
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.graphs.capture import GraphDevice, GraphParticipant
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.timers import Timers
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.moe.paged_stash import PagedStash
+from megatron.training.command_line.conflicts import graph_modules
+from megatron.training.command_line.errors import CommandLineError
+from megatron.training.step.expert_memory import ExpertMemory
+from megatron.training.step.update import DeferredFinalizer, GraphedUpdate, StepUpdate
+
+
+def build_step_graph(
+    args: argparse.Namespace,
+    model: Sequence[nn.Module],
+    *,
+    device: GraphDevice | None,
+    finalize: DeferredFinalizer,
+    update: StepUpdate | None,
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> FullCudaGraphWrapper | CudaGraphManager | None:
+    """Builds the graph of whole training steps, or of parts of layers; returns None unless the flags request one."""
+    if device is None:
+        return None
+    graph: FullCudaGraphWrapper | CudaGraphManager
+    if args.cuda_graph_impl == "local":
+        graph = _graphed_parts(args, model, device=device, memory=memory)
+    else:
+        graph = _graphed_passes(
+            args, model, device=device, finalize=finalize, update=update, timers=timers, memory=memory
+        )
+    if memory is not None:
+        memory.release_graphs = partial(_release, graph)
+    return graph
+
+
+def _release(graph: FullCudaGraphWrapper | CudaGraphManager) -> None:
+    """Drops the graphs, and with them the last references to the stash and pages that they use."""
+    graph.drop_graphs()
+    # Graphs that a cycle of references keeps alive would hold their memory while new pages are allocated.
+    gc.collect()
+
+
+def _graphed_passes(
+    args: argparse.Namespace,
+    model: Sequence[nn.Module],
+    *,
+    device: GraphDevice,
+    finalize: DeferredFinalizer,
+    update: StepUpdate | None,
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> FullCudaGraphWrapper:
+    chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    participants: list[GraphParticipant] = [GraphedPasses(finalize, timers), GraphedReductions(chunks)]
+    follow_up = None
+    if isinstance(update, GraphedUpdate):
+        follow_up = update.follow
+        participants.append(update)
+    if memory is not None:
+        # Last, so that it ends first: reductions of the experts' gradients follow the copies that made them.
+        participants.append(GraphedExperts(memory))
+    return FullCudaGraphWrapper(
+        get_forward_backward_func(),
+        args.cuda_graph_warmup_steps,
+        device=device,
+        participants=participants,
+        follow_up=follow_up,
+    )
+
+
+def build_step_update(
+    args: argparse.Namespace,
+    finalize: DeferredFinalizer,
+    *,
+    optimizer: MegatronOptimizer | None,
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> StepUpdate | None:
+    """Builds the update of a run's parameters from the flags; None for a run without an optimizer."""
+    if optimizer is None:
+        return None
+    if not args.optimizer_cuda_graph:
+        return StepUpdate(finalize, optimizer, timers=timers)
+    if not finalize.is_default:
+        raise ValueError(
+            "--optimizer-cuda-graph is given, and the model's configuration has a finalize_model_grads_func, which is "
+            "not known to wait for nothing: leave one of them out"
+        )
+    return GraphedUpdate(
+        finalize,
+        optimizer,
+        timers=timers,
+        overflow_flags=None if memory is None else memory.overflow_flags,
+        checks_losses=args.check_for_nan_in_loss_and_grad,
+    )
+
+
+def _graphed_parts(
+    args: argparse.Namespace, model: Sequence[nn.Module], *, device: GraphDevice, memory: ExpertMemory | None
+) -> CudaGraphManager:
+    manager = CudaGraphManager(
+        get_forward_backward_func(),
+        args.cuda_graph_warmup_steps,
+        device=device,
+        fingerprint=lambda: None if memory is None else memory.epoch,
+    )
+    for chunk in model:
+        wait = None
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            wait = partial(chunk.wait_params, prefetch=True)
+        manager.graph_layers(chunk, modules=graph_modules(args), wait_for_params=wait)
+    return manager
+
+
+def graph_device() -> GraphDevice:
+    """Returns the GraphDevice of this process's GPU, with the model's random streams; CommandLineError without one."""
+    if default_device().type != "cuda":
+        raise CommandLineError(
+            "--cuda-graph-impl is given: CUDA graphs need a GPU, and this process has none. Leave it out, or set it to "
+            "none, to train here with the same results; tools/check_capture.py with these flags says here whether a "
+            "GPU could capture them"
+        )
+    return CudaGraphs(default_device(), generators=get_cuda_rng_tracker().generators)
+
+
+class GraphedPasses(GraphParticipant):
+    """Restores the arguments that finalize gradients, and pauses timers; a graph can hold neither.
+
+    The caller that retries a step drops its gradients.
+    """
+
+    def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:
+        self._finalize, self._timers = finalize, timers
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        with self._timers.paused():
+            yield
+
+    def captured(self) -> tuple[Any, ...]:
+        """Returns the arguments that finalize gradients after the step, tensors of the graph among them."""
+        return self._finalize.handed_over
+
+    def replayed(self, account: tuple[Any, ...]) -> None:
+        self._finalize.replayed(account)
+
+
+@dataclass(frozen=True)
+class _Account:
+    """State of ExpertStep after a capture.
+
+    passes: numbers of the layers whose forwards ran, in order. rows: [n], int64, on the device, live rows of each.
+    stash: kept here so that its memory, which the graph reads, lives as long as the graph.
+    """
+
+    passes: list[int]
+    rows: Tensor
+    stash: PagedStash | None
+
+
+class GraphedExperts(GraphParticipant):
+    """Restores the experts' state after a replay. ExpertMemory.begin_step precedes each capture and replay."""
+
+    def __init__(self, memory: ExpertMemory) -> None:
+        self._memory = memory
+
+    def fingerprint(self) -> Hashable:
+        """Returns the epoch of buffer and pool sizes."""
+        return self._memory.epoch
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        stash = self._memory.stash
+        if stash is None:
+            yield
+        else:
+            with stash.captured():
+                yield
+
+    def captured(self) -> _Account:
+        step = self._memory.step
+        return _Account(list(step.passes), step.rows, step.stash)
+
+    def replayed(self, account: _Account) -> None:
+        self._memory.step.passes, self._memory.step.rows = list(account.passes), account.rows

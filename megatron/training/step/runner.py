@@ -1,0 +1,336 @@
+"""StepRunner: runs forward and backward of a step, and retries them from the same start while any rank overflowed.
+
+expert_memory.py implements StepMemory, which detects overflows and grows. update.py runs the optimizer's step.
+
+[Note: discarded steps]
+Experts in buffers of a fixed size may receive more rows than a buffer holds (expert overflow), or find no page for an x
+that backward needs (stash overflow). They continue without these rows and set a flag on the device. The flags are
+summed over all ranks together with the statistics of the step, so every rank learns that the step overflowed: its
+gradients and losses are wrong, and may be NaN. The step is discarded and must leave no trace. All ranks restore the
+state at its start, grow what was too small, and run it again. State that changes once per step (router biases,
+schedules, counters, checkpoints) is therefore updated only after this decision.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import tee
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.graphs.capture import CaptureFailedError
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.timers import Timers
+from megatron.core.utils import unwrap_model
+from megatron.training.callbacks.lines import print_rank_0
+from megatron.training.checkpointing.rng_state import RngState, capture_rng, restore_rng, same_rng
+from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
+from megatron.training.step.update import StepUpdate
+
+
+class RetryBatches(Iterator[Any]):
+    """Iterates over `source` and keeps the batches of a step, so that `rewind` can replay them for a retry.
+
+    The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
+    modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
+    read. All microbatches of a step stay on the host until the step counts. Nothing is copied, but with
+    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries need none.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        # With the generators' state after the read, if the read drew random numbers.
+        self._kept: list[tuple[Any, RngState | None]] = []
+        self._num_read = 0
+
+    def __next__(self) -> Any:
+        if self._num_read == len(self._kept):
+            before = capture_rng()
+            batch = next(self._source)
+            # A source may draw random numbers to choose its batches. A replay draws nothing.
+            after = capture_rng()
+            self._kept.append((batch, None if same_rng(before, after) else after))
+        elif (drawn := self._kept[self._num_read][1]) is not None:
+            restore_rng(drawn)
+        self._num_read += 1
+        return with_own_containers(self._kept[self._num_read - 1][0])
+
+    def rewind(self) -> None:
+        """Returns to the first batch of the step."""
+        self._num_read = 0
+
+
+def with_own_containers(batch: Any) -> Any:
+    """Returns new dicts, lists and tuples around the same tensors."""
+    return tree_map(_same, batch)
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+# A retry has the sizes that the discarded attempt needed, or sizes grown by a fixed share. A step that still overflows
+# after this many retries would never succeed.
+_MAX_RETRIES = 8
+
+# (reports of this rank's passes, its overflow flags) -> the statistics of the step over all ranks.
+_Judge = Callable[[Reports, torch.Tensor | None], StepStatistics]
+
+
+class ExpertOverflowError(RuntimeError):
+    """A step overflowed, and growing is forbidden or impossible. Raised on every rank, before any update."""
+
+
+class StepMemory(Protocol):
+    """The memory of experts whose buffers have a fixed size; see [Note: discarded steps]."""
+
+    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
+        """Called before the passes of a step or of an evaluation's iteration, and before each retry."""
+        ...
+
+    def overflow_flags(self) -> torch.Tensor:
+        """Returns [2], fp64, on the device: 1 for an expert overflow on this rank, and 1 for a stash overflow; else 0.
+
+        Called after the passes, once or more.
+        """
+        ...
+
+    def grow_sync(self, *, iteration: int) -> str:
+        """Grows buffers or pools that overflowed, once the step is discarded; returns a line for the log. Collective.
+
+        Raises ExpertOverflowError on all ranks if growing is forbidden or impossible.
+        """
+        ...
+
+    def end_step(self) -> None:
+        """Called after a step that did not overflow. After an error, begin_step may follow without it."""
+        ...
+
+
+class StepGraph(Protocol):
+    """Runs the passes from CUDA graphs, of a whole step or of parts of it."""
+
+    @property
+    def failure(self) -> str | None:
+        """Reason why something could not be captured; None while everything could."""
+        ...
+
+    @property
+    def may_break_off(self) -> bool:
+        """Whether a call may raise CaptureFailedError, so that the state at the start of the step must be kept."""
+        ...
+
+    def __call__(
+        self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **keywords: Any
+    ) -> list[Any]:
+        """Runs a step as get_forward_backward_func's function does.
+
+        Raises CaptureFailedError, on all ranks, with nothing executed.
+        """
+        ...
+
+    def drop_graphs(self) -> None:
+        """Releases all graphs and their memory; later steps are captured again."""
+        ...
+
+
+@dataclass(kw_only=True)
+class StepRunner:
+    """Runs the passes of steps and evaluations over this rank's chunks.
+
+    update: runs after the passes of a step that is not discarded; None for a run that only evaluates. memory: None if
+    nothing can overflow. graph: None if passes run eagerly. Without both, passes run once, and the state at the start
+    of the step is not kept.
+    """
+
+    args: argparse.Namespace
+    model: Sequence[nn.Module]  # the chunks of this rank's pipeline stage
+    forward_step: Callable[..., Any]
+    groups: ProcessGroupCollection
+    statistics: StatisticsExchange
+    timers: Timers
+    update: StepUpdate | None = None
+    memory: StepMemory | None = None
+    graph: StepGraph | None = None
+
+    def train_sync(
+        self,
+        iterator: Iterator[Any] | None,
+        *,
+        num_microbatches: int,
+        iteration: int,
+        exit_reasons: Callable[[], Sequence[bool]],
+    ) -> tuple[Reports, StepStatistics]:
+        """Runs forward and backward of a training step. Collective.
+
+        Returns the reports of this rank's losses, and the statistics over all ranks. The caller then calls update_sync.
+        iteration: the step's number, for messages. exit_reasons: called after the passes. NOTE: reads the device, see
+        StatisticsExchange. Raises ExpertOverflowError on all ranks.
+        """
+
+        def judge(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
+            # Asked after each attempt, because a signal may arrive during a discarded one.
+            reasons = exit_reasons()
+            return self.statistics.reduce_step_sync(
+                reports,
+                self.model,
+                exit_reasons=reasons,
+                overflow_flags=overflow_flags,
+                with_load=iteration % self.args.log_interval == 0,
+            )
+
+        return self._run_sync(iterator, judge, num_microbatches=num_microbatches, iteration=iteration)
+
+    def update_sync(self) -> tuple[bool, float, float | None]:
+        """Finalizes gradients and updates parameters after train_sync; returns the result of MegatronOptimizer.step.
+
+        Collective. NOTE: reads the device, as that method does.
+        """
+        assert self.update is not None, "a run that only evaluates updates nothing"
+        return self.update.run_sync()
+
+    def evaluate_sync(self, iterator: Iterator[Any] | None, *, num_microbatches: int, iteration: int) -> Reports:
+        """Runs forward of one global batch without gradients; returns the reports of this rank's losses. Collective.
+
+        With a memory, ranks agree on overflows after each batch, in a small all-reduce. Agreeing once per evaluation
+        would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
+        """
+
+        def judge(_: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
+            if overflow_flags is None:
+                return StepStatistics({}, None)
+            return self.statistics.reduce_sync({}, overflow_flags=overflow_flags)
+
+        reports, _ = self._run_sync(
+            iterator, judge, num_microbatches=num_microbatches, iteration=iteration, forward_only=True
+        )
+        return reports
+
+    def _run_sync(
+        self,
+        iterator: Iterator[Any] | None,
+        judge: _Judge,
+        *,
+        num_microbatches: int,
+        iteration: int,
+        forward_only: bool = False,
+    ) -> tuple[Reports, StepStatistics]:
+        may_break_off = self.graph is not None and self.graph.may_break_off and not forward_only
+        if self.memory is None and not may_break_off:
+            reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
+            return reports, judge(reports, None)
+        start = _StepStart(iterator)
+        grown: list[str] = []
+        while True:
+            reports = self._run_from(
+                start, num_microbatches=num_microbatches, iteration=iteration, forward_only=forward_only
+            )
+            statistics = judge(reports, None if self.memory is None else self.memory.overflow_flags())
+            if self.memory is None:
+                return reports, statistics
+            if not statistics.overflow.occurred:
+                self.memory.end_step()
+                return reports, statistics
+            if not forward_only:
+                self.discard_gradients()
+            if len(grown) == _MAX_RETRIES:
+                raise ExpertOverflowError(_growth_failed(statistics.overflow, grown, iteration=iteration))
+            grown.append(self.memory.grow_sync(iteration=iteration))
+            what = "an evaluation after iteration" if forward_only else "iteration"
+            print_rank_0(f"  {what} {iteration} overflowed ({statistics.overflow}), retrying: {grown[-1]}")
+            # Last, because growing may have drawn random numbers.
+            start.restore()
+
+    def _run_from(self, start: "_StepStart", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
+        """Runs the passes over the batches of `start`; if their capture fails, runs them eagerly. Collective."""
+
+        def run() -> Reports:
+            if self.memory is not None:
+                self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
+            if self.update is not None and not forward_only:
+                # Drops the leftovers of a step that an error ended before its update.
+                self.update.forget()
+            return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
+
+        try:
+            return run()
+        except CaptureFailedError as error:
+            print_rank_0(
+                f"  iteration {iteration} could not be captured as a CUDA graph ({error}): it and all that follow run "
+                "without one. tools/check_capture.py with these flags names the lines"
+            )
+        self.discard_gradients()
+        start.restore()
+        return run()
+
+    def discard_gradients(self) -> None:
+        """Drops the gradients of a discarded step, including reductions in flight. Collective."""
+        wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
+        # Resets each scheduler once, through any of its chunks. This begins an iteration, as zero_grad does.
+        for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
+            chunk.reset_iteration()
+        if self.update is not None:
+            self.update.forget()
+
+    def _run_passes(self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool) -> list[Any]:
+        """Runs the passes over the next batches; returns the reports of the losses on the last stage."""
+        for inner in unwrap_model(list(self.model)):
+            # Drops records of passes that were discarded, or that an error ended.
+            if isinstance(inner, RecordsAuxLosses):
+                inner.aux_losses.forget_step()
+        with self.timers("forward-backward", log_level=1):
+            return (self.graph or get_forward_backward_func())(
+                forward_step_func=self.forward_step,
+                data_iterator=self._of_chunks(iterator),
+                model=self.model,
+                num_microbatches=num_microbatches,
+                seq_length=self.args.seq_length,
+                micro_batch_size=self.args.micro_batch_size,
+                forward_only=forward_only,
+            )
+
+    def _of_chunks(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
+        """Returns an iterator over the same batches for each chunk, or None for a chunk that reads none.
+
+        The ends of the pipeline read batches, for tokens and labels.
+        """
+        stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
+        # Attention in the middle needs masks and document boundaries. Reading them there is cheaper than sending them.
+        everywhere = self.args.reset_attention_mask
+        readers = [
+            chunk
+            for chunk in range(num_chunks)
+            if everywhere or stage == chunk == 0 or (stage == last and chunk == num_chunks - 1)
+        ]
+        if iterator is None or len(readers) < 2:
+            return [iterator if chunk in readers else None for chunk in range(num_chunks)]
+        # At the end of the step all have read the same number of batches, so the copies hold those of one step at most.
+        copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
+        return [copies.get(chunk) for chunk in range(num_chunks)]
+
+
+class _StepStart:
+    """State at the start of a step: its batches, None for a stage that reads none, and the random generators."""
+
+    def __init__(self, iterator: Iterator[Any] | None) -> None:
+        self.batches = None if iterator is None else RetryBatches(iterator)
+        self._generators = capture_rng()
+
+    def restore(self) -> None:
+        """Restores the start, so that a retry reads the same batches and draws the same random numbers."""
+        restore_rng(self._generators)
+        if self.batches is not None:
+            self.batches.rewind()
+
+
+def _growth_failed(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
+    return (
+        f"iteration {iteration} still overflows after {len(grown)} retries ({overflow}); it updated nothing. Growing "
+        f"did not help: {'; '.join(grown)}. Raise --moe-expert-rank-capacity-factor against expert overflow, "
+        "--moe-paged-stash-buffer-size-factor-cuda or -cpu against stash overflow"
+    )

@@ -1,0 +1,267 @@
+"""What ranks tell each other about a step: summed losses and the wish to stop, in one small all-reduce.
+
+Gradients are the data-parallel wrapper's work.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.device import default_device
+from megatron.core.device.trace_ranges import trace_range
+from megatron.core.process_groups_config import group_size
+from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from megatron.training.step.exit_conditions import LOCAL_REASONS, ExitReason
+
+Reports = list[dict[str, torch.Tensor]]
+# Name to (sum, count): [2], fp64.
+Totals = dict[str, torch.Tensor]
+
+
+@runtime_checkable
+class RecordsAuxLosses(Protocol):
+    """A model whose layers add auxiliary losses. The model of a script need not be one."""
+
+    aux_losses: AuxLossRecorder
+    config: TransformerConfig
+
+
+class NonFiniteLossError(RuntimeError):
+    """A loss was NaN or infinite; raised on every rank, before the optimizer could use its gradients."""
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """Numbers of ranks on which a step overflowed. All ranks discard a step that overflowed on any of them.
+
+    expert: ranks with rows beyond an expert buffer. stash: ranks with no page for an input that backward needs.
+    """
+
+    expert: int = 0
+    stash: int = 0
+
+    @property
+    def occurred(self) -> bool:
+        """Whether any rank overflowed."""
+        return self.expert + self.stash > 0
+
+    def __str__(self) -> str:
+        return f"ranks with expert overflow: {self.expert}, with stash overflow: {self.stash}"
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Mean losses over the global batch, and the reason of any rank to stop; None to continue.
+
+    overflow: if it occurred, the other fields are meaningless. per_layer: name to layer number, from 1, to value.
+    expert_load: layer number to tokens per expert of this step over all ranks. Both are None unless requested.
+    """
+
+    losses: dict[str, float]
+    exit_reason: ExitReason | None
+    overflow: Overflow = Overflow()
+    per_layer: dict[str, dict[int, float]] | None = None
+    expert_load: dict[int, list[int]] | None = None
+
+    @property
+    def nan(self) -> bool:
+        """Whether any loss is NaN or infinite."""
+        return not all(math.isfinite(value) for value in self.losses.values())
+
+
+def total_reports(reports: Reports) -> Totals:
+    """Sums over microbatches. reports: name to a tensor [] (a mean) or [2] (sum, count), fp32. Returns [2], fp64."""
+    return {name: _total([report[name] for report in reports]) for name in (reports[0] if reports else {})}
+
+
+def _total(values: list[torch.Tensor]) -> torch.Tensor:
+    pairs = [value.detach().double().reshape(-1) for value in values]
+    return torch.stack([p if p.numel() == 2 else torch.cat([p, torch.ones_like(p)]) for p in pairs]).sum(dim=0)
+
+
+class StatisticsExchange:
+    """Sums the statistics of a step over all ranks, in one all-reduce.
+
+    1. Each rank writes its sums into a vector that has a place for each known name, and marks whether it has a name
+       without a place.
+    2. If any rank has one, as in the first step, all ranks exchange names and sum again. Pipeline stages report
+       different losses, and a loss function may start to report another one later.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: all ranks of the run; None for a single process."""
+        self._group = group
+        self._names: tuple[str, ...] = ()
+
+    def reduce_step_sync(
+        self,
+        reports: Reports,
+        model: Sequence[nn.Module],
+        *,
+        exit_reasons: Sequence[bool],
+        overflow_flags: torch.Tensor | None = None,
+        with_load: bool = False,
+    ) -> StepStatistics:
+        """Returns the statistics of a training step, and clears the losses that the model's layers recorded.
+
+        with_load: adds the experts' loads, as --moe-per-layer-logging does; the same on all ranks.
+        reports: as for total_reports, fp32. overflow_flags: as for reduce_sync, [2], fp64. NOTE: reads the device, see
+        reduce_sync.
+        """
+        auxiliary, layers = _take_auxiliary_losses(model, with_load=with_load)
+        totals = {**total_reports(reports), **auxiliary}
+        return self.reduce_sync(
+            totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, overflow_flags=overflow_flags
+        )
+
+    @trace_range("StatisticsExchange.reduce_sync")
+    def reduce_sync(
+        self,
+        totals: Totals,
+        *,
+        optional: Collection[str] = (),
+        exit_reasons: Sequence[bool] = (),
+        layers: LayerTotals | None = None,
+        overflow_flags: torch.Tensor | None = None,
+    ) -> StepStatistics:
+        """Sums `totals`, [2] fp64 each, over the ranks and reads the result. Collective.
+
+        Ranks may have different names, because stages before the last have no losses of the loss function.
+        Tensor-parallel ranks have the same names and values. Sum and count are both multiplied, so means stay the same.
+        A loss over no token is 0, because all tokens were masked. An `optional` loss over no token is left out, because
+        the model does not have it (a model without experts has no z-loss).
+        exit_reasons: which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested.
+        overflow_flags: [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks
+        if nothing can overflow.
+        NOTE: reads the device. A step reads it here for all losses together, for the gradient norm (clip_grads.py), for
+        the scheduler's agreement (iteration.py) and, unless the check for NaN is off, for this rank's gradients
+        (consistency.py). If they are logged, zeros of gradients and the parameters' norm take one read each.
+        """
+        required = totals.keys() - set(optional)
+        extras = [] if overflow_flags is None else [overflow_flags]
+        if layers is not None:
+            # Exact up to 2^53 tokens.
+            extras += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
+        values = self._sum_sync(totals, required, exit_reasons=exit_reasons, extras=extras)
+        if values[0] > 0:
+            self._learn_names(totals)
+            values = self._sum_sync(totals, required, exit_reasons=exit_reasons, extras=extras)
+        num_names, marks = len(self._names), 1 + len(exit_reasons)
+        num_requiring, pairs = values[marks : marks + num_names], values[marks + num_names : marks + 3 * num_names]
+        rest = values[marks + 3 * num_names :]
+        losses = {
+            name: total / (count or 1.0)
+            for name, total, count, requiring in zip(self._names, pairs[0::2], pairs[1::2], num_requiring)
+            if count > 0 or requiring > 0
+        }
+        reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1:marks]) if count > 0]
+        exit_reason = reasons[0] if reasons else None
+        overflow = Overflow()
+        if overflow_flags is not None:
+            overflow, rest = Overflow(int(rest[0]), int(rest[1])), rest[2:]
+        if layers is None:
+            return StepStatistics(losses, exit_reason, overflow)
+        return StepStatistics(losses, exit_reason, overflow, *_layer_figures(layers, rest))
+
+    def _sum_sync(
+        self,
+        totals: Totals,
+        required: Collection[str],
+        *,
+        exit_reasons: Sequence[bool],
+        extras: Sequence[torch.Tensor],
+    ) -> list[float]:
+        """Returns sums over all ranks: the number with a new name; the number per exit reason; the number that requires
+        each name; sum and count of each name; the extras, [N] fp64 each.
+        """
+        device = next(iter(totals.values())).device if totals else default_device()
+        has_new = any(name not in self._names for name in totals)
+        marks = [has_new, *exit_reasons, *(name in required for name in self._names)]
+        parts = [torch.tensor(marks, dtype=torch.float64, device=device)]
+        nothing = parts[0].new_zeros(2)
+        parts += [totals.get(name, nothing) for name in self._names]
+        vector = torch.cat([*parts, *extras])
+        if group_size(self._group) > 1:
+            dist.all_reduce(vector, group=self._group)
+        return vector.tolist()
+
+    def _learn_names(self, own: Collection[str]) -> None:
+        found: list[Any] = [list(own)]
+        if group_size(self._group) > 1:
+            found = [None] * group_size(self._group)
+            dist.all_gather_object(found, list(own), group=self._group)
+        # The last stage first, so that the log names the model's own loss before the losses of its routers.
+        every = [name for names in reversed(found) for name in names]
+        self._names = tuple(dict.fromkeys([*self._names, *every]))
+
+
+def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:
+    """Returns and clears the losses that layers recorded: totals over all layers, and figures of each layer.
+
+    The figures of layers are None without --moe-per-layer-logging, unless with_load, which adds each layer's tokens per
+    expert.
+    """
+    totals: Totals = {}
+    layers: LayerTotals | None = None
+    for chunk in unwrap_model(list(model)):
+        if not isinstance(chunk, RecordsAuxLosses):
+            continue
+        # Before take_totals, which clears both. A chunk's rows for layers of other chunks are zero.
+        wants_losses = chunk.config.moe_per_layer_logging
+        if wants_losses or (with_load and chunk.config.num_moe_experts):
+            its = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
+            layers = its if layers is None else layers.plus(its)
+        for name, total in chunk.aux_losses.take_totals().items():
+            totals[name] = totals[name] + total if name in totals else total
+    return totals, layers
+
+
+def _layer_figures(
+    layers: LayerTotals, values: list[float]
+) -> tuple[dict[str, dict[int, float]] | None, dict[int, list[int]]]:
+    """Returns mean losses, None unless requested, and tokens per expert of each layer that has experts.
+
+    values: `layers` summed over ranks and flattened.
+    """
+    num_layers, num_experts = layers.tokens_per_expert.shape
+    per_layer: dict[str, dict[int, float]] = {}
+    for index, (total, count) in enumerate(zip(values[0 : layers.losses.numel() : 2], values[1::2])):
+        if count > 0:
+            per_layer.setdefault(layers.names[index // num_layers], {})[index % num_layers + 1] = total / count
+    tokens = [int(value) for value in values[layers.losses.numel() :]]
+    rows = {number: tokens[(number - 1) * num_experts : number * num_experts] for number in range(1, num_layers + 1)}
+    return per_layer if layers.names else None, {number: row for number, row in rows.items() if any(row)}
+
+
+def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:
+    """Raises NonFiniteLossError naming each rank and microbatch whose loss was not finite; all ranks must call.
+
+    reports: as for total_reports, fp32.
+    """
+    bad = _bad_microbatches_sync(reports)
+    everyone: list[Any] = [bad]
+    if group_size(group) > 1:
+        everyone = [None] * group_size(group)
+        dist.all_gather_object(everyone, bad, group=group)
+    where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
+    raise NonFiniteLossError(
+        f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. "
+        "The model was not updated; --no-check-for-nan-in-loss-and-grad continues regardless"
+    )
+
+
+def _bad_microbatches_sync(reports: Reports) -> list[str]:
+    """Describes each loss that is not finite. NOTE: reads every loss, which happens only before an error."""
+    return [
+        f"microbatch {index} ({name} is {float(value.flatten()[0])})"
+        for index, report in enumerate(reports)
+        for name, value in report.items()
+        if not bool(torch.isfinite(value).all())
+    ]

@@ -1,0 +1,160 @@
+"""Finalizes gradients and updates parameters after the passes of a step, eagerly or in a CUDA graph.
+
+runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer do the work.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.device import default_device
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.data_parallel_base import require_wrapped
+from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
+from megatron.core.graphs.capture import GraphParticipant
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import DeviceStep
+from megatron.core.process_groups_config import group_size
+from megatron.core.timers import Timers
+from megatron.training.step.statistics import Reports, total_reports
+
+
+class DeferredFinalizer:
+    """Replaces finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
+
+    def __init__(self, finalize: Callable[..., None] | None) -> None:
+        """finalize: the function of a script; None for finalize_model_grads."""
+        self._finalize, self.is_default = finalize or finalize_model_grads, finalize is None
+        self._handed_over: tuple[Any, ...] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Keeps the arguments that the schedule passes after the last backward: chunks and their number of tokens."""
+        self._handed_over = arguments
+
+    def forget(self) -> None:
+        """Drops the arguments of the last backward, whose gradients are discarded."""
+        self._handed_over = None
+
+    def replayed(self, handed_over: tuple[Any, ...]) -> None:
+        """Restores the arguments of the passes that a CUDA graph has replayed in the same memory."""
+        self._handed_over = handed_over
+
+    @property
+    def handed_over(self) -> tuple[Any, ...]:
+        """The arguments that the schedule passed after the last backward."""
+        assert self._handed_over is not None, "no backward pass since the last step"
+        return self._handed_over
+
+    def finish(self) -> None:
+        """Finalizes the gradients of the last backward. Collective."""
+        self._finalize(*self.take())
+
+    def take(self) -> tuple[Any, ...]:
+        """Returns and drops the arguments of the last backward; for callers that finalize gradients differently."""
+        arguments, self._handed_over = self.handed_over, None
+        return arguments
+
+
+class StepUpdate:
+    """Finalizes gradients and updates parameters eagerly."""
+
+    def __init__(self, finalize: DeferredFinalizer, optimizer: MegatronOptimizer, *, timers: Timers) -> None:
+        self._finalize, self._optimizer, self._timers = finalize, optimizer, timers
+
+    def run_sync(self) -> tuple[bool, float, float | None]:
+        """Runs the update and returns what MegatronOptimizer.step does. Collective. NOTE: reads the device."""
+        with self._timers("all-grads-sync", log_level=1):
+            self._finalize.finish()
+        with self._timers("optimizer", log_level=1):
+            return self._optimizer.step()
+
+    def forget(self) -> None:
+        """Drops the gradients of discarded passes."""
+        self._finalize.forget()
+
+
+class GraphedUpdate(StepUpdate, GraphParticipant):
+    """Makes the update a part of the graph of the passes, in which the device decides whether it happens.
+
+    `follow` is the wrapper's follow_up. State that changes only once the host knows that the step counts, such as the
+    biases of routers, is updated outside of the graph.
+    overflow_flags: see StepMemory; None if nothing can overflow. checks_losses: whether a loss that is not finite also
+    discards the step, because it ends the run before the update.
+    """
+
+    def __init__(
+        self,
+        finalize: DeferredFinalizer,
+        optimizer: MegatronOptimizer,
+        *,
+        timers: Timers,
+        overflow_flags: Callable[[], Tensor] | None,
+        checks_losses: bool,
+    ) -> None:
+        super().__init__(finalize, optimizer, timers=timers)
+        self._void_flags, self._checks_losses = overflow_flags, checks_losses
+        self._captured: DeviceStep | None = None
+        self._done: DeviceStep | None = None  # by the graph, and not settled yet
+
+    def run_sync(self) -> tuple[bool, float, float | None]:
+        """Runs the update, or records the one that the graph has done, and returns what MegatronOptimizer.step does.
+
+        Collective. NOTE: reads the device.
+        """
+        if self._done is None:
+            return super().run_sync()
+        done, self._done = self._done, None
+        with self._timers("all-grads-sync", log_level=1):
+            chunks = [require_wrapped(chunk) for chunk in self._finalize.take()[0]]
+            for chunk in chunks:
+                # The graph has summed the gradients. Ranks still have to agree whether all of them were finite.
+                chunk.finish_grad_sync()
+            end_model_step(chunks, chunks[0].pg_collection)
+        with self._timers("optimizer", log_level=1):
+            return self._optimizer.settle_step_sync(done)
+
+    def forget(self) -> None:
+        """Drops a discarded step, for which the device has updated nothing."""
+        super().forget()
+        self._done = None
+
+    def follow(self, reports: Reports) -> None:
+        """Completes the gradients and updates parameters, in a capture, after the passes. Collective.
+
+        reports: name to a tensor [] or [2] (sum, count), fp32, of each microbatch.
+        """
+        model, num_tokens = self._finalize.handed_over
+        chunks = [require_wrapped(chunk) for chunk in model]
+        complete_model_grads(chunks, num_tokens, groups=chunks[0].pg_collection)
+        self._captured = self._optimizer.step_on_device(self._discard(reports))
+
+    def _discard(self, reports: Reports) -> Tensor:
+        """Returns whether to discard the step: [], fp64, above 0 if it overflowed or is not finite on any rank."""
+        discard = torch.zeros((), dtype=torch.float64, device=default_device())
+        if self._void_flags is not None:
+            discard = self._void_flags().sum()
+        if self._checks_losses:
+            for total in total_reports(reports).values():
+                discard = discard + total.isfinite().all().logical_not()
+        if group_size(dist.group.WORLD) > 1:
+            dist.all_reduce(discard, op=dist.ReduceOp.MAX)
+        return discard
+
+    def prepare(self) -> None:
+        """Writes the learning rates that the graph reads."""
+        self._optimizer.prepare_device_step()
+
+    def captured(self) -> DeviceStep:
+        """Returns the tensors that each replay leaves for the host."""
+        captured, self._captured = self._captured, None
+        assert captured is not None, "follow ran in the capture"
+        return captured
+
+    def dropped(self) -> None:
+        self._optimizer.forget_broken_capture()
+
+    def replayed(self, account: DeviceStep) -> None:
+        self._done = account

@@ -1,0 +1,179 @@
+"""Save and resume of a run in one process, bit for bit, and the effect of each flag."""
+
+import argparse
+import errno
+import os
+import random
+from unittest.mock import Mock
+
+import numpy
+import pytest
+import torch
+
+from megatron.core.device import seed_all
+from megatron.core.dist_checkpointing import list_tensors
+from megatron.training.checkpointing import get_checkpoint_tracker_filename, saving
+from megatron.training.checkpointing.run_values import check_same_model
+from tests.unit_tests.training.small_run import SmallRun
+
+
+def assert_equal(a, b, *, but=()):
+    assert a.keys() == b.keys()
+    different = {name for name in a if not torch.equal(a[name], b[name])}
+    assert different == set(but)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_resume_at_any_step_continues_bit_for_bit(tmp_path, dtype, step):
+    whole = SmallRun(dtype=dtype).train(step)
+    folder = whole.save(tmp_path)
+    expected = whole.train(4).snapshot()
+    resumed = SmallRun(dtype=dtype)
+    random.gauss(0, 1), numpy.random.normal()  # generators in another state than in the saved run
+    assert resumed.load(tmp_path) == step
+    assert_equal(resumed.train(4).snapshot(), expected)
+    assert folder == tmp_path / f"iter_{step:07d}"
+    assert get_checkpoint_tracker_filename(str(tmp_path)) == str(tmp_path / "latest_checkpointed_iteration.txt")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(step)
+
+
+def test_finetune_takes_weights_alone(tmp_path):
+    saved = SmallRun().train(3)
+    saved.save(tmp_path)
+    fresh, expected = SmallRun(), SmallRun().snapshot()
+    assert fresh.load(tmp_path, finetune=True) == 0
+    weights = list(saved.model.state_dict())
+    seed_all(1)
+    SmallRun()
+    for name, value in fresh.snapshot().items():
+        assert torch.equal(value, saved.snapshot()[name] if name in weights else expected[name]), name
+
+
+def test_weights_alone_may_change_precision_and_the_masters_follow(tmp_path):
+    saved = SmallRun().train(3)
+    saved.save(tmp_path)
+    low = SmallRun(dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match="--bf16 is on here, off in the checkpoint; with --no-load-optim or --finetune"
+    ):
+        low.load(tmp_path)
+    assert low.load(tmp_path, no_load_optim=True) == 3
+    weight = saved.model.module[0].weight.bfloat16()
+    masters = low.optimizer_tensors()
+    assert torch.equal(low.model.module[0].weight, weight)
+    assert torch.equal(masters["optimizer.fp32_param.0.weight"], weight.float())
+
+
+def test_what_was_not_saved_must_not_be_asked_for(tmp_path):
+    saved = SmallRun().train(2)
+    saved.save(tmp_path, no_save_optim=True, no_save_rng=True)
+    assert not [key for key in list_tensors(tmp_path / "iter_0000002") if key.startswith(("optimizer.", "rng."))]
+    with pytest.raises(ValueError, match="no optimizer state: add --no-load-optim"):
+        SmallRun().load(tmp_path)
+    with pytest.raises(ValueError, match="no rng state: add --no-load-rng"):
+        SmallRun().load(tmp_path, no_load_optim=True)
+    assert SmallRun().load(tmp_path, no_load_optim=True, no_load_rng=True) == 2
+
+
+@pytest.mark.parametrize("before, after", [(["0.weight"], []), ([], ["0.weight"]), (["0.weight"], ["2.bias"])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_may_be_frozen_and_thawed_between_runs(tmp_path, before, after, dtype, capsys):
+    saved = SmallRun(dtype=dtype, frozen=before).train(3)
+    saved.save(tmp_path)
+    resumed = SmallRun(dtype=dtype, frozen=after)
+    assert resumed.load(tmp_path) == 3
+    expected, loaded = saved.snapshot(), resumed.snapshot()
+    for name in loaded.keys() & expected.keys() - {"draws"}:
+        assert torch.equal(loaded[name], expected[name]), name
+    for name in loaded.keys() - expected.keys():
+        fresh = expected[before[0]].float() if "fp32_param" in name else torch.zeros(())
+        assert (loaded[name] == fresh).all(), name
+    assert ("start with fresh optimizer state" in capsys.readouterr().out) == bool(set(before) - set(after))
+
+
+def test_another_model_is_named_by_its_arguments_before_any_tensor(tmp_path):
+    SmallRun().train(1).save(tmp_path)
+    other = SmallRun(hidden_size=64, swiglu=True)
+    before = other.snapshot()
+    with pytest.raises(ValueError) as error:
+        other.load(tmp_path)
+    assert "--hidden-size is 64 here, 8 in the checkpoint, --swiglu is on here, off in the checkpoint" in str(
+        error.value
+    )
+    assert_equal(other.snapshot(), before, but=["draws"])
+
+
+@pytest.mark.parametrize(
+    ("other", "advice"),
+    [
+        ({"hidden_size": 16}, "; --use-checkpoint-args takes its values$"),
+        ({"unpadded_vocab_size": 5}, "vocabulary is 5 here, 9 in the checkpoint; give the tokenizer of its run$"),
+        ({"hidden_size": 16, "unpadded_vocab_size": 5}, "--use-checkpoint-args .* and give the tokenizer of its run$"),
+    ],
+)
+def test_another_model_comes_with_the_advice_that_helps(other, advice):
+    stored = {"hidden_size": 8, "unpadded_vocab_size": 9}
+    with pytest.raises(ValueError, match=advice):
+        check_same_model(argparse.Namespace(**stored | other), stored)
+
+
+def test_a_folder_without_checkpoints_starts_from_scratch_and_says_so(tmp_path, capsys):
+    run = SmallRun()
+    before = run.snapshot()
+    assert run.load(tmp_path / "new") == 0
+    assert_equal(run.snapshot(), before, but=["draws"])
+    assert capsys.readouterr().out == f"There is no checkpoint in {tmp_path}/new: starting from scratch.\n"
+    with pytest.raises(ValueError, match="--exit-on-missing-checkpoint: there is no checkpoint"):
+        run.load(tmp_path / "new", exit_on_missing_checkpoint=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_save_cleans_up_after_killed_ones_and_leaves_everything_else(tmp_path):
+    names = ["iter_0000001.incomplete-0123456789ab", "iter_0000001.incomplete-mine", "notes"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    SmallRun().train(2).save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*names[1:], "iter_0000002", "latest_checkpointed_iteration.txt"])
+
+
+def test_where_the_tracker_cannot_be_written_the_checkpoint_that_it_names_stays(tmp_path, monkeypatch):
+    run = SmallRun().train(1)
+    run.save(tmp_path, save_retain_interval=100)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(saving, "write_tracker", Mock(side_effect=full))
+        run.train(1).save(tmp_path, save_retain_interval=100)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert (tmp_path / "iter_0000001").exists() and SmallRun().load(tmp_path) == 1
+    run.train(1).save(tmp_path, save_retain_interval=100)
+    assert not (tmp_path / "iter_0000001").exists() and SmallRun().load(tmp_path) == 3
+
+
+def test_a_run_that_only_evaluates_needs_no_optimizer(tmp_path):
+    SmallRun().train(2).save(tmp_path)
+    run = SmallRun(dtype=torch.bfloat16)
+    run.optimizer = run.scheduler = None
+    assert run.load(tmp_path) == 2
+
+
+def test_saving_prints_nothing_and_loading_what_it_took(tmp_path, capfd):
+    SmallRun().train(1).save(tmp_path)
+    assert capfd.readouterr() == ("", "")
+    SmallRun().load(tmp_path)
+    loaded = f"  successfully loaded checkpoint from {tmp_path} at iteration 1"
+    assert capfd.readouterr() == (f"{loaded}\n", "")
+    SmallRun().load(tmp_path, finetune=True)
+    assert capfd.readouterr() == (f"{loaded}: its weights alone, training starts at iteration 0\n", "")
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_of_its_folder_has_that_as_the_latest(tmp_path):
+    run = SmallRun().train(2)
+    run.save(tmp_path)
+    run.train(2).save(tmp_path)
+    # A run that saves elsewhere, and one that only evaluates, leave the tracker unchanged.
+    for other in ({"save": str(tmp_path / "other")}, {}):
+        assert SmallRun().load(tmp_path, ckpt_step=2, **other) == 2 and SmallRun().load(tmp_path) == 4
+    assert SmallRun().load(tmp_path, ckpt_step=2, save=str(tmp_path)) == 2
+    # As after a restart or a rollback.
+    assert SmallRun().load(tmp_path) == 2

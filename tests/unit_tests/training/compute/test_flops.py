@@ -1,0 +1,66 @@
+"""Counted operations against torch's own count of a model that runs, and the parameters that a token meets."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.training.compute.flops import count_parameters
+from megatron.training.training import num_floating_point_operations
+from tests.unit_tests.training.flag_models import model_of_flags
+
+# Other kernels are given values as wide as keys, which torch counts.
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 10 "
+    "--qk-pos-emb-head-dim 6 --v-head-dim 9 --attention-backend unfused --attention-dropout 0"
+)
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 3 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--group-query-attention --num-query-groups 2 --kv-channels 12 --swiglu --ffn-hidden-size 40",
+        f"{EXPERTS} --swiglu --position-embedding-type rope",
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
+        f"{LATENT} --q-lora-rank 20",
+        f"{LATENT} {EXPERTS} --swiglu",
+        f"{EXPERTS} --moe-layer-freq [0,1,1] --untie-embeddings-and-output-weights",
+    ],
+)
+def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: str) -> None:
+    args, model = model_of_flags(flags)
+    assert num_floating_point_operations(args, 2) == counted(model)
+
+
+def counted(model: torch.nn.Module) -> float:
+    """Counts the FLOPs of forward and backward over two samples."""
+    tokens = torch.randint(100, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(16).expand(2, 16), None, labels=tokens).mean().backward()
+    # Attention's two products are the batched ones; torch counts the masked half too.
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    attention = sum(count for op, count in counts.items() if "bmm" in op or "attention" in op)
+    assert attention > 0
+    return sum(counts.values()) - attention / 2
+
+
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    args, model = model_of_flags("--lora-rank 2")
+    tokens, hidden, rank = 2 * 16, 32, 2
+    # Inputs and outputs of what has adapters: qkv, proj, fc1, fc2.
+    widths = (1 + 3) * hidden + (1 + 1) * hidden + 2 * (1 + 4) * hidden
+    adapters = 3 * 2 * tokens * 3 * rank * widths
+    # The first layer's input is of frozen embeddings.
+    unneeded = 2 * tokens * (hidden * 3 * hidden + hidden * rank)
+    assert num_floating_point_operations(args, 2) == counted(model) - adapters + unneeded
+
+
+def test_a_token_meets_the_chosen_experts_only() -> None:
+    args, model = model_of_flags(f"{EXPERTS} --moe-layer-freq [0,1,1]")
+    total, active = count_parameters([model], args)
+    unused = (args.padded_vocab_size - args.unpadded_vocab_size) * 32
+    assert total == sum(param.numel() for param in model.parameters()) - unused
+    assert total - active == 2 * (4 - 3) * (2 * 32 * 24)
+    args, model = model_of_flags("")
+    assert len(set(count_parameters([model], args))) == 1

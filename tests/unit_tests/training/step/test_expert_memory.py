@@ -1,0 +1,283 @@
+"""Pages of a small model's experts from step to step: what is counted is what was planned, pools grow, bits stay."""
+
+from argparse import Namespace
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.group_collectives import RemoteRankError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
+from megatron.core.transformer.moe.expert_step import ExpertStep
+from megatron.core.transformer.moe.paged_stash import Counter, group_memory
+from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
+from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
+from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
+from megatron.training.step.runner import ExpertOverflowError
+from tests.harness import run_on_ranks
+
+TOKENS = 32
+PAGES = {"moe_paged_stash": True, "moe_paged_stash_page_size": 8}
+
+
+@dataclass
+class Toy:
+    """Four layers with experts in one process, where every routing gives T x K rows."""
+
+    model: GPTModel
+    memory: ExpertMemory
+
+    @classmethod
+    def of(cls, num_microbatches: int = 2, *, balanced_rows: int = 2 * TOKENS, **settings: Any) -> "Toy":
+        """balanced_rows: fewer than all, as where others' experts have the fewer rows, the more these have."""
+        torch.manual_seed(3)
+        shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
+        experts = {"moe_ffn_hidden_size": 48, "moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5}
+        swiglu = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+        stash = settings if "moe_paged_stash" in settings else PAGES | settings
+        config = TransformerConfig(**shape, **experts, **swiglu, **stash, hidden_dropout=0.0, attention_dropout=0.0)
+        model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=64, max_sequence_length=TOKENS)
+        args = Namespace(seq_length=TOKENS, micro_batch_size=1)
+        memory = build_expert_memory([model], args, groups=ProcessGroupCollection())
+        assert memory is not None
+        memory._balanced_rows = balanced_rows
+        memory.prepare(LearnedSizes(), num_microbatches=num_microbatches, pp_group=None)
+        return cls(model, memory)
+
+    def passes(self, num_microbatches: int) -> list[bool]:
+        """Forward and backward; returns what was lacking."""
+        self.memory.begin_step(num_microbatches=num_microbatches, forward_only=False)
+        self.model.zero_grad()
+        batches = torch.randint(0, 64, (num_microbatches, 1, TOKENS + 1), generator=torch.Generator().manual_seed(5))
+
+        def forward_step(iterator: Any, model: GPTModel) -> Any:
+            tokens = next(iterator)
+            losses = model(tokens[:, :-1], torch.arange(TOKENS)[None], None, labels=tokens[:, 1:])
+            return losses, lambda output: (output.mean(), {})
+
+        forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=num_microbatches,
+        )
+        return [flag > 0 for flag in self.memory.overflow_flags().tolist()]
+
+    def step(self, num_microbatches: int = 2) -> int:
+        """How often it ran."""
+        for runs in range(1, 9):
+            if not any(self.passes(num_microbatches)):
+                self.memory.end_step()
+                return runs
+            self.memory.grow_sync(iteration=1)
+        raise AssertionError("to grow does not help")
+
+    @property
+    def grads(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs", "dropped"),
+    [
+        ({}, 1, set()),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.0, "moe_paged_stash_buffer_size_factor_cpu": 1.0}, 1, set()),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.8}, 1, {Counter.DROPPED_ACT}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.3}, 1, {Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.1}, 2, {Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.5, "moe_paged_stash_overflow_policy": "rerun"}, 2, set()),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, 1, set()),
+    ],
+)
+def test_gradients_are_those_of_whole_buffers_and_counts_those_of_the_plan(
+    settings: dict[str, Any], runs: int, dropped: set[Counter]
+) -> None:
+    toy, whole = Toy.of(**settings), Toy.of(moe_paged_stash=False)
+    assert (toy.step(), whole.step()) == (runs, 1)
+    for ours, theirs in zip(toy.grads, whole.grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    figures = toy.memory.last_step
+    assert figures is not None and figures.layout is not None and figures.num_discards == runs - 1
+    resident = resident_groups(figures.events)
+    group_rows = GroupRows(figures.specs, num_rows=2 * TOKENS)
+    planned = simulate(
+        figures.events,
+        lambda group: GroupRows((), 0) if group in resident else group_rows,
+        layout=figures.layout,
+        reserve=figures.reserve,
+    )
+    assert planned.counters == figures.counters
+    assert {
+        counter for counter in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP) if figures.counters[counter]
+    } == dropped
+    assert toy.memory.stash is not None
+    toy.memory.stash.pool.check_integrity_sync()
+
+
+def test_more_microbatches_keep_the_pool_and_a_measured_peak_sets_it() -> None:
+    toy = Toy.of(1, moe_paged_stash_buffer_size_factor_cuda=-2.0)
+    assert [toy.step(count) for count in (1, 3, 2, 1)] == [1] * 4
+    figures = toy.memory.last_step
+    assert figures is not None and figures.layout is not None
+    assert figures.layout.device_pages == 2 * figures.pages_wanted == 2 * figures.balanced_pages
+    # A row more than 1.5 x: where buffers have whole rows it may have fitted.
+    toy.passes(1)
+    toy.memory.step.factor_needed.fill_(1.51)
+    toy.memory.end_step()
+    assert toy.memory.last_step is not figures and toy.memory.last_step.factor_needed == 1.5
+    assert toy.memory.learned_sync().rows_share == dict.fromkeys(range(1, 5), 1.0)
+
+
+def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
+    toy = Toy.of()
+    toy.model.embedding.requires_grad_(False)
+    toy.model.decoder.layers[0].requires_grad_(False)
+    epochs = [(toy.step(), toy.memory.epoch) for _ in range(4)]
+    # After the first step: no plan any more; after the second one: its order is that of the third.
+    assert epochs == [(1, 1), (1, 1), (1, 2), (1, 2)]
+    figures = toy.memory.last_step
+    assert figures is not None
+    assert figures.counters[Counter.DROPPED_GATE_UP] == figures.counters[Counter.DROPPED_ACT] == 0
+    assert figures.counters[Counter.PLANNED_PAGES] > 0
+
+
+def test_lengths_that_come_again_find_their_stashes_and_only_growth_ends_an_epoch() -> None:
+    toy = Toy.of()
+    memory, seen, grads = toy.memory, [], []
+    for count in (2, 4, 2, 4):
+        assert toy.step(count) == 1
+        seen.append(memory.stash)
+        grads.append([grad.clone() for grad in toy.grads])
+    assert seen[0] is seen[2] and seen[1] is seen[3] and seen[0] is not seen[1] and memory.epoch == 0
+    torch.testing.assert_close(grads[2:], grads[:2], rtol=0, atol=0)
+    memory.adopt(LearnedSizes(capacity_factor=2.0))
+    assert toy.step(4) == toy.step(2) == 1 and memory.stash not in seen and memory.epoch == 1
+    for count in (*range(1, 9), *range(1, 9)):
+        memory.begin_step(num_microbatches=count, forward_only=False)
+    assert memory.epoch == 1
+    memory.begin_step(num_microbatches=9, forward_only=False)
+    assert memory.epoch == 2, "a step of 1 would have another stash"
+    small = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1)
+    assert [(small.step(), small.memory.epoch) for _ in range(2)] == [(2, 1), (1, 1)]
+
+
+def test_stashes_that_replace_each_other_share_two_streams() -> None:
+    with patch.object(group_memory, "SideStream", wraps=group_memory.SideStream) as created:
+        toy, streams = Toy.of(), set[tuple[SideStream, ...]]()
+        for count in (2, 4, 2, 3):
+            toy.step(count)
+            assert toy.memory.stash is not None
+            keeper = toy.memory.stash._keeper
+            streams.add((keeper._stash_stream, keeper._restore_stream))
+            if count == 3:
+                break
+            toy.memory.adopt(LearnedSizes(capacity_factor=1.6 + count / 10))
+    assert len(streams) == 1 and created.call_count == 2
+
+
+def test_dispatchers_reserve_memory_at_the_start_and_when_the_factor_grows() -> None:
+    reserved = list[tuple[float, int, int]]()
+
+    def noted(dispatcher: MoEStaticTokenDispatcher, num_tokens: int, *, row_bytes: int) -> None:
+        reserved.append((dispatcher.budget.factor, num_tokens, row_bytes))
+
+    with patch.object(MoEStaticTokenDispatcher, "reserve", noted):
+        toy = Toy.of()
+        toy.memory.release_graphs = lambda: reserved.append((0.0, 0, 0))
+        toy.memory.adopt(LearnedSizes(capacity_factor=2.0))
+    # Graphs that use the old memory are dropped first.
+    assert reserved == 4 * [(1.5, TOKENS, 128)] + [(0.0, 0, 0)] + 4 * [(2.0, TOKENS, 128)]
+
+
+def test_fuller_passes_change_the_reserve_in_place() -> None:
+    toy, fresh, whole = Toy.of(balanced_rows=48), Toy.of(), Toy.of(moe_paged_stash=False)
+    memory, stash = toy.memory, toy.memory.stash
+    assert stash is not None and stash.reserved_share == 48 / 64
+    before = stash.reserve
+    memory.begin_step(num_microbatches=4, forward_only=False)
+    other = memory.stash
+    shares = []
+    for count in (2, 4, 2):
+        assert toy.step(count) == fresh.step(count) == whole.step(count) == 1
+        torch.testing.assert_close(toy.grads, whole.grads, rtol=0, atol=0)
+        shares.append(stash.reserved_share)
+        assert memory.stash is (other if count == 4 else stash) and memory.epoch == 0
+    # All rows are expected from the end of the first step on.
+    assert shares == [0.999] * 3 and other is not None and other.reserved_share == 0.999
+    assert fresh.memory.stash is not None and before
+    for one in (toy, fresh):
+        one.memory.begin_step(num_microbatches=2, forward_only=False)
+    assert stash.reserve == fresh.memory.stash.reserve != before
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"share is {share}: must be above 0 and at most 1"):
+            stash.set_reserved_share(share)
+
+
+def test_the_first_steps_of_a_resumed_run_reserve_as_the_steps_before_its_checkpoint_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    toy = Toy.of(balanced_rows=TOKENS // 2, moe_paged_stash_buffer_size_factor_cuda=8.0)
+    # As if every pass had the balanced rows, a quarter of a buffer.
+    monkeypatch.setattr(toy.memory, "_learn_rows", lambda rows: 1.0)
+    toy.memory.prepare(LearnedSizes(rows_share={2: 3.0}, expert_ranks=1), num_microbatches=2, pp_group=None)
+    shares = []
+    for _ in range(RESERVE_STEPS + 1):
+        assert toy.memory.stash is not None and toy.step() == 1
+        shares.append(toy.memory.stash.reserved_share)
+    assert shares == [0.75] * (RESERVE_STEPS - 1) + [0.25] * 2
+
+
+def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
+    toy = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1, moe_paged_stash_overflow_policy="error")
+    assert toy.passes(2) == [False, True]
+    with pytest.raises(ExpertOverflowError, match="rank 0.*--moe-paged-stash-buffer-size-factor-cuda"):
+        toy.memory.grow_sync(iteration=7)
+    with torch.no_grad():
+        before = toy.memory.last_step
+        toy.memory.begin_step(num_microbatches=1, forward_only=True)
+        toy.model(torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None], None)
+        toy.memory.end_step()
+    assert toy.memory.last_step is before and toy.memory.step.passes == []
+
+
+def test_what_was_lacking_is_said_once_with_the_ranks_and_the_worst_of_them() -> None:
+    rows, pages = Shortfall(1.06, 1.01), Shortfall(90, 60, pages_for="inputs")
+    lacking = describe_shortfalls([rows, None, rows._replace(needed=1.3), pages])
+    assert lacking == (
+        "ranks 0, 2: experts needed a capacity factor of up to 1.300, not 1.010; "
+        "rank 3: no pages for inputs: 90 are needed at once, of 60 in the pool"
+    )
+
+
+def _refusal_of_pool() -> str:
+    factor = 1e12 if dist.get_rank() == 1 else 1.0
+    with pytest.raises((ValueError, RemoteRankError)) as caught:
+        Toy.of(moe_paged_stash_buffer_size_factor_cuda=factor)
+    return str(caught.value)
+
+
+def test_a_pool_that_one_rank_refuses_is_refused_on_all_ranks() -> None:
+    other, refusing = run_on_ranks(_refusal_of_pool, 2, timeout=60)
+    assert refusing.startswith("--moe-paged-stash-buffer-size-factor-cuda asks for") and "2**31" in refusing
+    assert other == f"rank 1: {refusing}"
+
+
+def test_a_model_without_a_trainer_keeps_nothing_from_forward_to_forward() -> None:
+    toy = Toy.of()
+    alone = deepcopy(toy.model)
+    alone(torch.zeros(1, TOKENS, dtype=torch.int64), torch.arange(TOKENS)[None], None)
+    steps = [part for part in alone.modules() if isinstance(part, ExpertStep)]
+    assert steps and toy.memory.step not in steps
+    assert all(not step.passes and len(step.rows) == 0 and step.stash is None for step in steps)

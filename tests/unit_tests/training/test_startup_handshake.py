@@ -1,0 +1,140 @@
+"""Where ranks meet: a port that another program has, entries of earlier attempts, the error broadcast's connection."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.training import startup_handshake
+from megatron.training.config import DistributedConfig
+from megatron.training.error_broadcast import ErrorBroadcast
+from megatron.training.startup_handshake import Rendezvous, join_process_group
+
+
+def _say_nothing(connection: socket.socket) -> None:
+    connection.recv(1 << 16)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def _answer_as_a_web_server_does(connection: socket.socket) -> None:
+    connection.recv(1)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@contextlib.contextmanager
+def _listening(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Another program's port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connections.append(listener.accept()[0])
+                threading.Thread(target=_quietly, args=(answer, connections[-1]), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.close()
+    for connection in connections:
+        connection.close()
+
+
+def _quietly(answer: Callable[[socket.socket], None], connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        answer(connection)
+
+
+def _rank(rank: int, port: int) -> Rendezvous:
+    return Rendezvous("127.0.0.1", port, rank, world_size=2, serves=rank == 0, attempt="0")
+
+
+@pytest.mark.parametrize("answer", [_say_nothing, _hang_up, _answer_as_a_web_server_does])
+def test_a_port_that_another_program_has_is_named_on_every_rank(
+    answer: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup_handshake, "_ANSWER_WITHIN", timedelta(seconds=1))
+    with _listening(answer) as port:
+        with pytest.raises(OSError, match=f"MASTER_PORT is {port}, and another program uses that port"):
+            _rank(0, port).connect(timedelta(minutes=10))
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} .* is answered by another program"):
+            _rank(1, port).connect(timedelta(minutes=10))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port: int = unused.getsockname()[1]
+    return port
+
+
+def test_a_port_where_nobody_listens_is_waited_for() -> None:
+    port = _free_port()
+    with pytest.raises(OSError, match="nobody answers at 127.0.0.1:.* within 0.01 minutes"):
+        _rank(1, port).connect(timedelta(seconds=0.6))
+
+
+def test_ranks_meet_at_a_free_port() -> None:
+    port = _free_port()
+    found = []
+    late = threading.Thread(target=lambda: found.append(_rank(1, port).connect(timedelta(seconds=20))))
+    late.start()
+    store = _rank(0, port).connect(timedelta(seconds=20))
+    late.join()
+    store.set("key", "value")
+    assert found[0].get("key") == b"value"
+
+
+def test_a_restarted_run_finds_no_entries_of_its_earlier_attempts() -> None:
+    point, timeout = _rank(0, _free_port()), timedelta(seconds=20)
+    point.connect(timeout).set("verdict", "of the first attempt")
+    assert point.connect(timeout).check(["verdict"])
+    assert not replace(point, attempt="1").connect(timeout).check(["verdict"])
+
+
+class _ConnectedError(Exception):
+    """Ends a meeting once its error broadcast is connected."""
+
+
+class _AskingBroadcast(ErrorBroadcast):
+    """Asks for failures, as its thread does, while another thread waits for an entry of the store."""
+
+    has_answer = False
+
+    def connect(self, store: dist.Store, *, watched: dist.Store, **_: Any) -> None:
+        store.set_timeout(timedelta(seconds=8))
+        waiting = threading.Thread(target=_wait_for_entry, args=(store,), daemon=True)
+        waiting.start()
+        waiting.join(0.5)
+        asking = threading.Thread(target=watched.check, args=(["cause"],), daemon=True)
+        asking.start()
+        asking.join(4)
+        self.has_answer = not asking.is_alive()
+        if self.has_answer:
+            watched.set("entry", "")
+        waiting.join()
+        raise _ConnectedError
+
+
+def _wait_for_entry(store: dist.Store) -> None:
+    with contextlib.suppress(dist.DistStoreError):
+        store.get("entry")
+
+
+def test_failures_are_asked_for_while_the_main_thread_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**address, "TORCH_FR_BUFFER_SIZE": "100"}.items():
+        monkeypatch.setenv(name, value)
+    broadcast = _AskingBroadcast(describe=str, leave=lambda: None)
+    with pytest.raises(_ConnectedError):
+        join_process_group(DistributedConfig(), torch.device("cpu"), rank=0, settings={}, broadcast=broadcast)
+    assert broadcast.has_answer
