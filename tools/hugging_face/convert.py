@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tools.export_safetensors import NOT_WEIGHTS
 from torch import Tensor
 
 from megatron.core import dist_checkpointing
