@@ -35,8 +35,8 @@ from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, ChunkWork, Kernels, Traffic, merged
 from megatron.training.setup import setup_steps
 from megatron.training.step.exit_conditions import LOCAL_REASONS
-from megatron.training.step.runner import StepRunner
 from megatron.training.step.statistics import StatisticsExchange, Totals
+from megatron.training.step.step_runner import StepRunner
 
 # Name of the part of a step after its passes.
 _UPDATE = "update"

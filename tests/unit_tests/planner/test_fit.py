@@ -63,9 +63,10 @@ def document(folder: Path) -> Mapping[str, Any]:
 
 def shown(folder: Path) -> str:
     """Returns the notice of the page as displayed text."""
-    text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text())
+    text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text(), flags=re.DOTALL)
     assert text is not None
-    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2]))}"
+    words = html.unescape(re.sub("<[^>]*>", "", text[2])).split()
+    return f"{text[1]}: {' '.join(words)}"
 
 
 def suggestion(line: str) -> tuple[tuple[str, ...], float]:
