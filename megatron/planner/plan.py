@@ -91,7 +91,7 @@ class RankPlan:
     parameters_by_key counts them.
 
     working: temporary memory of the passes at their peak, such as logits, gradients in flight and messages. updating:
-    temporary memory of the update, which runs without activations. messages: the part of both that collectives hold at
+    temporary memory of the update, which runs without activations. messages: temporary memory that collectives hold at
     one time, without persistent gradients and parameters. All three are 0 where nothing is trained.
 
     links: messages of a step. groups: ranks of each group that links name. buffers: layout of its parameters. chunks:

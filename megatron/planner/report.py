@@ -111,7 +111,7 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
         f"peak: includes temporary memory, on stage {fullest.stage} up to {fullest.working / size:.2f} {unit} in "
         f"passes, or up to {fullest.updating / size:.2f} {unit} in the update, which runs without activations; "
-        f"messages hold up to {fullest.messages / size:.2f} {unit} of it",
+        f"messages hold up to {fullest.messages / size:.2f} {unit} at one time",
         *buffer_lines(plan.stages, unit=unit, size=size),
         *links_lines(fullest, unit=unit, size=size),
         *_note_lines(plan, unit=unit, size=size),
