@@ -15,7 +15,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.command_line.conflicts import check_graphs
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.yaml_config import config_text
-from megatron.training.step.runner import StepGraph
+from megatron.training.step.step_runner import StepGraph
 
 WARMUP_STEPS = 2
 _DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")

@@ -50,7 +50,7 @@ from megatron.training.setup import (  # noqa: E402
     setup_tokenizer,
 )
 from megatron.training.step.expert_memory import build_expert_memory  # noqa: E402
-from megatron.training.step.runner import StepRunner  # noqa: E402
+from megatron.training.step.step_runner import StepRunner  # noqa: E402
 from tools.asked_graphs import (  # noqa: E402
     WARMUP_STEPS,
     asked_of,

@@ -277,9 +277,9 @@ def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective
         parts.append(f"rank {ranks} waited in {text}")
     waiting = "; ".join(parts)
     if not silent:
-        return f"the ranks wait for each other: {waiting or 'in nothing that is recorded'}"
+        return f"the ranks wait for each other: {waiting or 'in no recorded collective'}"
     gone = f"rank {', '.join(map(str, silent))} ended or hangs without a message (killed?)"
-    return f"{gone}: did not come where {waiting}" if waiting else gone
+    return f"{gone}; {waiting}" if waiting else gone
 
 
 def _answer(ask: Callable[[], str]) -> str | None:

@@ -17,8 +17,8 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.error_broadcast import lost_another_rank, place_of
 from megatron.training.meters.memory import is_lack_of_memory
 from megatron.training.recovery import LossSpikeError
-from megatron.training.step.runner import ExpertOverflowError
 from megatron.training.step.statistics import NonFiniteLossError
+from megatron.training.step.step_runner import ExpertOverflowError
 
 USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
@@ -42,10 +42,10 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        _say("interrupted: a run that has --save goes on from its last checkpoint with --load")
+        _say("interrupted: a run with --save continues from its last checkpoint with --load")
         raise SystemExit(INTERRUPT_EXIT_CODE) from error
     except BrokenPipeError as error:
-        _say("error: nobody reads the output any more (a pipe was closed): write it to a file to keep the run going")
+        _say("error: the output pipe was closed by its reader: write the output to a file to keep the run going")
         # Otherwise the interpreter fails again when it flushes the rest of the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILURE_EXIT_CODE) from error

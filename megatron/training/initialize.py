@@ -32,6 +32,11 @@ from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.global_vars import publish_run
 from megatron.training.startup_handshake import common_settings, join_process_group
 
+# Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
+# Flags about the checkpoint that the first start loaded, with their values for a restart.
+_OF_FIRST_START = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
+
 
 def initialize_megatron(
     extra_args_provider: Callable[[Any], Any] | None = None,
@@ -66,7 +71,6 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # The same on all replicas, which draw the same weights. seed_ranks then separates them.
-    # All copies draw the same weights; seed_ranks parts them once that is done.
     seed_generators(args.seed, groups)
     publish_run(args)
     return args
@@ -91,46 +95,6 @@ def read_arguments(
     if args.use_checkpoint_args and args.load is not None:
         load_args_from_checkpoint(args)
     return validate_args(args, args_defaults or {})
-
-
-def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
-    """Builds the process groups of the layout of `args` over all ranks. Collective.
-
-    Raises ValueError for sizes that do not fit the number of ranks.
-    """
-    parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-    )
-    return parallel_state.get_process_groups()
-
-
-def leave_process_group() -> None:
-    """Reverts initialize_megatron, even if it failed halfway."""
-    publish_run(None)
-    destroy_num_microbatches_calculator()
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def silence_library_notices() -> None:
-    """Hides warnings of libraries that users cannot act on."""
-    # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
-    warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
-
-
-# Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
-RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
-# Flags about the checkpoint that the first start loaded, with their values for a restart.
-_OF_FIRST_START = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
 
 
 def continue_after_restart(args: argparse.Namespace) -> str | None:
@@ -165,3 +129,37 @@ def keep_global_batch_size(args: argparse.Namespace) -> str | None:
         return None
     args.global_batch_size = stored["global_batch_size"]
     return f"  --global-batch-size {args.global_batch_size}: as in the checkpoint of --load"
+
+
+def silence_library_notices() -> None:
+    """Hides warnings of libraries that users cannot act on."""
+    # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
+    warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
+
+
+def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
+    """Builds the process groups of the layout of `args` over all ranks. Collective.
+
+    Raises ValueError for sizes that do not fit the number of ranks.
+    """
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    return parallel_state.get_process_groups()
+
+
+def leave_process_group() -> None:
+    """Reverts initialize_megatron, even if it failed halfway."""
+    publish_run(None)
+    destroy_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -62,7 +62,7 @@ def skip_step(run: TrainingRun, error: RuntimeError) -> None:
 def rewind_from_non_finite(run: TrainingRun, error: RuntimeError) -> None:
     """Rewinds to the last checkpoint, and skips the batch of this step from then on; raises `error` if it cannot."""
     run.recovery.skipped_positions.add(run.state.consumed_train_samples)
-    _rewind(run, error, leaves_out="the data of that step is left out")
+    _rewind(run, error, skips="the data of that step is skipped")
 
 
 def watch_loss(run: TrainingRun, report: StepReport) -> bool:
@@ -80,7 +80,7 @@ def watch_loss(run: TrainingRun, report: StepReport) -> bool:
         f"{name} {loss:.6g} at iteration {report.iteration} is more than --loss-spike-rewind {factor:g} times the "
         f"median of the last {len(recent)} steps, {statistics.median(recent):.6g}"
     )
-    _rewind(run, error, leaves_out="the data since then is left out", position=run.state.consumed_train_samples)
+    _rewind(run, error, skips="the data since then is skipped", position=run.state.consumed_train_samples)
     return True
 
 
@@ -98,7 +98,7 @@ def _positions_until(run: TrainingRun, end: int) -> set[int]:
     return found
 
 
-def _rewind(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position: int | None = None) -> None:
+def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int | None = None) -> None:
     """Loads the last checkpoint of --save; raises `error` if that is not allowed or impossible. Collective.
 
     position: the data position to continue at, in samples; None for the checkpoint's.
@@ -106,11 +106,11 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position:
     recovery, save = run.recovery, run.checkpoint.save
     assert save is not None, "checked with the flags"
     if not recovery.may_rewind():
-        raise type(error)(f"{error}. The run has gone back {recovery.num_rewinds} times already (--max-rewinds)")
+        raise type(error)(f"{error}. The run has rewound {recovery.num_rewinds} times already (--max-rewinds)")
     # A checkpoint that is still being written is the latest one.
     run.saves.finish()
     if not any(any_rank_sync(bool(complete_iterations(Path(save))))):
-        raise type(error)(f"{error}. The run cannot go back: it has saved no checkpoint in --save {save} yet")
+        raise type(error)(f"{error}. The run cannot rewind: it has saved no checkpoint in --save {save} yet")
     recovery.num_rewinds += 1
     came_from = run.state.iteration
     run.steps.discard_gradients()
@@ -123,6 +123,6 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, leaves_out: str, position:
     position_data(run)
     run.callbacks.on_rewind(run.state.iteration)
     print_rank_0(
-        f"  {error}: going back from iteration {came_from} to {run.state.iteration}, {leaves_out} "
+        f"  {error}: rewinding from iteration {came_from} to {run.state.iteration}, {skips} "
         f"(rewind {recovery.num_rewinds} of at most {recovery.config.max_rewinds})"
     )

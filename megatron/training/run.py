@@ -22,7 +22,7 @@ from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConf
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory
-from megatron.training.step.runner import StepRunner
+from megatron.training.step.step_runner import StepRunner
 
 # More skipped steps in a row than this mean that the model is broken, not the data.
 _MOST_SKIPPED_IN_A_ROW = 10

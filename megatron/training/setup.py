@@ -55,8 +55,8 @@ from megatron.training.run import Recovery, TrainingRun
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.step.graph import build_step_graph, build_step_update, graph_device
-from megatron.training.step.runner import StepRunner
 from megatron.training.step.statistics import StatisticsExchange
+from megatron.training.step.step_runner import StepRunner
 from megatron.training.step.update import DeferredFinalizer
 
 

@@ -49,7 +49,7 @@ _OF_ONE_MACHINE = frozenset(
 def join_process_group(
     config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
 ) -> None:
-    """Initialises torch.distributed from torchrun's environment; one process alone needs no address. Collective.
+    """Initializes torch.distributed from torchrun's environment; a single process needs no address. Collective.
 
     rank: used with --fake-process-group only, whose groups send nothing, so that no settings are compared and no
     broadcast is connected. settings: see `common_settings`. broadcast: gets connected if there are other ranks. Raises
@@ -139,7 +139,7 @@ class Rendezvous:
         if store is None:
             raise OSError(
                 f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is answered by another program than this run's "
-                "rank 0 or its torchrun: give a MASTER_PORT that nobody uses"
+                "rank 0 or its torchrun: give a MASTER_PORT that is free"
             )
         # Separates this attempt from entries of earlier ones. torchrun does not count restarts by nodes that join, so
         # the number of ranks is part of the name.
@@ -162,7 +162,7 @@ class Rendezvous:
             except OSError as error:
                 if time.monotonic() > end:
                     raise OSError(
-                        f"nobody answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
+                        f"no process answers at {self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) within "
                         f"{_minutes(timeout)}, where rank 0 or its torchrun should be"
                     ) from error
                 # There is no event for another machine that begins to listen.

@@ -1,4 +1,4 @@
-"""A step or evaluation that was void on any rank, and ran again, leaves no trace; one that stays void ends the run."""
+"""A discarded and retried step or evaluation leaves no trace; a step that always overflows ends the run."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from megatron.training.callbacks import Callback, CallbackList, EvaluationReport
 from megatron.training.checkpointing.rng_state import capture_rng, restore_rng
 from megatron.training.run import TrainingRun
 from megatron.training.step.expert_memory import ExpertMemory
-from megatron.training.step.runner import ExpertOverflowError, RetryBatches
+from megatron.training.step.step_runner import ExpertOverflowError, RetryBatches
 from megatron.training.training import train, train_step
 from tests.counts import slow, soak_only
 from tests.distributed.stash_runs import ROUTER, stash
@@ -156,8 +156,10 @@ def _train_twice(argv: list[str], folder: str) -> None:
     assert [line for line in memory.log if line != "ended"] == [f"grown at {at}" for at in (1, 1, 2, 2, 2, 2, 3)]
 
 
-# "copies of experts" has the groups of "experts" and of "replicas": these hold that what is void on one rank runs again
-# on all.
+# "copies of experts" has the groups of "experts" and of "replicas", which test that all ranks retry a step that
+# overflows on one.
+# "copies of experts" has the groups of "experts" and of "replicas", which test that a step that overflows on one rank
+# is retried on all.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("experts"), slow("stages"), slow("replicas"), soak_only("copies of experts")])
 def test_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path
 
 
 def _stay_void(argv: list[str], *, may_grow: bool) -> tuple[str, int]:
-    """The error of a run whose second step is void on rank 1 for ever, and how often its passes ran."""
+    """Returns the error of a run whose second step always overflows on rank 1, and the number of attempts."""
     memory = PlannedMemory({number: {1} for number in range(1, 99)}, may_grow=may_grow)
 
     def act(run: TrainingRun) -> str:

@@ -207,7 +207,7 @@ _LOG_LINES = (
     r"[ -]*validation loss at iteration \d+ ",
     r"-+$",
     r"\[Rank 0\] \(after \d+ iterations\) memory \(MB\) \|",
-    r"\[Rank 0\] kept from step to step \(MB\) \|",
+    r"\[Rank 0\] persistent memory \(MB\) \|",
     r"  successfully saved checkpoint from iteration +\d+$",
     r"  exiting at iteration \d+: ",
     r"  successfully loaded checkpoint from .* at iteration \d+",

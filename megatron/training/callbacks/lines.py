@@ -33,7 +33,9 @@ class LineFile:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                print_rank_0(f"WARNING: cannot write {self._path}: {error}: its lines wait, training goes on")
+                print_rank_0(
+                    f"WARNING: cannot write {self._path}: {error}: keeping its lines in memory, training continues"
+                )
             self._is_failing = True
 
     def close(self) -> None:

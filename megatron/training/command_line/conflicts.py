@@ -18,7 +18,7 @@ def check_graphs(args: argparse.Namespace) -> Iterator[str]:
     if args.cuda_graph_modules and args.cuda_graph_impl != "local":
         yield (
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
-            f"{args.cuda_graph_impl}: modules are captured by local alone; set it, or leave the modules out"
+            f"{args.cuda_graph_impl}: only local captures modules; set it, or leave the modules out"
         )
     yield from check_optimizer_graph(args)
     if args.cuda_graph_impl == "none":
@@ -49,7 +49,7 @@ def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
     if args.weight_decay_incr_style != "constant" and start != end:
         yield (
             f"--start-weight-decay is {start} and --end-weight-decay is {end}: with --optimizer-cuda-graph weight "
-            "decay stays as it was captured, so use --weight-decay alone"
+            "decay stays as captured, so use only --weight-decay"
         )
 
 
@@ -67,18 +67,18 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "recompute_granularity",
             (args.recompute_granularity is not None or args.recompute_activations) and draws,
-            "what is computed again draws the numbers of dropout or jitter again, which a graph cannot; set "
-            "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or compute nothing again",
+            "recomputation has to draw the same numbers for dropout or jitter, which a graph cannot; set "
+            "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or recompute nothing",
         ),
         (
             "cpu_offloading_num_layers",
             args.cpu_offloading_num_layers,
-            "activations on the host get memory while a step runs; leave it out",
+            "memory for activations on the host is allocated during a step; leave it out",
         ),
         (
             "fine_grained_activation_offloading",
             args.fine_grained_activation_offloading,
-            "activations on the host get memory while a step runs; leave it out, --moe-paged-stash can do what it does",
+            "memory for activations on the host is allocated during a step; leave it out, or use --moe-paged-stash",
         ),
     ]
     if args.cuda_graph_impl == "local":
@@ -95,9 +95,9 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "record_routing",
             args.record_routing,
-            "the host writes down each micro-batch; record without graphs",
+            "the host records each micro-batch; record without graphs",
         ),
-        ("ddp_debug", args.ddp_debug, "the host looks at each gradient; debug without graphs"),
+        ("ddp_debug", args.ddp_debug, "the host reads each gradient; debug without graphs"),
     ]
 
 
@@ -120,7 +120,7 @@ def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "moe_flex_dispatcher_backend",
             args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend == "deepep",
-            "deepep lets the host wait for the number of tokens; use symm_mem, or another --moe-token-dispatcher-type",
+            "deepep makes the host wait for the number of tokens; use symm_mem, or another --moe-token-dispatcher-type",
         ),
     ]
 
@@ -141,7 +141,7 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "cuda_graph_modules",
             "moe_preprocess" in modules and "moe_router" not in modules,
-            "moe_preprocess goes on with what the router chose, in one graph with it; add moe_router",
+            "moe_preprocess uses the router's choice, and needs it in the same graph; add moe_router",
         ),
         *(_of_dispatch(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
         (
@@ -153,17 +153,17 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "recompute_granularity",
             args.recompute_granularity == "full",
-            "whole layers would run again in backward, with their graphs in them; choose selective",
+            "whole layers, with their graphs, would be recomputed in backward; choose selective",
         ),
         (
             "record_routing",
             args.record_routing and modules & {"moe", "moe_router"},
-            "the host writes down each micro-batch; leave the router eager by --cuda-graph-modules attn experts",
+            "the host records each micro-batch; leave the router eager by --cuda-graph-modules attn experts",
         ),
     ]
 
 
-_OFFLOADED = "what is kept for backward goes to the host, gathered parameters among it, whose memory is not there then"
+_OFFLOADED = "saved tensors are offloaded to the host, including gathered parameters whose memory is released by then"
 
 
 def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
@@ -192,7 +192,7 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
         (
             f"--pipeline-model-parallel-size is {stages}",
             stages > 1,
-            "each microbatch of each stage would gather all of its parameters anew",
+            "each microbatch of each stage would gather all of its parameters",
         ),
         (
             f"--optimizer is {args.optimizer}",
@@ -202,12 +202,12 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
         (
             "--optimizer is muon",
             args.optimizer == "muon",
-            "muon needs whole matrices, of which each rank has some rows",
+            "muon needs whole matrices, but each rank has only some rows",
         ),
         (
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
-            "gathered parameters get their memory anew each time, which graphs have standing",
+            "memory of gathered parameters is allocated each time, but graphs need persistent memory",
         ),
         (
             "--fine-grained-activation-offloading is given",
@@ -281,17 +281,17 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         (
             "--calculate-per-token-loss is given",
             args.calculate_per_token_loss,
-            "gradients are divided by tokens that are counted when backward ends",
+            "gradients are divided by the number of tokens, which is known when backward ends",
         ),
         (
             f"--moe-expert-rank-capacity-factor is {args.moe_expert_rank_capacity_factor}",
             args.moe_expert_rank_capacity_factor is not None,
-            "a step in which experts got too many rows runs again, and must have changed nothing",
+            "a step with expert overflow is retried, and must have changed nothing",
         ),
         (
             f"--tensor-model-parallel-size is {args.tensor_model_parallel_size}",
             clip == "per-bucket" and max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1,
-            "norms of their buckets differ, and weights that all of them have would come apart",
+            "norms of their buckets differ, and replicated weights would diverge",
         ),
     ]
     for words, is_set, why in needs_exact:
@@ -323,7 +323,7 @@ def check_faults(args: argparse.Namespace) -> Iterator[str]:
         rewinds.append(f"--loss-spike-rewind is {args.loss_spike_rewind:g}")
     for words in rewinds:
         if args.save is None or args.save_interval is None:
-            yield f"{words}: needs --save and --save-interval: it goes back to a checkpoint"
+            yield f"{words}: needs --save and --save-interval: it rewinds to a checkpoint"
         if args.no_save_optim or args.no_save_rng:
             yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
         if args.cuda_graph_impl != "none":
@@ -334,7 +334,7 @@ def _check_policy(args: argparse.Namespace, words: str) -> Iterator[str]:
     if not args.check_for_nan_in_loss_and_grad:
         yield f"{words} and --no-check-for-nan-in-loss-and-grad is given: leave one of them out"
     if args.cuda_graph_impl != "none":
-        yield f"{words} and --cuda-graph-impl is given: the host cannot look at a captured step, leave one out"
+        yield f"{words} and --cuda-graph-impl is given: the host cannot inspect a captured step, leave one out"
     clip = args.optimizer_in_backward_clip
     if args.optimizer_in_backward and clip != "exact" and args.non_finite_policy == "skip":
         yield (

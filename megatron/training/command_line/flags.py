@@ -75,7 +75,7 @@ class KnownFlags:
 @functools.cache
 def load_known_flags() -> KnownFlags:
     """Reads known_flags.json, once per process."""
-    # ASCII on purpose: one stray character in a name would make a flag that nobody can type.
+    # ASCII, because a flag with another character in its name could not be typed.
     content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
     return KnownFlags(tuple(known_flag(row) for row in content["flags"]))
 
@@ -105,9 +105,9 @@ _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 class Flag:
     """A flag, as used by parser, YAML reader, help and docs.
 
-    constant: what the flag stores where it takes no value, else None. parse: turns one word into one value.
+    constant: the stored value of a flag that takes none, else None. parse: turns one word into one value.
     unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
-    the field behind a flag that works. known: the row of known_flags.json, None for a flag that it does not list.
+    the configuration field of a flag that works. known: the row of known_flags.json; None if it has no such row.
     """
 
     flags: tuple[str, ...]

@@ -18,12 +18,12 @@ _MUP = "width-dependent scaling does not exist here: set --init-method-std and -
 _OTHER_MODEL = "models that need it cannot be trained here"
 _VARIANT = f"no --experimental-attention-variant exists here: {_OTHER_MODEL}"
 _DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
-_MTP = "multi-token prediction is set by --mtp-num-layers and --mtp-loss-scaling-factor alone"
+_MTP = "multi-token prediction is set only by --mtp-num-layers and --mtp-loss-scaling-factor"
 _RESTART = "restart belongs to the launcher: use torchrun --max-restarts and --load, a run resumes bit for bit"
 _FLIGHT = "set PyTorch's own TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE environment variables instead"
 _ONE_LOGGER = "this logging service is not used here: use --tensorboard-dir"
 _MSC = "only file systems are read and written: mount the object store and give a path"
-_ASYNC_TUNING = "asynchronous saves are not tuned by flags: use --async-save alone"
+_ASYNC_TUNING = "asynchronous saves have no further settings: use only --async-save"
 _CANONICAL = "checkpoints here are independent of the layout (--ckpt-format torch_dist) and need no such setting"
 _FSDP = "Megatron-FSDP does not exist here: use --use-torch-fsdp2 or --use-distributed-optimizer"
 _GTP = "generalised tensor parallelism does not exist here: use --tensor-model-parallel-size"
@@ -86,7 +86,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--gtp-|--(expert-)?tensor-parallel-num-weight-shards", _GTP),
     (
         r"--mrope-section|--no-rope-freq",
-        "positions rotate alike in all layers: use --position-embedding-type rope alone",
+        "positions rotate in all layers: use only --position-embedding-type rope",
     ),
     (r"--relative-attention-", "relative positions do not exist here: use --position-embedding-type rope"),
     (r"--(max-seqlen-per-dp-cp-rank|hybrid-context-parallel)", "context is split evenly: use --context-parallel-size"),
@@ -113,7 +113,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(use-sharp|sharp-|nccl-communicator|disable-symmetric|high-priority-|pipeline-model-parallel-comm)", _NCCL),
     (r"--fim-", _FIM_TOKENS),
     (r"--(per-split-data-args|per-dataset-sequences|phase-transition)", _DATA_LISTS),
-    (r"--dataloader-(fast-cache-load|defer-npy)", "the index cache is set by --data-cache-path alone: remove it"),
+    (r"--dataloader-(fast-cache-load|defer-npy)", "the index cache is set only by --data-cache-path: remove it"),
     (r"--dataloader-inter-document-masking", "use --reset-attention-mask and --reset-position-ids"),
     (r"--object-storage-cache-path", _MSC),
     (r"--null-tokenizer-pad-id", "samples are never padded: remove it"),
@@ -145,7 +145,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
-        "gate rows stand above up rows: convert the checkpoint, remove this",
+        "gate rows precede up rows: convert the checkpoint, remove this",
     ),
     (r"--moe-enable-routing-replay", "recomputation routes as the forward pass did: remove it"),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
@@ -169,7 +169,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     (r"--mid-level-dataset-surplus", "blends need no surplus: remove it"),
     (r"--allow-ambiguous-pad-tokens", "samples are never padded: remove it"),
-    (r"--no-barrier-with-level-1-timing", "timers are set by --timing-log-level alone: remove it"),
+    (r"--no-barrier-with-level-1-timing", "timers are set only by --timing-log-level: remove it"),
     (r"--check-for-spiky-loss", "watch the loss in the log; steps with NaN or Inf stop the run by default"),
 )
 
@@ -190,14 +190,17 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
     (r"--apply-layernorm-1p$", f"weights of norms start at 1 and are stored as they are: {_OTHER_MODEL}"),
-    (r"--apply-residual-connection-post-layernorm$", f"norms are before what they feed: {_OTHER_MODEL}"),
+    (
+        r"--apply-residual-connection-post-layernorm$",
+        f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
+    ),
     (r"--fp32-residual-connection$", "the residual stream has the precision of --bf16 or --fp16: remove it"),
     (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
     (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
     (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
     (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
-    (r"--lr-warmup-init$", "the learning rate starts from 0: set --lr-warmup-iters alone"),
+    (r"--lr-warmup-init$", "the learning rate starts from 0: set only --lr-warmup-iters"),
     (r"--dataloader-type$", "samples come in the order of --dataloader-type single: remove it"),
     (r"--iterations-to-skip$", "no iterations are skipped: remove what they read from --data-path"),
     (r"--fim-", _FIM_TOKENS),
@@ -205,7 +208,7 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--full-validation$|--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
     (r"--multiple-validation-sets$", "there is one validation set: give it by --valid-data-path, or --split"),
     (r"--start-eval-at-iter$", "validation runs at every --eval-interval iterations: remove it"),
-    (r"--test-mode$", "use --skip-train to evaluate alone"),
+    (r"--test-mode$", "use --skip-train to only evaluate"),
     (
         r"--pretrained-checkpoint$",
         "give it to --load with --finetune at the first start, and the folder of --save to --load at later ones",
@@ -232,13 +235,13 @@ NO_EFFECT_HINTS = {
 
 
 _KERNELS = "chooses a kernel: kernels are chosen by the device here"
-_SCHEDULE = "chooses what overlaps with what: results are the same, and other flags overlap here"
+_SCHEDULE = "chooses an overlap, for which there are other flags here; results are the same"
 _MEMORY = "trades time for memory, with the same results"
-_LOG = "adds to the log alone; --tensorboard-dir and --log-... write what there is here"
+_LOG = "only adds to the log, which has --tensorboard-dir and the --log flags here"
 _SAVING = "tunes how checkpoints are written, not what is in them"
-_ALWAYS = "asks for what is always done here"
-_WITH_MEGATRON_FSDP = "is read with --use-megatron-fsdp alone, which is refused"
-_RERUN = "chooses how suspect results are looked into: steps with NaN or Inf stop the run here"
+_ALWAYS = "requests what is always done here"
+_WITH_MEGATRON_FSDP = "is read only with --use-megatron-fsdp, which is refused"
+_RERUN = "chooses how suspect results are examined: steps with NaN or Inf stop the run here"
 
 _FLAGS_BY_REASON = {
     _KERNELS: (
@@ -300,7 +303,7 @@ _FLAGS_BY_REASON = {
     ),
     "tunes how the index of a corpus is built, not what is in it": ("--num-dataset-builder-threads",),
     "allows what needs no permission here": ("--enable-experimental",),
-    "is read by --optimizer lion alone, which is refused": ("--lion-beta1", "--lion-beta2"),
+    "is read only by --optimizer lion, which is refused": ("--lion-beta1", "--lion-beta2"),
     _WITH_MEGATRON_FSDP: (
         "--megatron-fsdp-grad-comm-dtype",
         "--megatron-fsdp-main-grads-dtype",

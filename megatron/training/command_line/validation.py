@@ -108,85 +108,12 @@ def _first_flag(problem: str) -> str:
     return problem.partition(" ")[0]
 
 
-def _check_sizes(args: argparse.Namespace) -> list[str]:
-    """Runs checks that depend on each other, in order; returns the messages of the first that fails."""
-    return [*check_layout(args)] or check_batches(args) or [*derive_length(args)]
+def _is_set(args: argparse.Namespace, name: str) -> bool:
+    # A value equal to the default may come from a file of --print-config.
+    return bool(vars(args)[name] != flag_table().by_dest[name].default)
 
 
-def settle_meanings(args: argparse.Namespace) -> None:
-    """Sets arguments for which other flags leave only one meaning, and prints a note about each."""
-    settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale, _settle_adapters)
-    notes = [note for settle in settled if (note := settle(args))]
-    # An evaluation of random weights is meaningless.
-    args.exit_on_missing_checkpoint |= args.skip_train
-    if notes and is_first_rank():
-        print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
-
-
-def _settle_recompute(args: argparse.Namespace) -> str | None:
-    number = args.recompute_num_layers
-    if number is None or args.recompute_granularity == "full" or args.recompute_method is not None:
-        return None
-    args.recompute_num_layers = None
-    return f"--recompute-num-layers {number} has no effect without --recompute-granularity full"
-
-
-def _settle_offload(args: argparse.Namespace) -> str | None:
-    dropped = recomputed_parts(args.recompute_modules or [], args.offload_modules)
-    kept = [part for part in args.offload_modules if part not in dropped]
-    if not dropped or not kept:
-        return None
-    args.offload_modules = kept
-    parts = ", ".join(f"{part} (made again by {outer})" for part, outer in dropped.items())
-    return f"--offload-modules goes without {parts}, as --recompute-modules says"
-
-
-def _settle_context(args: argparse.Namespace) -> str | None:
-    size, heads = args.context_parallel_size, args.num_attention_heads // args.tensor_model_parallel_size
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    shared = (groups or 1) // args.tensor_model_parallel_size
-    splits = heads % size == 0 and shared % size == 0 and shared > 0
-    if size == 1 or args.attention_dropout == 0 or _is_set(args, "cp_comm_type") or not splits:
-        return None
-    args.cp_comm_type = "a2a"
-    return f"--cp-comm-type is a2a, as p2p has no dropout and --attention-dropout is {args.attention_dropout}"
-
-
-def _settle_positions(args: argparse.Namespace) -> str | None:
-    if not args.multi_latent_attention or _is_set(args, "position_embedding_type"):
-        return None
-    before, args.position_embedding_type = args.position_embedding_type, "rope"
-    if args.use_rotary_position_embeddings:
-        return None
-    return f"--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of {before}"
-
-
-def _settle_scale(args: argparse.Namespace) -> str | None:
-    given = [name for name in ("loss_scale", "min_loss_scale", "initial_loss_scale") if _is_set(args, name)]
-    if not given or args.fp16:
-        return None
-    return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} without --fp16 has no effect"
-
-
-def _settle_adapters(args: argparse.Namespace) -> str | None:
-    """Notes adapter flags without an effect. Refuses none, because the arguments of a merged checkpoint have them."""
-    given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
-    if not given or args.lora_rank is not None:
-        return None
-    names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
-    return f"{names} without --lora-rank has no effect: there are no adapters, all weights are trained"
-
-
-def check_flex_backend(args: argparse.Namespace) -> None:
-    """Checks the dispatcher's back end, also on ranks without expert layers, which would wait for the others."""
-    with without_memory() if args.dry_run else nullcontext():
-        require_flex_backend(core_transformer_config_from_args(args))
-
-
-def _needed(args: argparse.Namespace) -> list[str]:
-    """Returns the required arguments that are counts."""
-    sizes = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
-    return sizes if args.skip_train or args.train_samples is not None else [*sizes, "train_iters"]
+# Required sizes, data and tokenizer.
 
 
 def check_required(args: argparse.Namespace) -> Iterator[str]:
@@ -204,10 +131,10 @@ def check_required(args: argparse.Namespace) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {vars(args)[name]}: must be at least 1{hint}"
 
 
-def settle_tokenizer(args: argparse.Namespace) -> None:
-    """Sets the tokenizer's type if scripts give only its files."""
-    if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
-        args.tokenizer_type = "GPT2BPETokenizer"
+def _needed(args: argparse.Namespace) -> list[str]:
+    """Returns the required arguments that are counts."""
+    sizes = ["num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"]
+    return sizes if args.skip_train or args.train_samples is not None else [*sizes, "train_iters"]
 
 
 def check_data(args: argparse.Namespace) -> Iterator[str]:
@@ -220,6 +147,20 @@ def check_data(args: argparse.Namespace) -> Iterator[str]:
     needs_train = args.valid_data_path is not None or args.test_data_path is not None
     if needs_train and args.train_data_path is None and not args.skip_train:
         yield "--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train"
+
+
+def settle_tokenizer(args: argparse.Namespace) -> None:
+    """Sets the tokenizer's type if scripts give only its files."""
+    if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
+        args.tokenizer_type = "GPT2BPETokenizer"
+
+
+# Layout, batches and length.
+
+
+def _check_sizes(args: argparse.Namespace) -> list[str]:
+    """Runs checks that depend on each other, in order; returns the messages of the first that fails."""
+    return [*check_layout(args)] or check_batches(args) or [*derive_length(args)]
 
 
 def check_layout(args: argparse.Namespace) -> Iterator[str]:
@@ -374,29 +315,74 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[
             )
 
 
-def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
-    if not args.moe_use_upcycling:
-        return
-    for flag, value in (("--num-experts", args.num_experts), ("--load", args.load)):
-        if value is None:
-            yield f"--moe-use-upcycling needs {flag}: give it, or drop the flag"
+# Flags with one remaining meaning.
 
 
-def check_positions(args: argparse.Namespace) -> Iterator[str]:
-    if args.max_position_embeddings is None:
-        # The table of learned positions is part of the weights: its size must not follow a run's --seq-length.
-        if args.position_embedding_type == "learned_absolute":
-            yield (
-                "--position-embedding-type learned_absolute needs --max-position-embeddings: "
-                f"give at least --seq-length ({args.seq_length}), or use --position-embedding-type rope"
-            )
-        args.max_position_embeddings = args.seq_length
-    if args.seq_length > args.max_position_embeddings:
-        yield (
-            f"--seq-length is {args.seq_length}: must be at most --max-position-embeddings "
-            f"({args.max_position_embeddings})"
-        )
+def settle_meanings(args: argparse.Namespace) -> None:
+    """Sets arguments for which other flags leave only one meaning, and prints a note about each."""
+    settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale, _settle_adapters)
+    notes = [note for settle in settled if (note := settle(args))]
+    # An evaluation of random weights is meaningless.
+    args.exit_on_missing_checkpoint |= args.skip_train
+    if notes and is_first_rank():
+        print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
+
+
+def _settle_recompute(args: argparse.Namespace) -> str | None:
+    number = args.recompute_num_layers
+    if number is None or args.recompute_granularity == "full" or args.recompute_method is not None:
+        return None
+    args.recompute_num_layers = None
+    return f"--recompute-num-layers {number} has no effect without --recompute-granularity full"
+
+
+def _settle_offload(args: argparse.Namespace) -> str | None:
+    dropped = recomputed_parts(args.recompute_modules or [], args.offload_modules)
+    kept = [part for part in args.offload_modules if part not in dropped]
+    if not dropped or not kept:
+        return None
+    args.offload_modules = kept
+    parts = ", ".join(f"{part} (recomputed with {outer})" for part, outer in dropped.items())
+    return f"--offload-modules goes without {parts}, as --recompute-modules says"
+
+
+def _settle_context(args: argparse.Namespace) -> str | None:
+    size, heads = args.context_parallel_size, args.num_attention_heads // args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    shared = (groups or 1) // args.tensor_model_parallel_size
+    splits = heads % size == 0 and shared % size == 0 and shared > 0
+    if size == 1 or args.attention_dropout == 0 or _is_set(args, "cp_comm_type") or not splits:
+        return None
+    args.cp_comm_type = "a2a"
+    return f"--cp-comm-type is a2a, as p2p has no dropout and --attention-dropout is {args.attention_dropout}"
+
+
+def _settle_positions(args: argparse.Namespace) -> str | None:
+    if not args.multi_latent_attention or _is_set(args, "position_embedding_type"):
+        return None
+    before, args.position_embedding_type = args.position_embedding_type, "rope"
+    if args.use_rotary_position_embeddings:
+        return None
+    return f"--position-embedding-type is rope, as --multi-latent-attention rotates: there is no table as of {before}"
+
+
+def _settle_scale(args: argparse.Namespace) -> str | None:
+    given = [name for name in ("loss_scale", "min_loss_scale", "initial_loss_scale") if _is_set(args, name)]
+    if not given or args.fp16:
+        return None
+    return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} without --fp16 has no effect"
+
+
+def _settle_adapters(args: argparse.Namespace) -> str | None:
+    """Notes adapter flags without an effect. Refuses none, because the arguments of a merged checkpoint have them."""
+    given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
+    if not given or args.lora_rank is not None:
+        return None
+    names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
+    return f"{names} without --lora-rank has no effect: there are no adapters, all weights are trained"
+
+
+# The model.
 
 
 def check_rotation(args: argparse.Namespace) -> Iterator[str]:
@@ -408,7 +394,7 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
     yield from name_yarn_once(args)
     if args.position_embedding_type == "rope":
         return
-    # Old scripts give it beside rope, where it says nothing new.
+    # Old scripts give it in addition to rope, where it has no effect.
     if not args.add_position_embedding and args.position_embedding_type != "none":
         yield "--no-position-embedding is no longer enough: add --position-embedding-type none"
     names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
@@ -431,9 +417,20 @@ def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def _is_set(args: argparse.Namespace, name: str) -> bool:
-    # A value equal to the default may come from a file of --print-config.
-    return bool(vars(args)[name] != flag_table().by_dest[name].default)
+def check_positions(args: argparse.Namespace) -> Iterator[str]:
+    if args.max_position_embeddings is None:
+        # The table of learned positions is part of the weights: its size must not follow a run's --seq-length.
+        if args.position_embedding_type == "learned_absolute":
+            yield (
+                "--position-embedding-type learned_absolute needs --max-position-embeddings: "
+                f"give at least --seq-length ({args.seq_length}), or use --position-embedding-type rope"
+            )
+        args.max_position_embeddings = args.seq_length
+    if args.seq_length > args.max_position_embeddings:
+        yield (
+            f"--seq-length is {args.seq_length}: must be at most --max-position-embeddings "
+            f"({args.max_position_embeddings})"
+        )
 
 
 def check_attention(args: argparse.Namespace) -> Iterator[str]:
@@ -481,43 +478,19 @@ def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
     return wrong
 
 
-def check_schedule(args: argparse.Namespace) -> Iterator[str]:
-    for unit in ("iters", "samples"):
-        if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
-            yield (
-                f"--lr-wsd-decay-{unit} belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: "
-                "change one of them"
-            )
-        warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
-        # The schedule compares with its own length; here it is only known to be the run's.
-        if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
-            if warmup >= length and warmup > 0:
-                yield (
-                    f"--lr-warmup-{unit} is {warmup}: must be less than --train-{unit} ({length}) or --lr-decay-{unit}"
-                )
+def check_flex_backend(args: argparse.Namespace) -> None:
+    """Checks the dispatcher's back end, also on ranks without expert layers, which would wait for the others."""
+    with without_memory() if args.dry_run else nullcontext():
+        require_flex_backend(core_transformer_config_from_args(args))
 
 
-def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
-    for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
-        # Step 0 is a step: only None and False mean "not given".
-        value = vars(args)[name]
-        if value is not None and value is not False and args.load is None:
-            yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
-    if args.skip_train and args.load is None:
-        yield "--skip-train evaluates what --load holds: give the folder of the checkpoint"
-    for name in ("save_interval", "async_save", "save_retain_interval"):
-        if vars(args)[name] and args.save is None:
-            yield f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints"
-
-
-def check_logging(args: argparse.Namespace) -> Iterator[str]:
-    if args.log_progress and args.save is None:
-        yield "--log-progress needs --save: progress.txt stands beside the checkpoints"
-    if args.record_routing is not None and args.num_experts is None:
-        yield f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
-    absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
-    if args.profile and absent:
-        yield f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are"
+def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
+    """Yields the flags that --moe-use-upcycling needs: experts, and a checkpoint to build them from."""
+    if not args.moe_use_upcycling:
+        return
+    for flag, value in (("--num-experts", args.num_experts), ("--load", args.load)):
+        if value is None:
+            yield f"--moe-use-upcycling needs {flag}: give it, or drop the flag"
 
 
 def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
@@ -535,6 +508,48 @@ def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
         args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, swiglu=args.swiglu)
 
 
+# Schedules, logs and checkpoints.
+
+
+def check_schedule(args: argparse.Namespace) -> Iterator[str]:
+    for unit in ("iters", "samples"):
+        if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
+            yield (
+                f"--lr-wsd-decay-{unit} belongs to --lr-decay-style WSD, which is {args.lr_decay_style}: "
+                "change one of them"
+            )
+        warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
+        # The schedule compares with its own length; here it is only known to be the run's.
+        if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
+            if warmup >= length and warmup > 0:
+                yield (
+                    f"--lr-warmup-{unit} is {warmup}: must be less than --train-{unit} ({length}) or --lr-decay-{unit}"
+                )
+
+
+def check_logging(args: argparse.Namespace) -> Iterator[str]:
+    if args.log_progress and args.save is None:
+        yield "--log-progress needs --save: progress.txt is written to that folder"
+    if args.record_routing is not None and args.num_experts is None:
+        yield f"--record-routing is {args.record_routing} but --num-experts is not set: a dense model routes nothing"
+    absent = [rank for rank in args.profile_ranks if rank >= args.world_size]
+    if args.profile and absent:
+        yield f"--profile-ranks has {absent[0]}: must be below the {args.world_size} processes there are"
+
+
+def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
+    for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
+        # Step 0 is a step: only None and False mean "not given".
+        value = vars(args)[name]
+        if value is not None and value is not False and args.load is None:
+            yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
+    if args.skip_train and args.load is None:
+        yield "--skip-train evaluates what --load holds: give the folder of the checkpoint"
+    for name in ("save_interval", "async_save", "save_retain_interval"):
+        if vars(args)[name] and args.save is None:
+            yield f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints"
+
+
 def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     """Sets the precision and the position at which the run starts."""
     if args.fp16 and args.bf16:
@@ -544,6 +559,9 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     args.iteration = 0
     args.consumed_train_samples = 0
     args.consumed_valid_samples = 0
+
+
+# The launcher, read before validation.
 
 
 def read_launcher(args: argparse.Namespace) -> None:

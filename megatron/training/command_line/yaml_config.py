@@ -143,9 +143,12 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
                 dest, value = name, data
             else:
                 flag = _flag_of_key(name, table, aliases=aliases, path=path)
-                dest, value = flag.dest, _value(flag, data, path=path, table=table)
+                dest, value = flag.dest, value_of_yaml(flag, data)
         except CommandLineError as error:
             problems.append(str(error))
+            continue
+        except ValueError as error:
+            problems.append(f"{path}: {flag.dest}: {error}")
             continue
         # Given both flat and below a title, or under two of its names.
         if dest in values:
@@ -213,13 +216,6 @@ def _flag_of_key(name: str, table: FlagTable, *, aliases: dict[str, Flag], path:
     if flag.state is FlagState.REFUSED:
         raise CommandLineError(f"{path}: {name}: {refusal(flag)}")
     return flag
-
-
-def _value(flag: Flag, data: Any, *, path: str, table: FlagTable) -> Any:
-    try:
-        return value_of_yaml(flag, data)
-    except ValueError as error:
-        raise CommandLineError(f"{path}: {flag.dest}: {error}") from None
 
 
 def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:

@@ -8,7 +8,7 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go, where they come from, and what is in them."""
+    """Folders and contents of the checkpoints that are saved and loaded."""
 
     cli_group: ClassVar[str] = "checkpointing"
 
@@ -20,18 +20,20 @@ class CheckpointConfig:
         at_least=1,
     )
     async_save: bool = config_field(
-        False, help="Copy the state at a step's end and write the checkpoint beside training."
+        False, help="Copy the state at a step's end and write the checkpoint in the background."
     )
     save_retain_interval: int | None = config_field(
-        None, help="Delete checkpoints before the latest whose step does not divide by this; unset: none.", at_least=1
+        None,
+        help="Delete checkpoints before the latest unless their step is a multiple of this; unset: none.",
+        at_least=1,
     )
     ckpt_fully_parallel_save: bool = config_field(
         True,
         flags=("--no-ckpt-fully-parallel-save",),
-        help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all that hold it.",
+        help="Let the lowest rank that holds a tensor write it, instead of spreading writes over all such ranks.",
     )
     ckpt_fully_parallel_load: bool = config_field(
-        False, help="Let one of the ranks that want the same tensor read it, and send it to the others."
+        False, help="Let one of the ranks that need the same tensor read it, and send it to the others."
     )
     dist_ckpt_strictness: str = config_field(
         "assume_ok_unexpected",
@@ -43,18 +45,20 @@ class CheckpointConfig:
             "raise_all",
             "ignore_all",
         ),
-        help="What becomes of keys that the checkpoint lacks (unexpected) and of those that nothing takes (missing).",
+        help="Handling of keys that the checkpoint lacks (unexpected), and of keys that nothing uses (missing).",
     )
     dist_ckpt_optim_fully_reshardable: bool = config_field(
-        False, help="Accepted; here the optimizer's state always loads under any layout."
+        False, help="Accepted without an effect: the optimizer's state always loads under any layout."
     )
-    load: str | None = config_field(None, help="Folder to continue from; an empty or absent one starts from scratch.")
+    load: str | None = config_field(
+        None, help="Folder to continue from; if it is empty or absent, the run starts from scratch."
+    )
     finetune: bool = config_field(
         False, help="Load the weights only: start at step 0 with a fresh optimizer, RNG and data order."
     )
     moe_use_upcycling: bool = config_field(
         False,
-        help="Start a model with experts from the dense checkpoint in --load: each expert as the layer it replaces.",
+        help="Start a model with experts from the dense checkpoint in --load: each expert copies the dense layer.",
     )
     ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
     use_checkpoint_args: bool = config_field(False, help="Take the model's shape from the checkpoint in --load.")

@@ -8,12 +8,12 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class VirtualStagesConfig:
-    """How a pipeline stage's layers are cut into virtual stages; at most one of the two."""
+    """Virtual stages of a pipeline stage, by layers or by number."""
 
     cli_group: ClassVar[str] = "parallel layout"
 
     num_layers_per_virtual_pipeline_stage: int | None = config_field(
-        None, help="Layers per virtual stage of a pipeline stage; unset: a stage is one piece.", at_least=1
+        None, help="Layers per virtual stage of a pipeline stage; unset: no virtual stages.", at_least=1
     )
     num_virtual_stages_per_pipeline_rank: int | None = config_field(
         None, help="Virtual stages per pipeline stage; unset: 1.", at_least=1
@@ -25,7 +25,7 @@ class VirtualStagesConfig:
 
 @dataclass(kw_only=True)
 class DistributedConfig:
-    """How the processes of a run find and wait for each other."""
+    """Backend, timeout and order of the processes of a run."""
 
     cli_group: ClassVar[str] = "distributed init"
 
@@ -38,15 +38,15 @@ class DistributedConfig:
     use_gloo_process_groups: bool = config_field(
         True,
         flags=("--disable-gloo-process-groups",),
-        help="With GPUs, connect ranks over NCCL alone; else errors and file lists go over gloo, past the GPU.",
+        help="With GPUs, use NCCL only; otherwise errors and file lists use gloo, without the GPU.",
     )
     use_tp_pp_dp_mapping: bool = config_field(
-        False, help="Number ranks by pipeline stage before data-parallel rank: stages are then closer together."
+        False, help="Order ranks by pipeline stage before data-parallel rank, which places stages closer together."
     )
     fake_process_group: bool = config_field(
         False,
-        help="Be one rank (RANK, 0) of --world-size or WORLD_SIZE alone, sending nothing: its memory and time are "
-        "real, what it learns is not.",
+        help="Run one rank (RANK, 0) of --world-size or WORLD_SIZE alone, without communication: memory "
+        "and time are real, losses are not.",
     )
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class DistributedConfig:
 
 @dataclass(kw_only=True)
 class ShardedParametersConfig:
-    """Whether parameters themselves are spread over data-parallel ranks; how is FullyShardConfig's."""
+    """Whether parameters are sharded over data-parallel ranks. FullyShardConfig has the details."""
 
     cli_group: ClassVar[str] = "data parallelism"
 
@@ -70,18 +70,18 @@ class ShardedParametersConfig:
 
 @dataclass(kw_only=True)
 class GradientReductionConfig:
-    """What the command line calls settings of gradients that DistributedDataParallelConfig has under other names."""
+    """Flags for gradients that DistributedDataParallelConfig has under other names."""
 
     cli_group: ClassVar[str] = "data parallelism"
 
     grad_reduce_in_bf16: bool = config_field(False, help="Reduce gradients in bf16, the parameters' type, not in fp32.")
     accumulate_allreduce_grads_in_fp32: bool = config_field(
-        False, help="Accumulate and reduce gradients in fp32, as is done without --grad-reduce-in-bf16 anyway."
+        False, help="Accumulate and reduce gradients in fp32, which is the default without --grad-reduce-in-bf16."
     )
     align_grad_reduce: bool = config_field(
         True,
         flags=("--no-align-grad-reduce", "--disable-align-grad-reduce"),
-        help="Start reductions of virtual stages as soon as backward allows, not at one point on all stages.",
+        help="Start reductions of virtual stages as soon as backward allows, instead of together on all stages.",
     )
 
     def __post_init__(self) -> None:

@@ -8,13 +8,13 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """What is reported while training runs."""
+    """Reports during training."""
 
     cli_group: ClassVar[str] = "logging"
 
     log_interval: int = config_field(100, help="Steps between log lines.", at_least=1)
     log_throughput: bool = config_field(
-        False, help="Log operations a second per device (TFLOP/s), and their share of a known GPU's bf16 peak."
+        False, help="Log operations per second and device (TFLOP/s), and their share of a known GPU's bf16 peak."
     )
     log_params_norm: bool = config_field(False, help="Log the 2-norm of all parameters after each step.")
     log_num_zeros_in_grad: bool = config_field(False, help="Log how many elements of the gradient are exactly zero.")
@@ -57,14 +57,14 @@ class LoggingConfig:
 
 @dataclass(kw_only=True)
 class ProfilingConfig:
-    """When which ranks record what their devices do."""
+    """Profiles and memory histories of chosen steps and ranks."""
 
     cli_group: ClassVar[str] = "profiling"
 
     profile: bool = config_field(
         False, help="Record steps: with --use-pytorch-profiler to a file, else for nsys (cudaProfilerApi)."
     )
-    profile_step_start: int = config_field(10, help="Steps done before recording starts.", at_least=0)
+    profile_step_start: int = config_field(10, help="Completed steps before recording starts.", at_least=0)
     profile_step_end: int = config_field(12, help="The last step that is recorded.", at_least=1)
     profile_ranks: list[int] = config_field(
         default_factory=list, help="Ranks that record; unset: rank 0.", at_least=0, nargs="+"
@@ -73,15 +73,15 @@ class ProfilingConfig:
         False, help="Record with torch's profiler into the folder `profile` of --tensorboard-dir or --save."
     )
     pytorch_profiler_collect_shapes: bool = config_field(False, help="Record the shapes of operators' inputs.")
-    pytorch_profiler_collect_callstack: bool = config_field(False, help="Record the Python lines behind operators.")
+    pytorch_profiler_collect_callstack: bool = config_field(False, help="Record the Python call stacks of operators.")
 
     record_memory_history: bool = config_field(
         False,
-        help="Record who takes and gives back memory: on a GPU all the time, on a CPU in the steps to be profiled.",
+        help="Record allocations and releases of memory: on a GPU in all steps, on a CPU in the profiled steps.",
     )
     memory_snapshot_path: str = config_field(
         "snapshot.pickle",
-        help="File of --record-memory-history; with several ranks, each puts its number into the name.",
+        help="File of --record-memory-history; with several ranks, the rank is added to the name.",
     )
 
     def __post_init__(self) -> None:
@@ -98,12 +98,12 @@ class ProfilingConfig:
 
 @dataclass(kw_only=True)
 class GarbageCollectionConfig:
-    """When Python looks for objects that only hold each other."""
+    """When Python's cyclic garbage collector runs."""
 
     cli_group: ClassVar[str] = "training"
 
     manual_gc: bool = config_field(
-        False, help="Collect garbage at fixed steps, on all ranks at once, instead of whenever Python likes."
+        False, help="Collect garbage at fixed steps, at the same time on all ranks, instead of automatically."
     )
     manual_gc_interval: int = config_field(
         0, help="Steps between collections of --manual-gc; 0: only around evaluations.", at_least=0

@@ -9,16 +9,16 @@ from megatron.core.config_field import config_field, validate_fields
 
 @dataclass(kw_only=True)
 class CommandLineConfig:
-    """Where else settings come from, and showing what they add up to."""
+    """Other sources of settings, and printing the result."""
 
     cli_group: ClassVar[str] = "configuration file"
 
     config: str | None = config_field(
-        None, help="YAML file of settings, keys as in --print-config; flags on the command line win over it."
+        None, help="YAML file of settings, with the keys of --print-config; flags on the command line take precedence."
     )
     print_config: bool = config_field(False, help="Print all settings as YAML that --config reads back, and exit.")
     model: str | None = config_field(
-        None, help="Name of a model whose flags are taken; a file of --config and the command line win over them."
+        None, help="Name of a model to take the flags of; --config and the command line take precedence."
     )
     model_scale: str | None = config_field(
         None, choices=("full", "tiny"), help="tiny: a small model with every feature of --model, for tests."
@@ -30,7 +30,7 @@ class CommandLineConfig:
 
 
 def parse_signal(word: str) -> int:
-    """The number of a signal given by name (`SIGTERM`, `term`) or number (`15`)."""
+    """Returns the number of a signal given by name (`SIGTERM`, `term`) or number (`15`)."""
     number = _signal_number(word)
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"{word!r} cannot be caught by any program; examples: SIGTERM, SIGUSR1, 15")
@@ -41,7 +41,7 @@ def _signal_number(word: str) -> int:
     if word.isdigit():
         return int(signal.Signals(int(word)))
     name = word.upper()
-    # `kill -TERM` has taught people the short form.
+    # Users know the short form from `kill -TERM`.
     name = name if name.startswith("SIG") else f"SIG{name}"
     if name not in signal.Signals.__members__:
         raise ValueError(f"{word!r} is not a signal; examples: SIGTERM, SIGUSR1, 15")
@@ -50,7 +50,7 @@ def _signal_number(word: str) -> int:
 
 @dataclass(kw_only=True)
 class TrainingConfig:
-    """How long to train, in which batches, and when to stop or evaluate."""
+    """Length of training, batches, and when to stop or evaluate."""
 
     cli_group: ClassVar[str] = "training"
 
@@ -60,15 +60,15 @@ class TrainingConfig:
     )
     train_iters: int | None = config_field(None, help="Number of training steps.", at_least=0)
     train_samples: int | None = config_field(
-        None, help="Train on this many samples instead; schedules are then given in samples too.", at_least=1
+        None, help="Train on this many samples instead of --train-iters; schedules are then in samples too.", at_least=1
     )
     exit_interval: int | None = config_field(
-        None, help="Save and exit after a step whose number this divides.", at_least=1
+        None, help="Save and exit after a step whose number is a multiple of this.", at_least=1
     )
     exit_duration_in_mins: int | None = config_field(
         None, help="Save and exit after this many minutes of training.", at_least=0
     )
-    exit_signal_handler: bool = config_field(False, help="Save and exit when --exit-signal arrives.")
+    exit_signal_handler: bool = config_field(False, help="Save and exit on --exit-signal.")
     exit_signal: int = config_field(
         int(signal.SIGTERM), help="Signal, name or number, that --exit-signal-handler waits for.", parse=parse_signal
     )
@@ -84,12 +84,12 @@ class TrainingConfig:
         None, help="Steps between evaluations; unset: evaluate after the last step only.", at_least=1
     )
     use_mcore_models: bool = config_field(
-        False, dest="deprecated_use_mcore_models", help="Accepted for old scripts: the model is always of this kind."
+        False, dest="deprecated_use_mcore_models", help="Accepted for old scripts, without an effect."
     )
     transformer_impl: str = config_field(
         "local",
         choices=("local", "transformer_engine"),
-        help="Whose layers to use: this project's, or those of the package transformer_engine, which needs a GPU.",
+        help="Layers to use: this project's, or those of the package transformer_engine, which needs a GPU.",
     )
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class TrainingConfig:
 
 @dataclass(kw_only=True)
 class BatchScheduleConfig:
-    """How the global batch size grows; at most one of the two schedules."""
+    """Growth of the global batch size; at most one of the two schedules."""
 
     cli_group: ClassVar[str] = "training"
 
@@ -107,7 +107,7 @@ class BatchScheduleConfig:
     )
     step_batch_size_schedule: str | None = config_field(
         None,
-        help='"0:256 500:512 ...": each batch size from this number of samples on; 60B and the like are tokens.',
+        help='"0:256 500:512 ...": each batch size from this number of samples on; numbers such as 60B are tokens.',
     )
     decrease_batch_size_if_needed: bool = config_field(
         False, help="Round batch sizes down to what --micro-batch-size and the number of processes divide."
@@ -119,31 +119,29 @@ class BatchScheduleConfig:
 
 @dataclass(kw_only=True)
 class FaultConfig:
-    """Losses and gradients that are not finite, losses that jump, replicas that differ, ranks that are slow."""
+    """Handling of losses and gradients that are not finite, loss spikes, differing replicas, and slow ranks."""
 
     cli_group: ClassVar[str] = "faults"
 
     non_finite_policy: str = config_field(
         "stop",
         choices=("stop", "skip", "rewind"),
-        help="A step with a loss or gradient that is not finite ends the run; or updates nothing; or the run goes back "
-        "to its last checkpoint and leaves out that step's data.",
+        help="After a step with a loss or gradient that is not finite: end the run; update nothing; or rewind "
+        "to the last checkpoint and skip that step's data.",
     )
     loss_spike_rewind: float | None = config_field(
         None,
-        help="Go back to the last checkpoint, and leave out the data since, when a loss is more than this many times "
-        "the median of the last 100 steps; unset: never.",
+        help="Rewind to the last checkpoint, and skip the data since, when a loss is more than this many times the "
+        "median of the last 100 steps; unset: never.",
         more_than=1,
     )
     max_rewinds: int = config_field(
-        3, help="How often a run may go back before the next such step ends it.", at_least=1
+        3, help="Number of rewinds after which the next such step ends the run.", at_least=1
     )
     check_weight_hash_across_dp_replicas_interval: int | None = config_field(
         None, help="Steps between comparisons of the weights of all replicas; unset: none.", at_least=1
     )
-    log_straggler: bool = config_field(
-        False, help="Log ranks that stay slower than others; takes the times of --timing-log-level 1."
-    )
+    log_straggler: bool = config_field(False, help="Log ranks that stay slower than others; sets --timing-log-level 1.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -151,15 +149,15 @@ class FaultConfig:
 
 @dataclass(kw_only=True)
 class DryRunConfig:
-    """A plan in the place of training."""
+    """A memory plan instead of training."""
 
     cli_group: ClassVar[str] = "plan"
 
     dry_run: bool = config_field(
-        False, help="Train nothing: print what a rank of each pipeline stage would hold in memory, by kind, and exit."
+        False, help="Do not train: print the memory of a rank of each pipeline stage, by kind, and exit."
     )
     world_size: int | None = config_field(
-        None, help="Number of ranks that --dry-run plans for; unset: as many as were started.", at_least=1
+        None, help="Number of ranks that --dry-run plans for; unset: the number of started ranks.", at_least=1
     )
 
     def __post_init__(self) -> None:

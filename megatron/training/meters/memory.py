@@ -198,7 +198,7 @@ def memory_line(memory: dict[str, int], iteration: int, *, on_gpu: bool) -> str:
 def state_line(state: StateBytes) -> str:
     """Formats the note with the planned persistent memory."""
     figures = [f" {name}: {value / 2**20:.1f}" for name, value in asdict(state).items()]
-    return " |".join(["[Rank 0] kept from step to step (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
+    return " |".join(["[Rank 0] persistent memory (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
 
 
 # Messages of torch for the CPU and for impossible sizes. A GPU's allocator raises OutOfMemoryError instead.

@@ -1,6 +1,6 @@
 """ExpertMemory: plans, checks and grows the buffers and pages of a rank's static expert layers from step to step.
 
-expert_step.py has the work of a layer within a step, sizing.py computes sizes, runner.py decides on retries.
+expert_step.py has the work of a layer within a step, sizing.py computes sizes, step_runner.py decides on retries.
 """
 
 import argparse
@@ -64,7 +64,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
-from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.step_runner import ExpertOverflowError
 
 # Plans are kept for this many numbers of microbatches. Numbers that alternate return, those of a ramp-up do not.
 _MAX_PLANS = 8
@@ -597,6 +597,6 @@ def describe_shortfalls(ranks: Sequence[Shortfall | None]) -> str:
         if pages_for is None:
             clauses.append(f"{who}: experts needed a capacity factor of {up_to}{needed:.3f}, not {given:.3f}")
         else:
-            pages = f"{up_to}{needed} are needed at once, of {given} in the pool"
+            pages = f"{up_to}{needed} are needed at the same time, of {given} in the pool"
             clauses.append(f"{who}: no pages for {pages_for}: {pages}")
     return "; ".join(clauses)

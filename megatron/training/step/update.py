@@ -1,6 +1,6 @@
 """Finalizes gradients and updates parameters after the passes of a step, eagerly or in a CUDA graph.
 
-runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer do the work.
+step_runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer do the work.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A small model as flags of the command line describe it. Holds no tests."""
+"""A small model described by command-line flags. Contains no tests."""
 
 import argparse
 
@@ -13,7 +13,7 @@ DENSE = (
 
 
 def model_of_flags(flags: str) -> tuple[argparse.Namespace, GPTModel]:
-    """The arguments of the small model with these flags, and the model."""
+    """Returns the arguments of the small model with these flags, and the model."""
     args = validate_args(parse_args(argv=f"{DENSE} {flags}".split()))
     args.unpadded_vocab_size, args.padded_vocab_size = 100, 128
     return args, build_gpt(args)

@@ -1,4 +1,4 @@
-"""Reports of a step and of an evaluation, whose fields tests replace. Holds no tests."""
+"""Reports of a step and of an evaluation, for tests that replace their fields. Contains no tests."""
 
 from megatron.training.callbacks import EvaluationReport, StepReport
 

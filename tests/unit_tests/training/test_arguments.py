@@ -1,4 +1,4 @@
-"""Parsing of flags: names, values, what is refused and how; configuration files are in test_arguments_files.py."""
+"""Tests of flag parsing: names, values, refusals. Configuration files are in test_arguments_files.py."""
 
 import argparse
 import re
@@ -125,7 +125,7 @@ def test_every_accepted_flag_takes_megatrons_number_of_words_and_every_refused_f
 
 
 def _other_value(flag: Flag) -> list[str]:
-    """The flag with a value that is not its default."""
+    """Returns words that give the flag a value other than its default."""
     if flag.constant is not None:
         return [flag.flags[0]]
     drawn = {"int": "7", "float": "0.7"}.get(flag.type_name, "x")

@@ -1,4 +1,4 @@
-"""Configuration files: precedence, types, and that --print-config gives back what it was given."""
+"""Tests of configuration files: precedence, types, and the round trip through --print-config."""
 
 import contextlib
 import io
@@ -116,7 +116,7 @@ _PARSED_WORDS = {
 
 
 def _words(flag: Flag) -> st.SearchStrategy[list[str]]:
-    """Some words that give the flag a value."""
+    """Returns words that give the flag a value."""
     if flag.constant is not None:
         return st.just([flag.flags[-1]])
     one: st.SearchStrategy[Any] = st.text(st.characters(codec="ascii", exclude_characters="\n\r"), min_size=1)

@@ -1,4 +1,4 @@
-"""Checks across flags: what clashes is named with the fix, what follows from other flags is filled in."""
+"""Tests of checks across flags: contradictions are reported with a fix, and derived arguments are set."""
 
 import argparse
 import re
@@ -244,7 +244,7 @@ def test_contradictions_name_the_flags_and_the_fix(words: str, drop: str, fragme
 
 
 def names_of_fields(message: str) -> set[str]:
-    """Words of a message that are fields of a configuration, and no values of a flag."""
+    """Returns the words of a message that are configuration fields, and not values of a flag."""
     words = set(re.findall(r"(?<![-\w/])[A-Za-z]\w*_\w+", message.replace("Config.", "")))
     values = {value for flag in flag_table().flags for value in flag.choices or ()}
     return words & {field.name for config_class in CONFIG_CLASSES for field in fields(config_class)} - values

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a failure; killed and hanging processes are in functional_tests/test_faults.py."""
+"""Tests of errors sent between ranks. functional_tests/test_faults.py has killed and hanging processes."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
         broadcast.connect(store, rank=rank, world_size=2, watched=unwatched, hosts_store=False)
         broadcast._waited_in = PendingCollective(OPERATIONS[rank], "world", (0, 1), 3, 60.0, 60.0, False)
         if delay:
-            # Until rank 0 has told that it lost the connection.
+            # Until rank 0 has reported its lost connection.
             store.wait(["num lost"], timedelta(seconds=30))
         time.sleep(delay)
         raise RuntimeError("Connection closed by peer")
@@ -32,7 +32,7 @@ def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
 
 def test_no_rank_is_accused_where_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(error_broadcast, "_GRACE_SECONDS", 30.0)
-    # A HashStore would not do: its `add` and `compare_set` do not wake those that wait for the key.
+    # Not a HashStore, whose `add` and `compare_set` do not wake threads that wait for the key.
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     messages: dict[int, str] = {}

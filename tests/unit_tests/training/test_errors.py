@@ -1,4 +1,4 @@
-"""Mistakes of the user end in one line, bugs in a traceback."""
+"""User mistakes end a run with one line, bugs with a traceback."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import torch
 from megatron.core.group_collectives import RemoteRankError
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.errors import exit_on_user_error
-from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.step_runner import ExpertOverflowError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -22,7 +22,7 @@ def fail_with(error: BaseException) -> None:
 
 
 def fail_again(error: Exception) -> None:
-    """As all_ranks_agree raises on this rank what went wrong in its part."""
+    """Raises an error as all_ranks_agree does on the rank that failed."""
     try:
         fail_with(error)
     except ValueError as caught:
@@ -41,7 +41,7 @@ def fail_again(error: Exception) -> None:
         (
             lambda: fail_with(KeyboardInterrupt()),
             130,
-            "interrupted: a run that has --save goes on from its last checkpoint with --load\n",
+            "interrupted: a run with --save continues from its last checkpoint with --load\n",
         ),
         (lambda: open("/nothing/here"), 1, "error: [Errno 2] No such file or directory: '/nothing/here'\n"),
         (
@@ -114,4 +114,4 @@ def test_a_reader_that_leaves_is_one_line() -> None:
     process.stdout.close()
     assert process.wait(60) == 1
     written = process.stderr.read()
-    assert written.startswith("error: nobody reads the output") and written.count("\n") == 1
+    assert written.startswith("error: the output pipe was closed") and written.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Where ranks meet: a port that another program has, entries of earlier attempts, the error broadcast's connection."""
+"""Tests of the rendezvous: occupied ports, entries of earlier attempts, and the connection of the error broadcast."""
 
 import contextlib
 import socket
@@ -33,7 +33,7 @@ def _answer_as_a_web_server_does(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _listening(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Another program's port."""
+    """Yields a port that another program uses."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections = []
 
@@ -79,7 +79,7 @@ def _free_port() -> int:
 
 def test_a_port_where_nobody_listens_is_waited_for() -> None:
     port = _free_port()
-    with pytest.raises(OSError, match="nobody answers at 127.0.0.1:.* within 0.01 minutes"):
+    with pytest.raises(OSError, match="no process answers at 127.0.0.1:.* within 0.01 minutes"):
         _rank(1, port).connect(timedelta(seconds=0.6))
 
 
@@ -102,11 +102,11 @@ def test_a_restarted_run_finds_no_entries_of_its_earlier_attempts() -> None:
 
 
 class _ConnectedError(Exception):
-    """Ends a meeting once its error broadcast is connected."""
+    """An error broadcast that ends the handshake once it is connected."""
 
 
 class _AskingBroadcast(ErrorBroadcast):
-    """Asks for failures, as its thread does, while another thread waits for an entry of the store."""
+    """An error broadcast that polls the store, as its thread does, while another thread waits for a key."""
 
     has_answer = False
 

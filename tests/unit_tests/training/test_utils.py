@@ -1,4 +1,4 @@
-"""Helpers that scripts import by name; masks and positions are compared in test_document_borders.py."""
+"""Tests of helpers that scripts import by name. test_document_borders.py compares masks and positions."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Logs of a run: the training line, the validation line, steps.jsonl and the bar."""
+"""Tests of a run's logs: training line, validation line, steps.jsonl and progress bar."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Recorded steps carry the names of the step's functions, and garbage is collected when it was said."""
+"""Recorded steps have the names of the step's functions, and garbage is collected at the configured steps."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Named models: parameters counted anew, precedence of their flags, and what a shrunk one keeps."""
+"""Tests of named models: their numbers of parameters, the precedence of their flags, and features of tiny versions."""
 
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ def arguments_of(words: str) -> Any:
 
 @cache
 def model_of(words: str, *, on_meta: bool = True) -> torch.nn.Module:
-    """The model of a command line; on the meta device it has no memory, so tests share it."""
+    """Builds the model of a command line on the meta device, without memory, so that tests share it."""
     args = arguments_of(words)
     args.padded_vocab_size = args.unpadded_vocab_size = args.vocab_size
     args.params_dtype, args.init_model_with_meta_device = torch.float32, on_meta
@@ -80,7 +80,7 @@ def test_a_mistake_is_named(words: str, error: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_model_keeps_every_kind_of_tensor_and_setting(name: str) -> None:
-    """Each kind of tensor of the whole model, whatever its layer, is in the tiny one."""
+    """The tiny model has each kind of tensor of the full model."""
 
     def kinds(words: str) -> set[str]:
         keys = (tensor.key for tensor in model_sharded_tensors(model_of(words)))

@@ -1,4 +1,4 @@
-"""What a --config file may hold besides names, lists, numbers and words: nothing, and not too much of it."""
+"""A --config file may contain only names, lists, numbers and words, and only a limited number."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from megatron.training.command_line.yaml_config import plain_values
 
 
 def bomb(line: str, *, levels: int = 9) -> str:
-    """A few lines that stand for 10^levels values; line: a level that refers ten times to the one before."""
+    """Returns YAML that expands to 10^levels values; line: a level that refers ten times to the previous one."""
     refer = [", ".join([f"*a{level}"] * 10) for level in range(levels)]
     return "\n".join(["a0: &a0 {x: 1}", *(line.format(level + 1, refer[level]) for level in range(levels))])
 

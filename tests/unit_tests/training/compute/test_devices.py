@@ -1,4 +1,4 @@
-"""Figures of devices: the file that comes along, files of one's own, and what is said of those that are wrong."""
+"""Tests of the device table: the shipped file, users' files, and errors about invalid ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Counted operations against torch's own count of a model that runs, and the parameters that a token meets."""
+"""Compares counted operations with torch's count for a real model; tests numbers of all and of active parameters."""
 
 import pytest
 import torch

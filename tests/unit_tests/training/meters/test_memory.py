@@ -1,4 +1,4 @@
-"""A model that cannot be in memory is refused before its layers are built; one that can is not."""
+"""A model that does not fit in memory is refused before its layers are built; a model that fits is not."""
 
 import pytest
 import torch

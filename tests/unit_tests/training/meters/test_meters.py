@@ -1,4 +1,4 @@
-"""What meters add to a step's report: norms against fp64, operations a second, memory, and the slowest rank."""
+"""Tests of meters: norms compared with fp64, operations per second, memory, and the slowest rank."""
 
 import argparse
 from dataclasses import replace

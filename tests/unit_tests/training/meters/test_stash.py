@@ -1,4 +1,4 @@
-"""What the log says of expert buffers and pages: against pools that are run event by event, over ranks and steps."""
+"""Compares logged figures of expert buffers and pages with pools that execute event by event, over ranks and steps."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ LAYERS = ([[1, 2]], [[4, 5]])
 
 
 def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages: int = 10) -> tuple[StepFigures, int]:
-    """Random rows through a pool that is run event by event; also the most pages that it held at once."""
+    """Runs random rows through a pool event by event; also returns the peak of held pages."""
     chosen = random.Random(f"{rank} {step}")
     events = stash_events(expand(stage_orders(Pipeline(2, 1), 3)[rank], LAYERS[rank]))
     pool = PoolModel(PoolLayout(512, device_pages, host_pages))

@@ -1,4 +1,4 @@
-"""A rank is called a straggler when it stays slow, and not for a moment's noise."""
+"""A rank is reported as a straggler if it stays slow, but not for a single slow interval."""
 
 from megatron.training.meters.meters import StragglerWatch
 

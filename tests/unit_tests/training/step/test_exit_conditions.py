@@ -1,4 +1,4 @@
-"""When a run ends early: the warning about saves that take longer than torchrun waits."""
+"""Tests of the warning about saves that take longer than torchrun's grace period."""
 
 import math
 

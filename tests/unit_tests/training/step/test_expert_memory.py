@@ -1,4 +1,4 @@
-"""Pages of a small model's experts from step to step: what is counted is what was planned, pools grow, bits stay."""
+"""Tests of expert memory over several steps: pages match the plan, pools grow, and results do not change."""
 
 from argparse import Namespace
 from copy import deepcopy
@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
-from megatron.training.step.runner import ExpertOverflowError
+from megatron.training.step.step_runner import ExpertOverflowError
 from tests.harness import run_on_ranks
 
 TOKENS = 32
@@ -34,14 +34,14 @@ PAGES = {"moe_paged_stash": True, "moe_paged_stash_page_size": 8}
 
 @dataclass
 class Toy:
-    """Four layers with experts in one process, where every routing gives T x K rows."""
+    """Four expert layers in one process, in which every routing has T x K rows."""
 
     model: GPTModel
     memory: ExpertMemory
 
     @classmethod
     def of(cls, num_microbatches: int = 2, *, balanced_rows: int = 2 * TOKENS, **settings: Any) -> "Toy":
-        """balanced_rows: fewer than all, as where others' experts have the fewer rows, the more these have."""
+        """balanced_rows: fewer than T x K, as on a rank whose experts receive more than their share."""
         torch.manual_seed(3)
         shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
         experts = {"moe_ffn_hidden_size": 48, "moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5}
@@ -57,7 +57,7 @@ class Toy:
         return cls(model, memory)
 
     def passes(self, num_microbatches: int) -> list[bool]:
-        """Forward and backward; returns what was lacking."""
+        """Runs forward and backward; returns the overflow flags."""
         self.memory.begin_step(num_microbatches=num_microbatches, forward_only=False)
         self.model.zero_grad()
         batches = torch.randint(0, 64, (num_microbatches, 1, TOKENS + 1), generator=torch.Generator().manual_seed(5))
@@ -76,7 +76,7 @@ class Toy:
         return [flag > 0 for flag in self.memory.overflow_flags().tolist()]
 
     def step(self, num_microbatches: int = 2) -> int:
-        """How often it ran."""
+        """Runs a step with retries; returns the number of attempts."""
         for runs in range(1, 9):
             if not any(self.passes(num_microbatches)):
                 self.memory.end_step()

@@ -1,11 +1,11 @@
-"""Batches that are kept until their step counts: a second read gives the same, and the same random numbers after it."""
+"""A second read of a step's batches returns the same batches, and leaves the same random state."""
 
 import random
 from collections.abc import Iterator
 
 import torch
 
-from megatron.training.step.runner import RetryBatches
+from megatron.training.step.step_runner import RetryBatches
 
 
 def _drawn_batches() -> Iterator[dict[str, float]]:

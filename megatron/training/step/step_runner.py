@@ -32,52 +32,9 @@ from megatron.training.checkpointing.rng_state import RngState, capture_rng, res
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step.update import StepUpdate
 
-
-class RetryBatches(Iterator[Any]):
-    """Iterates over `source` and keeps the batches of a step, so that `rewind` can replay them for a retry.
-
-    The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
-    modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
-    read. All microbatches of a step stay on the host until the step counts. Nothing is copied, but with
-    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries need none.
-    """
-
-    def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        # With the generators' state after the read, if the read drew random numbers.
-        self._kept: list[tuple[Any, RngState | None]] = []
-        self._num_read = 0
-
-    def __next__(self) -> Any:
-        if self._num_read == len(self._kept):
-            before = capture_rng()
-            batch = next(self._source)
-            # A source may draw random numbers to choose its batches. A replay draws nothing.
-            after = capture_rng()
-            self._kept.append((batch, None if same_rng(before, after) else after))
-        elif (drawn := self._kept[self._num_read][1]) is not None:
-            restore_rng(drawn)
-        self._num_read += 1
-        return with_own_containers(self._kept[self._num_read - 1][0])
-
-    def rewind(self) -> None:
-        """Returns to the first batch of the step."""
-        self._num_read = 0
-
-
-def with_own_containers(batch: Any) -> Any:
-    """Returns new dicts, lists and tuples around the same tensors."""
-    return tree_map(_same, batch)
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
-
-
 # A retry has the sizes that the discarded attempt needed, or sizes grown by a fixed share. A step that still overflows
 # after this many retries would never succeed.
 _MAX_RETRIES = 8
-
 # (reports of this rank's passes, its overflow flags) -> the statistics of the step over all ranks.
 _Judge = Callable[[Reports, torch.Tensor | None], StepStatistics]
 
@@ -326,6 +283,43 @@ class _StepStart:
         restore_rng(self._generators)
         if self.batches is not None:
             self.batches.rewind()
+
+
+class RetryBatches(Iterator[Any]):
+    """Iterates over `source` and keeps the batches of a step, so that `rewind` can replay them for a retry.
+
+    The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
+    modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
+    read. All microbatches of a step stay on the host until the step counts. Nothing is copied, but with
+    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries need none.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        # With the generators' state after the read, if the read drew random numbers.
+        self._kept: list[tuple[Any, RngState | None]] = []
+        self._num_read = 0
+
+    def __next__(self) -> Any:
+        if self._num_read == len(self._kept):
+            before = capture_rng()
+            batch = next(self._source)
+            # A source may draw random numbers to choose its batches. A replay draws nothing.
+            after = capture_rng()
+            self._kept.append((batch, None if same_rng(before, after) else after))
+        elif (drawn := self._kept[self._num_read][1]) is not None:
+            restore_rng(drawn)
+        self._num_read += 1
+        return with_own_containers(self._kept[self._num_read - 1][0])
+
+    def rewind(self) -> None:
+        """Returns to the first batch of the step."""
+        self._num_read = 0
+
+
+def with_own_containers(batch: Any) -> Any:
+    """Returns new dicts, lists and tuples around the same tensors."""
+    return tree_map(lambda leaf: leaf, batch)
 
 
 def _growth_failed(overflow: Overflow, grown: Sequence[str], *, iteration: int) -> str:
