@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -22,10 +23,11 @@ FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb"),
 ]
-# Of the pictures of a page: texts that stick out of theirs, and texts that run into each other.
-PICTURE_PROBLEMS = """[...document.querySelectorAll("svg")].flatMap(picture => {
+# Texts of a page's figures that stick out of their figure or overlap each other, and parts that are cut off.
+FIGURE_PROBLEMS = """[...document.querySelectorAll(".plot")].flatMap(picture => {
   const frame = picture.getBoundingClientRect(), problems = [];
-  const texts = [...picture.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
+  const texts = [...picture.querySelectorAll("svg text")].map(t => [t.textContent, t.getBoundingClientRect()])
+    .filter(([, box]) => box.width > 0);
   for (const [text, box] of texts) {
     if (box.left < frame.left - 1 || box.right > frame.right + 1) problems.push(text);
     if (box.top < frame.top - 1 || box.bottom > frame.bottom + 1) problems.push(text);
@@ -35,7 +37,20 @@ PICTURE_PROBLEMS = """[...document.querySelectorAll("svg")].flatMap(picture => {
       problems.push(a + " on " + b);
   }));
   return problems;
-})"""
+}).concat([...document.querySelectorAll(".card:not(.scroll), header, main")]
+  .filter(part => part.scrollWidth > part.clientWidth + 1).map(part => part.className + ": " + part.innerText))"""
+
+
+def embedded_figures(page: str) -> list[dict[str, Any]]:
+    """Returns the figures that an HTML page holds, as plotly reads them."""
+    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+
+
+def without_plotly(page: str) -> str:
+    """Returns an HTML page without plotly's own source."""
+    before, script, after = re.split(r'(?s)(?<=<script id="plotly">)(.*?)(?=</script>)', page, maxsplit=1)
+    assert len(script) > 10**6
+    return before + after
 
 
 class Page:

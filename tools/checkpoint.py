@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -17,19 +18,21 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from megatron.core.dist_checkpointing import VerifiedCheckpoint, verify  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint, verify  # noqa: E402
 from megatron.core.dist_checkpointing import folder as folders  # noqa: E402
 from megatron.training.checkpointing.folder import iteration_folder  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 from tools.convert_legacy import TargetLayout, from_canonical, to_canonical  # noqa: E402
 from tools.convert_megatron_core import from_megatron_core  # noqa: E402
-from tools.export_safetensors import export_safetensors  # noqa: E402
 from tools.hugging_face.convert import DTYPES, from_hub, to_hub  # noqa: E402
 from tools.hugging_face.verify import compare_logits  # noqa: E402
 from tools.merge_adapters import merge_adapters  # noqa: E402
+from tools.safetensors_files import TensorKind, new_folder, write_tensor_files  # noqa: E402
 from tools.stored_checkpoints import (  # noqa: E402
+    NOT_WEIGHTS,
     StoredTensor,
     TensorDifference,
+    checkpoint_of_load,
     checkpoints_in,
     damages,
     differences,
@@ -368,8 +371,7 @@ def _convert_files(options: argparse.Namespace) -> None:
     if options.target == _SAFETENSORS:
         if options.source != _CANONICAL:
             raise ValueError(f"--to {_SAFETENSORS}: must be --from {_CANONICAL}, which is {options.source}")
-        num_bytes = int(options.max_shard_size * 1e9)
-        folder = export_safetensors(options.load, options.save, step=options.ckpt_step, max_shard_bytes=num_bytes)
+        folder = _export_safetensors(options)
     elif options.target == _CANONICAL:
         folder = to_canonical(options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size)
     else:
@@ -383,6 +385,34 @@ def _convert_files(options: argparse.Namespace) -> None:
     print(f"wrote {folder}")
     if options.target != _SAFETENSORS:
         print("the optimizer's state was left behind: go on with --no-load-optim --no-load-rng, or --finetune")
+
+
+def _export_safetensors(options: argparse.Namespace) -> Path:
+    """Writes the weights of a checkpoint under their names in it, without layout and padding; returns the folder.
+
+    Files are named as on the Hugging Face hub. One tensor is in memory at a time.
+    """
+    found = checkpoint_of_load(options.load, options.ckpt_step)
+    with new_folder(options.save) as temporary:
+        checkpoint = verify(found.path)
+        stored = {key: kind for key, kind in sorted(checkpoint.tensors.items()) if not key.startswith(NOT_WEIGHTS)}
+        kinds = {key: TensorKind(*kind) for key, kind in stored.items()}
+        reader = StreamReader(checkpoint)
+
+        def read(key: str) -> torch.Tensor:
+            tensor = torch.empty(kinds[key].shape, dtype=kinds[key].dtype)
+            reader.fill([ShardedTensor.whole(key, tensor)])
+            return tensor
+
+        write_tensor_files(
+            temporary,
+            kinds,
+            read=read,
+            max_shard_bytes=int(options.max_shard_size * 1e9),
+            metadata={"iteration": found.iteration},
+            always_index=True,
+        )
+    return Path(options.save)
 
 
 if __name__ == "__main__":

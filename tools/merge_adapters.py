@@ -15,8 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, Verifi
 from megatron.core.transformer.lora import is_adapter
 from megatron.training.checkpointing.folder import RELEASE, carry_companions, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import load_run_values
-from tools.export_safetensors import NOT_WEIGHTS
-from tools.stored_checkpoints import checkpoint_of_load
+from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 # The weights of a linear layer: as they are, gate and up apart, or queries, keys and values.
 _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")

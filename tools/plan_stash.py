@@ -20,6 +20,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 import pretrain_gpt  # noqa: E402
+from megatron.pages.page import MissingPackageError  # noqa: E402
 from megatron.planner.stash.costs import Machine, stage_costs, verdict  # noqa: E402
 from megatron.planner.stash.outlook import (  # noqa: E402
     Outlook,
@@ -34,8 +35,7 @@ from megatron.planner.stash.walk import Rung, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
 from megatron.training.compute.devices import planned_device  # noqa: E402
-from tools.stash_plan_page import as_page  # noqa: E402
-from tools.stash_plan_words import StashPlan, as_json, as_text  # noqa: E402
+from tools.stash_report import StashPlan, as_json, as_page, as_text  # noqa: E402
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 # Ranks with experts whose rows are made up where --plan-groups does not say.
@@ -60,9 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = stash_plan(args)
         if args.json is not None:
             Path(args.json).write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
+        print(as_text(plan))
         if args.page is not None:
             Path(args.page).write_text(as_page(plan), encoding="utf-8")
-        print(as_text(plan))
+    except MissingPackageError as error:
+        print(f"error: --page is {args.page}: {error}", file=sys.stderr)
+        return _EXIT_USAGE
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
         return _EXIT_USAGE

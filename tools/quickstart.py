@@ -75,7 +75,7 @@ def main() -> None:
     print(f"\nA continuation of {PROMPT!r} by the trained model:\n", flush=True)
     run("tools/generate.py", "--load", workspace.checkpoints, "--prompt", PROMPT, "--max-new-tokens", 120)
     print(flush=True)
-    if find_spec("plotly"):
+    if find_spec("plotly") and find_spec("jinja2"):
         run("tools/report.py", workspace.checkpoints)
     print(f"Checkpoints and log: {workspace.checkpoints}\nRun the same command again to train on from here.")
 

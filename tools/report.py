@@ -1,13 +1,13 @@
-"""Writes one HTML page about a run: `python tools/report.py RUN_DIR [RUN_DIR ...]`. It opens without a network.
+"""Writes an HTML page about a run, which opens without a network: `python tools/report.py RUN_DIR [RUN_DIR ...]`.
 With --serve it serves a page that follows the run instead.
 
-RUN_DIR is what the run had as --tensorboard-dir or --save; several runs are drawn into the same diagrams. The run
-may still be going. What is drawn is in report_figures.py, how the page looks in report_page.html and report_page.js.
+RUN_DIR is the folder that the run had as --tensorboard-dir or --save. Several runs are drawn into the same figures. The
+run may still be going. report_figures.py and report_sections.py choose the figures and tables, report_page.html.jinja
+and report_page.js draw them.
 """
 
 import argparse
 import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,44 +19,33 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+from megatron.pages.page import FOLDER, MissingPackageError, plotly_script, render, require_packages  # noqa: E402
 from megatron.training.command_line.flags import flag_table  # noqa: E402
 from megatron.training.command_line.values import yaml_of_value  # noqa: E402
 from tools.report_figures import expert_loads, make_figures, run_names  # noqa: E402
-from tools.report_live import LiveReport  # noqa: E402
-from tools.report_memory import memory_section  # noqa: E402
-from tools.report_overlap import timeline  # noqa: E402
-from tools.report_server import Asset, ReportServer, serve_until_signal  # noqa: E402
-from tools.report_stash import rows_figures, stash_section  # noqa: E402
+from tools.report_sections import memory_section, rows_figures, stash_section, timeline  # noqa: E402
+from tools.report_server import Asset, LiveReport, ReportServer, serve_until_signal  # noqa: E402
 from tools.run_log import RunLog, read_run  # noqa: E402
 
-try:
-    from plotly.offline import get_plotlyjs
-except ImportError:  # the extra `report` is not installed: main() says so
-    get_plotlyjs = None
-
-TEMPLATE = Path(__file__).with_name("report_page.html")
-PAGE_SCRIPT = Path(__file__).with_name("report_page.js")
-LIVE_SCRIPT = Path(__file__).with_name("report_live.js")
+TEMPLATE = Path(__file__).with_name("report_page.html.jinja")
+# In the order of execution.
+LIVE_SCRIPTS = (FOLDER / "plots.js", TEMPLATE.with_name("report_page.js"), TEMPLATE.with_name("report_live.js"))
 DEFAULT_PORT = 8000
-RECENT_SHARE = 0.02  # of the steps: what "loss at the end" is the mean of
+RECENT_SHARE = 0.02  # share of the last steps in the mean loss of the summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 where there is no log, no plotly, or no port to serve on."""
+    """Returns the exit status: 1 without a log, without a package that pages need, or without a port to serve on."""
     options = parse_options(argv)
-    if get_plotlyjs is None:
-        print(
-            "error: the report needs plotly: pip install 'plotly>=6', or this project's extra report", file=sys.stderr
-        )
-        return 1
     try:
+        require_packages()
         if options.serve:
-            serve(options.runs, host=options.host, port=options.port, javascript=get_plotlyjs())
+            serve(options.runs, host=options.host, port=options.port)
             return 0
         runs = [read_run(place) for place in options.runs]
         output = options.output or runs[0].path.with_name("report.html")
-        output.write_text(page(runs, javascript=get_plotlyjs()), encoding="utf-8")
-    except (ValueError, OSError) as error:
+        output.write_text(page(runs), encoding="utf-8")
+    except (ValueError, OSError, MissingPackageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"Report: {output} ({output.stat().st_size / 1e6:.1f} MB)")
@@ -64,18 +53,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """The command line of this tool."""
+    """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, or its steps.jsonl")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html beside the first run's log")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: report.html in the folder of the first run's log"
+    )
     parser.add_argument("--serve", action="store_true", help="serve a page that follows the runs, until Ctrl-C")
-    parser.add_argument("--port", type=int, default=None, help=f"of --serve; 0: any ({DEFAULT_PORT})")
-    parser.add_argument("--host", help="of --serve: an address of this machine (127.0.0.1: for this machine alone)")
+    parser.add_argument(
+        "--port", type=int, default=None, help=f"port of --serve; 0 chooses a free one (default: {DEFAULT_PORT})"
+    )
+    parser.add_argument(
+        "--host", help="address of this machine for --serve (default: 127.0.0.1, reachable from this machine only)"
+    )
     options = parser.parse_args(argv)
     if not options.serve and (options.port is not None or options.host is not None):
-        parser.error("--port and --host are of a page that is served: give --serve")
+        parser.error("--port and --host need --serve")
     if options.serve and options.output is not None:
         parser.error("--serve writes no file: give --output without it")
     options.port = DEFAULT_PORT if options.port is None else options.port
@@ -85,13 +80,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def serve(places: Sequence[Path], *, host: str, port: int, javascript: str) -> None:
-    """Serves the live page until SIGINT or SIGTERM. Raises ValueError for folders that are not there, and for ports."""
+def serve(places: Sequence[Path], *, host: str, port: int) -> None:
+    """Serves the live page until SIGINT or SIGTERM. Raises ValueError for a missing folder or an unusable port."""
     missing = [place for place in places if not place.exists()]
     if missing:
         raise ValueError(f"{missing[0]} does not exist: give the folder of --tensorboard-dir or --save")
     live = LiveReport(places, page_content)
-    with ReportServer((host, port), live, assets=live_assets(javascript)) as server:
+    with ReportServer((host, port), live, assets=live_assets()) as server:
         if not server.is_loopback:
             print(
                 f"WARNING: --host is {host}: whoever reaches this machine on port {server.server_address[1]} can read "
@@ -101,38 +96,27 @@ def serve(places: Sequence[Path], *, host: str, port: int, javascript: str) -> N
         serve_until_signal(server)
 
 
-def live_assets(javascript: str) -> dict[str, Asset]:
-    """What a live page consists of, by path; only its content changes."""
-    library = javascript.encode()
-    # A browser keeps it, under a name that another version does not have.
+def live_assets() -> dict[str, Asset]:
+    """Returns the fixed parts of a live page by path; only its content changes."""
+    library = plotly_script().encode()
+    # Named by its version, so that a browser may cache it.
     plotly = f"/plotly-{hashlib.sha256(library).hexdigest()[:12]}.js"
-    script = "".join(part.read_text(encoding="utf-8") for part in (PAGE_SCRIPT, LIVE_SCRIPT))
-    scripts = f'<script src="{plotly}"></script>\n<script src="/page.js"></script>'
+    scripts = "".join(path.read_text(encoding="utf-8") for path in LIVE_SCRIPTS)
+    frame = render(TEMPLATE, title="Run report", script_paths=[plotly, "/page.js"])
     return {
-        "/": Asset(_with_scripts(scripts).encode(), "text/html"),
-        "/page.js": Asset(script.encode(), "text/javascript"),
+        "/": Asset(frame.encode(), "text/html"),
+        "/page.js": Asset(scripts.encode(), "text/javascript"),
         plotly: Asset(library, "text/javascript", is_fixed=True),
     }
 
 
-def page(runs: Sequence[RunLog], *, javascript: str) -> str:
-    """The whole HTML page, which needs no other file."""
-    # Inside a script element only "<" could end it.
-    text = json.dumps(page_content(runs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return _with_scripts(
-        f"<script>{javascript}</script>\n"
-        f'<script type="application/json" id="content">{text}</script>\n'
-        f"<script>\n{PAGE_SCRIPT.read_text(encoding='utf-8')}</script>"
-    )
-
-
-def _with_scripts(scripts: str) -> str:
-    before, after = TEMPLATE.read_text(encoding="utf-8").split("@@scripts@@")
-    return before + scripts + after
+def page(runs: Sequence[RunLog]) -> str:
+    """Returns the whole HTML page, which needs no other file."""
+    return render(TEMPLATE, title="Run report", script_paths=[], content=page_content(runs))
 
 
 def page_content(runs: Sequence[RunLog]) -> dict[str, Any]:
-    """All that the page shows, as JSON values."""
+    """Returns everything that the page shows, as JSON values."""
     names = run_names(runs)
     return {
         "title": " and ".join(names),
@@ -149,9 +133,9 @@ def page_content(runs: Sequence[RunLog]) -> dict[str, Any]:
 
 def _about(run: RunLog, name: str) -> dict[str, Any]:
     record = run.record
-    notes = [] if record else [f"There is no run.json beside {run.path}: flags and environment are not known."]
+    notes = [] if record else [f"There is no run.json next to {run.path}: flags and environment are unknown."]
     if run.num_unreadable:
-        notes.append(f"{run.num_unreadable} lines of {run.path} could not be read and are left out.")
+        notes.append(f"{run.num_unreadable} lines of {run.path} could not be read and are omitted.")
     starts = [one for one in record.get("starts") or [] if isinstance(one, dict) and one.get("iteration")]
     return {
         "name": name,
@@ -164,7 +148,7 @@ def _about(run: RunLog, name: str) -> dict[str, Any]:
 
 
 def facts(run: RunLog) -> list[tuple[str, str]]:
-    """What the head of the page says of a run, as names and values; unknown ones are left out."""
+    """Returns the names and values of a run's summary, without unknown ones."""
     flags, model = run.record.get("flags") or {}, run.record.get("model") or {}
     environment = run.record.get("environment") or {}
     found: list[tuple[str, str | None]] = [
@@ -203,7 +187,7 @@ def _number(value: Any, form: str) -> str | None:
 
 
 def _finite(run: RunLog, name: str) -> np.ndarray:
-    """The field's values that are numbers, [n] float64."""
+    """Returns the finite values of a field, [n] float64."""
     if name not in run.series:
         return np.zeros(0)
     values = run.series[name].values
@@ -242,7 +226,7 @@ def _duration(run: RunLog) -> str | None:
 
 
 def _large(number: Any) -> str | None:
-    """Three digits and a word: 47.2 billion."""
+    """Formats a number with three digits and a word: 47.2 billion."""
     if not isinstance(number, int):
         return None
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
@@ -265,7 +249,7 @@ def _skipped(run: RunLog) -> str | None:
 
 
 def _flag_rows(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Flags with each run's value and the default; first those that differ between runs, then those that were set."""
+    """Returns flags with each run's value: first those that differ between runs, then those not at their default."""
     rows = _rows([run.record.get("flags") or {} for run in runs])
     defaults = {flag.dest: yaml_of_value(flag.default) for flag in flag_table().flags}
     for row in rows:

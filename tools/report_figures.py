@@ -1,6 +1,6 @@
-"""What the report draws, as plotly figures in plain dicts: a table of figures, and how a field becomes lines.
+"""Figures of the report as plain values: the table of figures, and lines and heat maps of logged fields.
 
-The page around them is report_page.html; reading files is run_log.py's.
+report_page.js draws them with plotly; run_log.py reads the log.
 """
 
 import base64
@@ -13,10 +13,10 @@ import numpy as np
 
 from tools.run_log import LOG_NAME, LayerTable, RunLog, Series
 
-MAX_POINTS = 1200  # of a line: more than the pixels it is drawn on
+MAX_POINTS = 1200  # of a line, more than its width in pixels
 MEDIAN_POINTS = 300
-SMOOTHED_FROM = 60  # steps from which on a noisy line gets its running median
-MAX_LINES_OF_LAYERS = 8  # more layers are drawn as a heat map
+SMOOTHED_FROM = 60  # fewest steps of a noisy line with a running median
+MAX_LINES_OF_LAYERS = 8  # more layers become a heat map
 PERPLEXITY_LIMIT = 20.0  # as in the log: exp of at most this
 DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_DASHED_FIELDS = 3
@@ -25,11 +25,11 @@ GIB = 1 / 2**30
 
 @dataclass(frozen=True)
 class Figure:
-    """One diagram. fields: (name in the log, label); a name that ends in a slash stands for all that start so.
+    """One figure. fields: (name in the log, label); a name with a slash at its end means all names with this prefix.
 
-    axis: title and unit. scale: what a logged value is multiplied by. noisy: drawn pale below its running median.
-    mean: the strong line is the mean instead: of counts that are mostly 0 the median says nothing.
-    from_zero: the axis begins at 0. steps: the value jumps from one step to another and is not between.
+    axis: title and unit. scale: multiplier of logged values. noisy: drawn pale, below its running median. mean: the
+    running mean replaces the median, which says little about counts that are mostly 0. from_zero: the axis starts at 0.
+    steps: drawn as a step function. occurring: fields that are always 0 have no line.
     """
 
     id: str
@@ -52,20 +52,20 @@ FIGURES = (
     Figure(
         *("loss", "Loss", "Loss", "lm loss (nats per token)"),
         (("lm_loss", "training"), ("validation_loss", "validation"), ("test_loss", "test")),
-        "Mean over tokens. Crosses: steps that updated nothing. Of a long run the first 1% may be above the axis.",
+        "Mean over tokens. Crosses: skipped steps. The first 1% of a long run may lie above the axis.",
         noisy=True,
     ),
     Figure(
         *("perplexity", "Loss", "Perplexity", "perplexity (tokens)"),
         (("lm_loss", "training"), ("validation_loss", "validation"), ("test_loss", "test")),
-        "exp(loss): between how many tokens the model is undecided.",
+        "exp(loss): the number of equally likely tokens with the same loss.",
         log=True,
         noisy=True,
     ),
     Figure(
         *("learning-rate", "Optimizer", "Learning rate", "learning rate"),
-        (("learning_rate", "learning rate"), ("decoupled_learning_rate", "of embeddings and output")),
-        "The rate that the step used.",
+        (("learning_rate", "learning rate"), ("decoupled_learning_rate", "embeddings and output")),
+        "Learning rate used by the step.",
         from_zero=True,
     ),
     Figure(
@@ -76,7 +76,7 @@ FIGURES = (
         noisy=True,
     ),
     Figure(
-        *("params-norm", "Optimizer", "Norm of the parameters", "2-norm"),
+        *("params-norm", "Optimizer", "Parameter norm", "2-norm"),
         (("params_norm", "norm"),),
         "Over all parameters, after the step.",
     ),
@@ -89,7 +89,7 @@ FIGURES = (
     Figure(
         *("loss-scale", "Optimizer", "Loss scale", "loss scale"),
         (("loss_scale", "loss scale"),),
-        "Factor on the loss in fp16. Crosses are skipped steps.",
+        "Multiplier of the loss in fp16. Crosses: skipped steps.",
         log=True,
         steps=True,
     ),
@@ -102,23 +102,23 @@ FIGURES = (
     Figure(
         *("throughput", "Speed", "Throughput", "tokens per second"),
         (("tokens_per_second", "all devices"),),
-        "Tokens of the global batch over the time of the step.",
+        "Tokens of the global batch divided by the step time.",
         noisy=True,
     ),
     Figure(
-        *("step-time", "Speed", "Time of a step", "seconds"),
+        *("step-time", "Speed", "Step time", "seconds"),
         (("seconds", "step"),),
-        "Data, forward, backward, update; without evaluation and saving.",
+        "Data loading, forward, backward and optimizer; without evaluation and checkpointing.",
         noisy=True,
     ),
     Figure(
         *("tflops", "Speed", "Arithmetic rate", "TFLOP/s per device"),
         (("tflops", "TFLOP/s"),),
-        "Operations of the model, without recomputation.",
+        "Floating-point operations of the model, without recomputation.",
         noisy=True,
     ),
     Figure(
-        *("mfu", "Speed", "Model FLOPs utilisation", "% of the device's peak"),
+        *("mfu", "Speed", "Model FLOPs utilization", "% of the device's peak"),
         (("mfu", "MFU"),),
         scale=100.0,
         noisy=True,
@@ -126,18 +126,18 @@ FIGURES = (
     Figure(
         *("timers", "Speed", "Parts of a step", "milliseconds per step"),
         (("timers/", ""),),
-        "The slowest process of each part; parts inside others are counted in both.",
+        "Of the slowest rank, by timer. Nested timers count in both.",
         from_zero=True,
     ),
     Figure(
-        *("rank-times", "Speed", "Fastest and slowest process", "milliseconds per step"),
+        *("rank-times", "Speed", "Fastest and slowest rank", "milliseconds per step"),
         (("rank_times/max_ms", "slowest"), ("rank_times/min_ms", "fastest")),
-        "Work; waits for gradients are left out.",
+        "Time of work, without waiting for gradients.",
     ),
     Figure(
         *("hidden-share", "Communication", "Communication hidden under backward", "% of what fits"),
         (("overlap/hidden_share", "hidden"),),
-        "Time of reductions before backward ended, over what there could have been. Of the first process.",
+        "Reduction time before the end of backward, as a share of the largest possible. On rank 0.",
         scale=100.0,
         from_zero=True,
     ),
@@ -149,7 +149,7 @@ FIGURES = (
             ("overlap/hidden_reduce_ms", "hidden, gradients"),
             ("overlap/hidden_gather_ms", "hidden, parameters"),
         ),
-        "Of the first process. Exposed: something waited for it; hidden: it was under way beside other work.",
+        "On rank 0. Exposed: the step waited for it. Hidden: it overlapped with other work.",
         from_zero=True,
         occurring=True,
         stacked=True,
@@ -157,45 +157,45 @@ FIGURES = (
     Figure(
         *("memory", "Memory", "Memory in use", "GiB"),
         (("memory/", ""),),
-        "Of the first process, after the step. max and peak: the most so far.",
+        "On rank 0, after the step. max and peak: the maximum so far.",
         scale=GIB,
         from_zero=True,
     ),
     Figure(
-        *("capacity-factor", "Expert memory", "Room that expert buffers needed", "multiple of the balanced case"),
+        *("capacity-factor", "Expert memory", "Required expert buffer capacity", "multiple of the balanced case"),
         (("stash/capacity_factor_needed", "needed"), ("stash/capacity_factor", "given")),
-        "The least --moe-expert-rank-capacity-factor that would have done for each step.",
+        "Smallest sufficient --moe-expert-rank-capacity-factor of each step.",
         noisy=True,
         steps=True,
     ),
     Figure(
-        *("pool-factor", "Expert memory", "Pages that the step needed", "multiple of the balanced peak"),
+        *("pool-factor", "Expert memory", "Required pages", "multiple of the balanced peak"),
         (("stash/pool_factor_needed", "needed"), ("stash/pool_factor", "given")),
-        "The least --moe-paged-stash-buffer-size-factor-cuda with which nothing is spilled or computed again.",
+        "Smallest --moe-paged-stash-buffer-size-factor-cuda with which nothing is spilled or recomputed.",
         noisy=True,
         steps=True,
     ),
     Figure(
         *("stash-pages", "Expert memory", "Pages held", "pages"),
         (
-            ("stash/device_high_water", "device, most held"),
-            ("stash/device_pages", "device, there are"),
-            ("stash/host_high_water", "host, most held"),
-            ("stash/host_pages", "host, there are"),
+            ("stash/device_high_water", "device, peak"),
+            ("stash/device_pages", "device, pool size"),
+            ("stash/host_high_water", "host, peak"),
+            ("stash/host_pages", "host, pool size"),
         ),
-        "Of the process whose pool was fullest, in its fullest step since the last log line.",
+        "On the rank with the fullest pool, in its fullest step since the previous log line.",
         from_zero=True,
     ),
     Figure(
-        *("rungs", "Expert memory", "Where pages or rows were lacking", "count per step"),
+        *("rungs", "Expert memory", "Recompute levels reached", "count per step"),
         (
             ("stash/rungs/spilled_pages", "pages spilled to the host"),
-            ("stash/rungs/dropped_act", "act computed again"),
-            ("stash/rungs/dropped_gate_up", "gate_up computed again"),
-            ("stash/rungs/void_steps", "step run again"),
+            ("stash/rungs/dropped_act", "act recomputed"),
+            ("stash/rungs/dropped_gate_up", "gate_up recomputed"),
+            ("stash/rungs/void_steps", "steps discarded and retried"),
         ),
-        "Pages, tensors and runs of each step, over all processes; of a long run the mean, pale the most and the "
-        "least. What never happened has no line.",
+        "Pages, tensors and retries of each step, summed over ranks. Long runs: mean, and pale the extremes. Counts "
+        "that are always 0 have no line.",
         from_zero=True,
         noisy=True,
         mean=True,
@@ -203,26 +203,26 @@ FIGURES = (
         occurring=True,
     ),
     Figure(
-        *("stash-tails", "Expert memory", "Bytes of pages that no row fills", "% of the pages given out"),
+        *("stash-tails", "Expert memory", "Unused bytes of pages", "% of the allocated pages"),
         (("stash/tail_share", "tails"),),
-        "A tensor's last page is filled in part; smaller pages waste less.",
+        "The last page of a tensor is only partly filled. Smaller pages waste less.",
         scale=100.0,
         from_zero=True,
     ),
 )
-# Fields that a figure shows in another way, or that are no quantities.
+# Fields that figures show in another way, or that are no quantities.
 SHOWN = ("iteration", "skipped", "consumed_samples", "rank_times/", "overlap/", "stash/")
 
 
 def make_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Every figure that at least one run has numbers for, in the order of the page."""
+    """Returns the figures that at least one run has values for, in the order of the page."""
     found = [_draw(figure, runs) for figure in _figures_for(runs)]
     found += _layer_figures(runs)
     return [figure for figure in found if figure["traces"]]
 
 
 def _figures_for(runs: Sequence[RunLog]) -> Iterator[Figure]:
-    """The table, without what is constant by default, and a figure for each field that no figure shows."""
+    """Yields FIGURES, without a loss scale that never changes, and a figure for each field that no figure shows."""
     scaled = any(_varies(run, "loss_scale") or _varies(run, "skipped") for run in runs)
     yield from (figure for figure in FIGURES if figure.id != "loss-scale" or scaled)
     shown = tuple(name for figure in FIGURES for name, _ in figure.fields) + SHOWN
@@ -249,14 +249,14 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
         prefix = f"{run_names(runs)[index]}: " if len(runs) > 1 else ""
         for name, label in _fields_of(figure, run):
             place = fields.index((name, label))
-            # Several runs: a colour for each run, a dash for each field; of many fields dashes look alike.
-            of_fields = len(runs) == 1 or len(fields) > MAX_DASHED_FIELDS
-            color, number = (place, index) if of_fields else (index, place)
+            # Several runs: one color per run, one dash style per field. Many fields have too few dash styles.
+            colors_fields = len(runs) == 1 or len(fields) > MAX_DASHED_FIELDS
+            color, number = (place, index) if colors_fields else (index, place)
             style = {"name": prefix + label, "color": color, "dash": DASHES[number % len(DASHES)]}
             traces += _lines(_values(figure, run.series[name]), style=style, figure=figure)
         if figure.id in ("loss", "loss-scale"):
             traces += _skipped(figure, run, style={"name": f"{prefix}skipped", "color": index if prefix else 3})
-    # One line alone has to say which of them it is.
+    # Even a single line needs a legend if the figure can have several.
     named = len(figure.fields) > 1 or figure.fields[0][0].endswith("/")
     options = {
         "named": named,
@@ -275,7 +275,7 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
 
 
 def _late_range(traces: list[dict[str, Any]]) -> list[float] | None:
-    """Least and most of a long run without the first hundredth of its steps, whose fall would leave no room."""
+    """Returns the range of a long run without its first 1% of steps, which would dominate the axis."""
     last = max((trace["x"][-1] for trace in traces), default=0)
     pairs = [pair for trace in traces for pair in zip(trace["x"], trace["y"])]
     late = [value for step, value in pairs if value is not None and step > last / 100]
@@ -290,11 +290,11 @@ def _frame(figure: Figure) -> dict[str, Any]:
 
 
 def run_names(runs: Sequence[RunLog]) -> list[str]:
-    """A name for each run: the shortest ends of their folders that tell them apart."""
-    # A console log is one file of its folder, a steps.jsonl stands for all of it.
+    """Returns a name for each run: the shortest suffixes of their folders that differ."""
+    # A folder has one steps.jsonl, but may have several console logs.
     paths = [run.path.absolute() for run in runs]
     parts = [(path.parent if path.name == LOG_NAME else path).parts for path in paths]
-    # One name alone is often just "checkpoints".
+    # The last part alone is often just "checkpoints".
     for length in range(1 if len(runs) > 1 else 2, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
@@ -321,7 +321,7 @@ def _values(figure: Figure, series: Series) -> Series:
 
 
 def _lines(series: Series, *, style: dict[str, Any], figure: Figure) -> list[dict[str, Any]]:
-    """A line; a noisy one of many steps pale, below its running median or mean, which alone is in the legend."""
+    """Returns a line. A noisy one of many steps is pale, below its running median or mean in the legend."""
     thin = thinned(series)
     mode = "lines+markers" if len(thin.steps) <= 40 else "lines"
     if not figure.noisy or len(series.steps) < SMOOTHED_FROM:
@@ -332,7 +332,7 @@ def _lines(series: Series, *, style: dict[str, Any], figure: Figure) -> list[dic
 
 
 def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict[str, Any]]:
-    """A cross at each step that updated nothing or whose loss is no number, at the last value before it."""
+    """Returns a cross for each step that was skipped or has no finite loss, at the last value before it."""
     line, skipped = run.series.get(figure.fields[0][0]), run.series.get("skipped")
     if line is None:
         return []
@@ -348,10 +348,9 @@ def _skipped(figure: Figure, run: RunLog, *, style: dict[str, Any]) -> list[dict
 
 
 def thinned(series: Series) -> Series:
-    """At most MAX_POINTS points: of each stretch of steps the smallest and the largest value, so that spikes stay.
+    """Returns at most MAX_POINTS points: the smallest and largest value of each interval of steps, so that spikes stay.
 
-    Stretches are a power of 2 long and begin where they did: more steps change the last one, until there are twice as
-    many.
+    Interval lengths are powers of 2. New steps change only the last interval, until the length doubles.
     """
     num_steps = len(series.steps)
     if num_steps <= MAX_POINTS:
@@ -370,15 +369,15 @@ def thinned(series: Series) -> Series:
 
 
 def smoothed(series: Series, middle: Callable[[np.ndarray], np.floating]) -> Series:
-    """The middle of about the 25th part of the steps around each of up to MEDIAN_POINTS steps.
+    """Returns a running average at up to MEDIAN_POINTS steps, each over about 4% of the steps around it.
 
-    middle: np.median, which spikes do not move, or np.mean. As for `thinned`, more steps change the last values alone.
+    middle: np.median, which is robust to spikes, or np.mean. As in thinned(), new steps change only the last values.
     """
     num_steps = len(series.steps)
     stride = _power_of_2(num_steps / MEDIAN_POINTS)
     half = 5 * stride if stride > 1 else max(2, _power_of_2(num_steps / 64))
     centres = np.unique([*range(0, num_steps, stride), num_steps - 1])
-    # Shorter at the ends, and there as long on both sides as can be: no shift where the line falls.
+    # Windows are symmetric, and shorter at the ends: an asymmetric window would shift a falling line.
     halves = np.maximum(np.minimum(half, np.minimum(centres, num_steps - 1 - centres)), half // 4)
     windows = [series.values[max(0, centre - reach) : centre + reach + 1] for centre, reach in zip(centres, halves)]
     finite = [window[np.isfinite(window)] for window in windows]
@@ -390,17 +389,17 @@ def _power_of_2(at_least: float) -> int:
 
 
 def points(series: Series) -> dict[str, list[Any]]:
-    """x and y of a line; a gap where the value is not finite. series: steps [n] int64, values [n] float64."""
+    """Returns x and y of a line, with a gap for values that are not finite."""
     return {"x": series.steps.tolist(), "y": [_short(value) for value in series.values.tolist()]}
 
 
 def _short(value: float) -> float | None:
-    """Seven digits, more than a screen can show."""
+    """Rounds to seven digits, more than a screen can show."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
-    """Losses of the router by layer, of each run by itself: few layers as lines, many as a heat map."""
+    """Returns the router's losses by layer, a figure for each run."""
     figures = []
     for index, run in enumerate(runs):
         of_run = f" ({run_names(runs)[index]})" if len(runs) > 1 else ""
@@ -413,7 +412,7 @@ def _layer_figures(runs: Sequence[RunLog]) -> list[dict[str, Any]]:
 
 
 def layer_table_figure(table: LayerTable, frame: dict[str, Any], *, bound: Series | None = None) -> dict[str, Any]:
-    """Few layers as lines, with a dotted one at the bound, many as a heat map. frame: what every figure has."""
+    """Returns few layers as lines, with a dotted one for `bound`, many as a heat map. frame: fields of all figures."""
     means, steps = table.means(), _centres(table)
     if len(table.layers) > MAX_LINES_OF_LAYERS:
         rows = [[_short(value) for value in row] for row in means.T.tolist()]
@@ -434,9 +433,9 @@ def _centres(table: LayerTable) -> np.ndarray:
 
 
 def expert_loads(run: RunLog) -> dict[str, Any] | None:
-    """Tokens of each expert over those of an even share, for the heat maps; None without experts in the log.
+    """Returns the load of each expert relative to an even share, for the heat maps; None without experts in the log.
 
-    `shares` has [layers, experts] of each bin as 16-bit numbers in base64, `units` what 1 stands for in it.
+    shares: [layers, experts] of each bin as 16-bit integers in base64. units: value of the integer 1 in each bin.
     """
     table = run.expert_load
     if not table.sums:

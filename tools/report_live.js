@@ -1,12 +1,12 @@
 "use strict";
-// Keeps the page of a run that goes on up to date: asks the server for what changed since the version that is shown.
+// Keeps the page of a running run up to date: asks the server for the changes since the version that is shown.
 const EVERY_MS = 2000, PATIENCE_MS = 15000;
 const status = document.getElementById("live");
 const visible = new IntersectionObserver(seen, {rootMargin: "300px"});
 const inView = new Set();
 let version = null, shape = "", lastChange = null, known = {}, timer = null, isAsking = false;
 
-// See report_changes.py.
+// Inverse of changes() in report_server.py.
 function applied(old, change) {
   if (change === null) return old;
   const [kind, inner, more] = change;
@@ -25,7 +25,7 @@ function seen(entries) {
   }
 }
 
-// Diagrams out of sight are drawn when they come into it.
+// Figures outside the window are drawn when they are scrolled into it.
 function refresh() {
   updaters.forEach(update => update());
   for (const plot of plots.values()) {
@@ -34,7 +34,7 @@ function refresh() {
   }
 }
 
-// Makes all elements anew, and leaves what the reader looks at where it is.
+// Recreates all elements and keeps the scroll position relative to the card at the top.
 function rebuild() {
   const top = [...document.querySelectorAll(".card[id], section")].reverse()
     .find(element => element.getBoundingClientRect().top <= window.innerHeight / 3);
@@ -92,7 +92,7 @@ async function follow() {
   try {
     if (!document.hidden || version === null) await ask();
   } catch (error) {
-    problem = `no answer from the server (${error.message}): what is shown is as it was; asking again`;
+    problem = `no answer from the server (${error.message}): the page shows the last answer; retrying`;
     version = null;
   }
   tell(problem);

@@ -1,17 +1,16 @@
 "use strict";
-// What the page shows of `content`, which report.py makes. Elements are made once; where content changes under a live
-// page (report_live.js), refresh() brings them up to date in place. Nothing is fetched here.
+// Builds the page from `content`, which report.py returns. Elements are created once; when the content of a live page
+// changes (report_live.js), refresh() updates them in place. Fetches nothing.
 let content = null;
 let figures = new Map(), loads = [], stepRange = [0, 1];
-// Okabe and Ito's colours, which colour-blind readers tell apart; two are lighter on a dark page.
+// Okabe and Ito's colors, which color-blind readers tell apart; lighter on a dark page.
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5d3a9b", "#7f7f7f", "#56b4e9", "#8c6d31", "#a50f15"];
 const DARK = ["#56b4e9", "#ff8c42", "#2fc79a", "#e29cc4", "#f0c04a", "#b79cff", "#a8b0ba", "#8fb8ff", "#c9b27c", "#ff6b6b"];
-const darkness = matchMedia("(prefers-color-scheme: dark)");
 const main = document.querySelector("main");
 const plots = new Map();  // by id: {element, draw, stepAxis, onClick, isStale}
-let updaters = [];  // functions that bring texts and tables up to date
-const choices = new Map();  // by id: what the reader chose in a card, which outlives its elements
-let zoom = null, zooming = false;  // steps that are shown; null: all
+let updaters = [];  // functions that update texts and tables
+const choices = new Map();  // by id of a card: the reader's choices in it, which outlive its elements
+let zoom = null, zooming = false;  // range of steps shown; null: all
 
 function add(parent, tag, options = {}, text = undefined) {
   const element = parent.appendChild(document.createElement(tag));
@@ -20,11 +19,9 @@ function add(parent, tag, options = {}, text = undefined) {
   return element;
 }
 
-function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
-
 function color(index) { const palette = darkness.matches ? DARK : LIGHT; return palette[index % palette.length]; }
 
-// Text that may change: a string, or a function that gives one.
+// text: a string, or a function that returns one if the text may change.
 function addText(parent, tag, options, text) {
   const element = add(parent, tag, options);
   const update = () => {
@@ -41,24 +38,22 @@ function chosen(id, initial) {
   return choices.get(id);
 }
 
+// Names that users chose are shown as they are: plotly would take parts of them for markup.
+function plain(text) { return text.replace(/[&<>]/g, letter => ({"&": "&amp;", "<": "&lt;", ">": "&gt;"})[letter]); }
+
 function layout(axes, id) {
-  const axis = {gridcolor: css("--line"), zerolinecolor: css("--line"), linecolor: css("--line"), automargin: true,
-                title: {standoff: 8}};
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: css("--text"), size: 12},
-    margin: {l: 56, r: 12, t: 8, b: 44}, showlegend: axes.legend ?? false, hovermode: axes.hover ?? "x unified",
-    hoverlabel: {bgcolor: css("--card"), font: {color: css("--text")}},
-    modebar: {bgcolor: "rgba(0,0,0,0)", color: css("--quiet"), activecolor: css("--accent")},
+  // zoomAll keeps the range of steps; everything else that the reader set stays as long as uirevision does.
+  const revision = axes.x.title === "step" ? {uirevision: Math.random()} : {};
+  return themed({
+    showlegend: axes.legend ?? false, hovermode: axes.hover ?? "x unified",
     legend: {orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0, font: {size: 12}},
-    // What the reader set stays as long as this does: steps are zoomAll's matter.
     uirevision: id,
-    xaxis: {...axis, ...(axes.x.title === "step" ? {uirevision: Math.random()} : {}), ...axes.x, title: {...axis.title, text: axes.x.title}},
-    yaxis: {...axis, ...axes.y, title: {...axis.title, text: axes.y.title}},
+    xaxis: {...revision, ...axes.x, title: {text: axes.x.title}}, yaxis: {...axes.y, title: {text: axes.y.title}},
     barmode: axes.barmode ?? "overlay", shapes: axes.shapes ?? [], annotations: axes.annotations ?? [],
-  };
+  });
 }
 
-// A card with a diagram; draw() returns {traces, axes} of the content and in the colours of the moment.
+// Adds a card with a figure. draw() returns {traces, axes} for the current content and colors.
 function addPlot(grid, {id, title, note, draw, stepAxis, controls, height, wide, onClick}) {
   const card = add(grid, "div", {className: wide ? "card wide" : "card", id: id});
   const top = add(card, "div", {className: "top"});
@@ -74,14 +69,12 @@ function addPlot(grid, {id, title, note, draw, stepAxis, controls, height, wide,
 
 function redraw(plot) {
   const {traces, axes} = plot.draw();
-  const config = {responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
-                  displayModeBar: matchMedia("(hover: hover)").matches ? "hover" : false};
   plot.isStale = false;
   if (axes.x.title === "step") axes.x.range = zoom ?? stepRange;
-  Plotly.react(plot.element, traces, layout(axes, plot.id), config);
+  Plotly.react(plot.element, traces, layout(axes, plot.id), plotConfig());
 }
 
-// Diagrams over steps show the same steps.
+// All figures over steps show the same range of steps.
 function zoomAll(from, change) {
   const low = change["xaxis.range[0]"], high = change["xaxis.range[1]"], all = change["xaxis.autorange"];
   if (zooming || (low === undefined && !all)) return;
@@ -92,33 +85,33 @@ function zoomAll(from, change) {
     .map(plot => Plotly.relayout(plot.element, update))).then(() => { zooming = false; });
 }
 
-// First to last step of all runs, with room for a mark at the ends.
+// First to last step of all runs, with a margin for markers at the ends.
 function rangeOfSteps() {
   const steps = content.figures.flatMap(figure => figure.traces.flatMap(trace => [trace.x[0], trace.x[trace.x.length - 1]]));
   const first = Math.min(...steps), last = Math.max(...steps), margin = Math.max(0.02 * (last - first), 0.5);
   return steps.length ? [first - margin, last + margin] : [0, 1];
 }
 
-// Starts after the first, as dotted lines.
+// Marks where a run was resumed with dotted lines.
 function resumes() {
   const shapes = [], annotations = [];
   content.runs.forEach((run, index) => run.resumes.forEach((resume, count) => {
     const line = {color: content.runs.length > 1 ? color(index) : css("--quiet"), width: 1, dash: "dot"};
     shapes.push({type: "line", x0: resume.step, x1: resume.step, yref: "paper", y0: 0, y1: 1, line});
-    // Many restarts would cover each other's words.
+    // Labels of many restarts would overlap.
     if (run.resumes.length <= 4 && content.runs.length === 1)
       annotations.push({x: resume.step, yref: "paper", y: 1, yanchor: "top", xanchor: "left", showarrow: false,
-                        text: "resumed", hovertext: "resumed " + resume.when, font: {size: 10, color: css("--quiet")}});
+                        text: "resumed", bgcolor: css("--card"), hovertext: plain("resumed " + resume.when), font: {size: 10, color: css("--quiet")}});
   }));
   return {shapes, annotations};
 }
 
 function drawLines(figure, log) {
-  // Areas of several runs would hide each other, and logarithms do not add up.
+  // Stacked areas of several runs would hide each other, and logarithms cannot be stacked.
   const stacked = figure.stacked && !log && content.runs.length === 1;
   const traces = figure.traces.map(trace => ({
     ...(stacked ? {stackgroup: "all"} : {}),
-    x: trace.x, y: trace.y, name: trace.name, mode: trace.mode, type: "scatter",
+    x: trace.x, y: trace.y, name: plain(trace.name), mode: trace.mode, type: "scatter",
     line: {color: color(trace.color), dash: trace.dash ?? "solid", width: trace.pale ? 1 : 2,
            shape: figure.steps ? "hv" : "linear"},
     marker: {color: color(trace.color), symbol: trace.symbol ?? "circle", size: trace.symbol ? 7 : 5},
@@ -127,12 +120,12 @@ function drawLines(figure, log) {
   }));
   const y = {title: figure.axis, type: log ? "log" : "linear", exponentformat: "power", minexponent: 6, separatethousands: true};
   if (log) Object.assign(y, {dtick: spread(figure) > 30 ? 1 : spread(figure) > 5 ? "D2" : "D1", tickformat: "~g"});
-  // Of a line that never moves the scale would say nothing.
+  // The scale of a constant line would have no meaning.
   else if (figure.fromZero || spread(figure) === 1) y.rangemode = "tozero";
   else if (figure.range) y.range = figure.range;
   const shown = traces.filter(trace => trace.showlegend);
   const legend = shown.length > 1 || Boolean(figure.named && shown.length);
-  // Plotly leaves out the legend of one line unless it is asked for.
+  // Plotly omits the legend entry of a single line unless showlegend is set.
   if (legend) for (const trace of shown) trace.showlegend = true;
   return {traces, axes: {x: {title: "step"}, y, legend, ...resumes()}};
 }
@@ -164,7 +157,7 @@ function addFigure(grid, {id, log}) {
   });
 }
 
-// Expert load: three heat maps over the same numbers.
+// Expert load: three heat maps of the same numbers.
 function unpack(packed) {
   const layers = packed.layers.length, experts = packed.num_experts;
   const views = packed.shares.map(text => new DataView(Uint8Array.from(atob(text), letter => letter.charCodeAt(0)).buffer));
@@ -176,7 +169,7 @@ function unpack(packed) {
   return {share, steps, centres, busiest, layers: packed.layers, experts, bins: views.length};
 }
 
-// Unpacked again only where there is more than before.
+// Unpacks again only if there is new data.
 function unpackNew(packed, before) {
   const sign = [packed.first[0], packed.last.at(-1), packed.shares.length, packed.shares.at(-1)].join(" ");
   return before && before.sign === sign ? before : {...unpack(packed), sign};
@@ -184,7 +177,7 @@ function unpackNew(packed, before) {
 
 function range(count) { return Array.from({length: count}, (_, index) => index); }
 
-// Halvings and doublings of the even share: white is even, blue idle, red crowded.
+// Logarithmic in the even share: white is even, blue is idle, red is overloaded.
 function balanceTrace(rows, x, y, names) {
   const bound = 3;
   return {
@@ -199,7 +192,7 @@ function balanceTrace(rows, x, y, names) {
 
 function addLoads(grid, index, name) {
   const ofRun = name ? ` (${name})` : "", data = () => loads[index];
-  // bin null: the latest, also when others come.
+  // bin null: always the latest.
   const choice = chosen("loads" + ofRun, {layer: 0, bin: null});
   const binOf = () => Math.min(choice.bin ?? Infinity, data().bins - 1);
   const height = Math.min(700, 300 + Math.max(2 * data().experts, 5 * data().layers.length));
@@ -261,7 +254,7 @@ function addLoads(grid, index, name) {
   });
 }
 
-// names(): of the places, which may become more.
+// names(): of the slider's positions; their number may grow.
 function slider(card, word, names, {get, set}) {
   const row = add(card, "div", {className: "controls"});
   const input = add(row, "input", {type: "range", min: 0, ariaLabel: word});
@@ -285,8 +278,8 @@ function addSection(title) {
   return section;
 }
 
-// rows(): lists of cells; a table is made anew where they have changed.
-function addTable(parent, titles, rows, className = "scroll") {
+// rows(): lists of cells; the table is rebuilt when they change. className "long": cells of any length, which wrap.
+function addTable(parent, titles, rows, className = "scroll long") {
   const table = add(add(parent, "div", {className}), "table");
   const head = add(add(table, "thead"), "tr");
   titles.forEach(title => add(head, "th", {}, title));
@@ -336,11 +329,11 @@ function addHead() {
   } else {
     const names = () => [...new Set(content.runs.flatMap(run => Object.keys(run.facts)))];
     addTable(section, ["", ...content.runs.map(run => run.name)],
-             () => names().map(name => [name, ...content.runs.map(run => run.facts[name] ?? "")]), "card wide");
+             () => names().map(name => [name, ...content.runs.map(run => run.facts[name] ?? "")]), "card scroll");
   }
 }
 
-// One row a bucket, in the order of launches: complete, under way, waited for.
+// One row per bucket, in launch order: ready, communicating, waited for.
 function addTimeline(grid, index, name) {
   const ofRun = name ? ` (${name})` : "", timeline = () => content.timelines[index];
   const bars = (names, label, tint, spans) => ({
@@ -351,19 +344,19 @@ function addTimeline(grid, index, name) {
   addPlot(grid, {
     id: "timeline" + ofRun, title: () => `Buckets of step ${timeline().step}` + ofRun, wide: true,
     height: Math.min(900, 160 + 26 * timeline().rows.length),
-    note: "From a bucket's last gradient (or its update) to its launch, from there to its end, and when something waited " +
-          "for it. Dotted: the last gradient of all. Each launch should come before the next bucket is complete; " +
-          "agree: ranks that are done with backward wait for those that are not.",
+    note: "Time 0 is the end of the previous step's reductions. Ready: the bucket's last gradient (or its update) is " +
+          "computed, its collective is not launched yet. The dotted line is the end of backward. Each launch should come " +
+          "before the next bucket is ready. Agree: ranks that finished backward wait for the others.",
     draw: () => {
-      const {rows, backward_end} = timeline(), names = rows.map(row => row.name);
+      const {rows, backward_end} = timeline(), names = rows.map(row => plain(row.name));
       return {
       traces: [
-        bars(names, "complete, not launched", css("--line"), rows.map((row, index) => ({row: index, begin: row.ready, end: row.launched}))),
-        bars(names, "under way", color(0), rows.map((row, index) => ({row: index, begin: row.launched, end: row.done}))),
+        bars(names, "ready, not launched", css("--line"), rows.map((row, index) => ({row: index, begin: row.ready, end: row.launched}))),
+        bars(names, "communicating", color(0), rows.map((row, index) => ({row: index, begin: row.launched, end: row.done}))),
         {...bars(names, "waited for", color(1), rows.flatMap((row, index) => row.waits.map(([begin, end]) => ({row: index, begin, end})))), width: 0.3},
       ],
       axes: {
-        x: {title: "milliseconds since the step before was reduced"}, legend: true, hover: "closest",
+        x: {title: "milliseconds"}, legend: true, hover: "closest",
         y: {title: "bucket", autorange: "reversed", type: "category", categoryorder: "array", categoryarray: names},
         shapes: [{type: "line", x0: backward_end, x1: backward_end, yref: "paper", y0: 0, y1: 1,
                   line: {color: css("--text"), width: 1, dash: "dot"}}],
@@ -378,7 +371,7 @@ function addStashes(grid) {
   const names = content.runs.map(run => content.runs.length > 1 ? run.name : "");
   if (!content.stashes.some(stash => stash)) return;
   const card = add(grid, "div", {className: "card wide", id: "stash-factors"});
-  add(card, "h3", {}, "What would have been enough");
+  add(card, "h3", {}, "Sufficient factors");
   content.stashes.forEach((stash, index) => {
     if (!stash) return;
     if (names[index]) add(card, "p", {className: "quiet"}, names[index]);
@@ -389,15 +382,15 @@ function addStashes(grid) {
   });
 }
 
-// Pages along the schedule, a layer over the other: after each pass, as many as its layers hold.
+// Pages along the schedule: pages held by each layer after each pass, stacked.
 function addStashTimelines(grid, index, name) {
   const ofRun = name ? ` (${name})` : "", timeline = () => content.stashes[index].timeline;
   for (const tier of ["device", "host"].filter(tier => timeline()[tier + "_pages"] > 0)) {
     addPlot(grid, {
       id: `stash-${tier}` + ofRun, wide: true, height: 380,
       title: `Pages held along the schedule, ${tier}` + ofRun,
-      note: () => `After each forward and backward of the expert layers of process ${timeline().rank}, whose pool was fullest, in ` +
-            `the fullest step so far, logged at step ${timeline().step}. At most ` +
+      note: () => `After each forward and backward pass of the expert layers of rank ${timeline().rank}, whose pool was the ` +
+            `fullest, in the fullest step so far, logged at step ${timeline().step}. Peak: ` +
             `${Math.max(...heldPages(timeline(), tier).totals).toLocaleString("en")} of ` +
             `${timeline()[tier + "_pages"].toLocaleString("en")} pages (dashed).`,
       draw: () => drawPages(timeline(), tier),
@@ -405,7 +398,7 @@ function addStashTimelines(grid, index, name) {
   }
 }
 
-// By layer and over all, after each pass.
+// Returns the pages held after each pass, by layer and in total.
 function heldPages(timeline, tier) {
   const layers = [...new Set(timeline.passes.map(Math.abs))].sort((one, other) => one - other);
   const places = range(timeline.passes.length + 1), held = layers.map(() => places.map(() => 0));
@@ -422,7 +415,7 @@ function drawPages(timeline, tier) {
   const tint = index => layers.length <= 8 ? color(index) : `hsl(${Math.round(210 + 300 * index / layers.length) % 360} 60% 55%)`;
   return {
     traces: [
-      // One whose backward follows at once never holds any.
+      // A layer whose backward directly follows its forward never holds pages.
       ...layers.map((layer, index) => ({
         x: places, y: held[index], name: `layer ${layer}`, type: "scatter", mode: "lines", stackgroup: "pages",
         line: {width: 0.5, color: tint(index), shape: "hv"}, fillcolor: tint(index), hoverinfo: layers.length > 8 ? "skip" : undefined,
@@ -447,18 +440,18 @@ function bytesText(bytes) {
   return `${(bytes / size).toLocaleString("en", {maximumSignificantDigits: 4})} ${unit}`;
 }
 
-// What a plan said and what ranks hold, by kind: a table of the fullest, and bars for each pipeline stage.
+// Predicted and measured memory by category: a table of the largest values, and bars for each pipeline stage.
 function addMemory(grid, index, name) {
   const ofRun = name ? ` (${name})` : "", memory = () => content.memories[index];
   const card = add(grid, "div", {className: "card wide", id: "memory-kinds" + ofRun});
   add(card, "h3", {}, "Predicted and measured" + ofRun);
   addText(card, "p", {className: "quiet"}, () => memory().notes.join(" "));
   addTable(card, ["", "predicted", "measured", "difference", "measured, rank 0"],
-           () => memory().rows.map(row => [row.name, row.predicted, row.measured, row.difference, row.first]), "");
+           () => memory().rows.map(row => [row.name, row.predicted, row.measured, row.difference, row.first]), "scroll");
   if (!memory().stages.length) return;
   addPlot(grid, {
     id: "memory-stages" + ofRun, title: "Memory by category" + ofRun, wide: true, height: 380,
-    note: "Of each pipeline stage: what was predicted of its fullest rank, and of each kind the most that any of its ranks holds.",
+    note: "For each pipeline stage: predicted for the rank with the most memory; measured as the maximum over its ranks, by category.",
     draw: () => drawMemory(memory()),
   });
 }
@@ -499,7 +492,7 @@ function addFigures() {
 function addFlags() {
   const names = content.runs.length > 1 ? content.runs.map(run => run.name) : ["value"];
   if (content.environment.length) {
-    addTable(addSection("Environment"), ["", ...names], () => content.environment.map(row => [row.name, ...row.values]), "card wide");
+    addTable(addSection("Environment"), ["", ...names], () => content.environment.map(row => [row.name, ...row.values]), "card long");
   }
   if (!content.flags.length) return;
   const section = addSection("Flags"), choice = chosen("flags", {search: "", changed: false});
@@ -529,7 +522,7 @@ function addFlags() {
   updaters.push(filter);
 }
 
-// What there are elements for; where it changes, they are made anew.
+// Describes which elements the page has; they are rebuilt when it changes.
 function shapeOf(content) {
   const stashes = content.stashes.map(one => one && [one.lines.length, one.timeline && [one.timeline.device_pages > 0, one.timeline.host_pages > 0]]);
   return JSON.stringify([
@@ -547,7 +540,7 @@ function take(now) {
   stepRange = rangeOfSteps();
 }
 
-// Makes all elements, for the content that was taken.
+// Creates all elements for the content that take() stored.
 function build() {
   plots.forEach(plot => Plotly.purge(plot.element));
   plots.clear();
@@ -557,7 +550,7 @@ function build() {
   addHead();
   addFigures();
   addFlags();
-  // Only now has every card its final width.
+  // Every card has its final width only now.
   for (const plot of plots.values()) {
     redraw(plot);
     if (plot.stepAxis) plot.element.on("plotly_relayout", change => zoomAll(plot, change));

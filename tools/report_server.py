@@ -1,27 +1,34 @@
-"""Serves the page of a run that goes on, from Python's own library: a few paths of its own, and no file of the disk.
+"""Serves the live page of a running run with Python's standard library: a few fixed paths, and no file of the disk.
 
-What pages are told is report_live.py's.
+report.py computes the content of the page; this file sends it, and then the changes since the version a page has.
 """
 
 import errno
 import ipaddress
 import json
+import secrets
 import signal
 import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tools.report_live import LiveReport
+from tools.run_log import RunFollower, RunLog
 
-IDLE_SECONDS = 30.0  # after which a connection without a request is closed
+MAX_VERSIONS = 4  # a page that missed more gets the whole content
+MIN_SECONDS = 1.0  # between two reads of the logs, for any number of pages
+SHARE_OF_TIME = 0.2  # largest share of the server's time for reading and computing
+IDLE_SECONDS = 30.0  # connections without a request are closed after this time
 HEADERS = {
-    # Nothing from elsewhere; plotly sets styles of its own.
+    # The page loads only from this server; plotly needs inline styles.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -30,9 +37,71 @@ HEADERS = {
 }
 
 
+class LiveReport:
+    """The content of a live page, in versions. Thread-safe.
+
+    content_of: returns the page's content for runs. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        content_of: Callable[[Sequence[RunLog]], dict[str, Any]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._followers = [RunFollower(place) for place in places]
+        self._content_of, self._clock = content_of, clock
+        self._lock = threading.Lock()
+        # Tells versions of this server from those of an earlier one on the same port.
+        self._name, self._number = secrets.token_hex(4), 0
+        self._contents: dict[str, dict[str, Any]] = {}  # by version, the latest last
+        self._changes: dict[str, Any] = {}  # by version: to the latest, shared by all pages that ask
+        self._next_update_at = 0.0
+
+    def answer(self, since: str | None) -> dict[str, Any]:
+        """Returns {"version", "content"} if `since` is not kept, else {"version", "changes"}; changes: None if none."""
+        with self._lock:
+            self._update()
+            version = next(reversed(self._contents))
+            if since not in self._contents:
+                return {"version": version, "content": self._contents[version]}
+            if since not in self._changes:
+                self._changes[since] = changes(self._contents[since], self._contents[version])
+            return {"version": version, "changes": self._changes[since]}
+
+    def close(self) -> None:
+        """Closes the logs."""
+        with self._lock:
+            for follower in self._followers:
+                follower.close()
+
+    def _update(self) -> None:
+        if self._clock() < self._next_update_at:
+            return
+        began = self._clock()
+        news = [follower.update() for follower in self._followers]
+        if any(news) or not self._contents:
+            self._add(self._content())
+        took = self._clock() - began
+        self._next_update_at = began + max(MIN_SECONDS, took / SHARE_OF_TIME)
+
+    def _content(self) -> dict[str, Any]:
+        missing = [follower.problem for follower in self._followers if follower.problem]
+        runs = [follower.run() for follower in self._followers if not follower.problem]
+        return {**(self._content_of(runs) if runs else {}), "waits": missing}
+
+    def _add(self, content: dict[str, Any]) -> None:
+        self._number += 1
+        self._contents[f"{self._name}-{self._number}"] = content
+        self._changes.clear()
+        while len(self._contents) > MAX_VERSIONS:
+            self._contents.pop(next(iter(self._contents)))
+
+
 @dataclass(frozen=True)
 class Asset:
-    """What a path answers with. is_fixed: it stays what it is under this path, and may be kept."""
+    """The answer of a path. is_fixed: never changes under this path, and may be cached."""
 
     body: bytes
     kind: str
@@ -40,12 +109,12 @@ class Asset:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers GET of its assets and of /content.json?since=VERSION."""
+    """Answers GET requests for its assets and for /content.json?since=VERSION."""
 
-    daemon_threads = True  # a viewer who reads slowly keeps nobody from ending
+    daemon_threads = True  # a slow reader does not delay the shutdown
 
     def __init__(self, address: tuple[str, int], live: LiveReport, *, assets: Mapping[str, Asset]) -> None:
-        """Raises ValueError that names --port or --host where nothing can listen there."""
+        """Raises ValueError naming --port or --host if the server cannot listen there."""
         host, port = address
         self.live, self.assets = live, assets
         try:
@@ -69,21 +138,21 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser on this machine finds it."""
+        """The page's address for a browser on this machine."""
         address = ipaddress.ip_address(str(self.server_address[0]))
         name = "localhost" if address.is_unspecified else f"[{address}]" if address.version == 6 else str(address)
         return f"http://{name}:{self.server_address[1]}/"
 
     def server_bind(self) -> None:
-        """Binds; unlike HTTPServer's, it asks nobody for this machine's name, which may take long."""
+        """Binds without looking up this machine's name, which HTTPServer does and which may take long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def is_own_name(self, host: str) -> bool:
-        """Whether a request may come under this Host header: not under a name that others gave this address.
+        """Whether the Host header of a request names this machine.
 
-        A page of elsewhere could read answers through a name of its own that it lets point here (DNS rebinding); of
-        addresses it cannot. The port may be another's, as behind ssh -L.
+        A foreign page could read answers through a domain of its own that resolves to this address (DNS rebinding). IP
+        addresses are safe. The port may be any, because ssh -L changes it.
         """
         try:
             name = urlsplit(f"//{host}").hostname
@@ -98,13 +167,13 @@ class ReportServer(ThreadingHTTPServer):
         return address.is_loopback or not self.is_loopback
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A viewer who goes away in the middle of an answer is no error."""
+        """Ignores viewers that disconnect in the middle of an answer."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handles one connection."""
 
     server: ReportServer
     protocol_version = "HTTP/1.1"
@@ -141,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET")
         if status is not HTTPStatus.OK:
-            # What a refused request still sends is not to be taken for another one.
+            # The rest of a refused request must not be parsed as the next one.
             self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
@@ -151,11 +220,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(Asset(f"{status.value} {status.phrase}: {words}\n".encode(), "text/plain"), status)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not told: there is one every other second."""
+        """Logs nothing: each page sends a request every 2 seconds."""
 
 
 def serve_until_signal(server: ReportServer) -> None:
-    """Answers until SIGINT or SIGTERM; from the main thread."""
+    """Serves until SIGINT or SIGTERM. Must be called from the main thread."""
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -168,3 +237,37 @@ def serve_until_signal(server: ReportServer) -> None:
     server.server_close()
     server.live.close()
     print("Report: ended", flush=True)
+
+
+def changes(old: Any, new: Any) -> list[Any] | None:
+    """Returns the changes that turn the JSON value `old` into `new`; None if they are equal.
+
+    ["=", value] replaces the value. ["{", {key: change}] changes an object with the same keys. ["[", {index: change},
+    [items]] changes a list and appends items. applied() in report_live.js applies them.
+    """
+    if type(old) is not type(new):
+        return ["=", new]
+    if isinstance(new, dict):
+        # The order of keys is the order on the page.
+        return _object_changes(old, new) if list(old) == list(new) else ["=", new]
+    if isinstance(new, list) and len(new) >= len(old):
+        return _list_changes(old, new)
+    return None if old == new else ["=", new]
+
+
+def _object_changes(old: dict[str, Any], new: dict[str, Any]) -> list[Any] | None:
+    inner = {key: change for key in new if (change := changes(old[key], new[key])) is not None}
+    return ["{", inner] if inner else None
+
+
+def _list_changes(old: list[Any], new: list[Any]) -> list[Any] | None:
+    inner: dict[str, list[Any]] = {}
+    for index, (before, after) in enumerate(zip(old, new)):
+        if (change := changes(before, after)) is not None:
+            inner[str(index)] = change
+    if not inner and len(new) == len(old):
+        return None
+    # If most numbers changed, the list of changes is longer than the numbers.
+    if 2 * len(inner) > len(new) and not isinstance(new[0], (dict, list)):
+        return ["=", new]
+    return ["[", inner, new[len(old) :]]

@@ -1,12 +1,14 @@
-"""Reads what a run wrote about itself, complete or cut short: steps.jsonl and run.json, or a console log of Megatron's
-format. Nothing is drawn here.
+"""Reads and follows the log of a run, complete or truncated: steps.jsonl and run.json, or a console log in Megatron's
+format. Draws nothing.
 """
 
 import json
+import os
 import re
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 LOG_NAME = "steps.jsonl"
 RECORD_NAME = "run.json"
-# Fields of time and place, which no two runs share; those that end in a slash hold several.
+# Fields that depend on the machine and the time, which no two runs share. A name with a slash at its end is a group.
 TIMINGS = (
     "seconds",
     "tokens_per_second",
@@ -28,9 +30,11 @@ TIMINGS = (
     "stash/",
 )
 MAX_BINS = 128
-# Where a step had to give way, lightest first.
+# Bytes before the read position that a follower compares: others mean that the file was rewritten under its name.
+TAIL_BYTES = 256
+# Counters of the recompute levels that a step reached, mildest first.
 RUNGS = ("spilled_pages", "dropped_act", "dropped_gate_up", "void_steps")
-# Megatron-LM's console log: the line of a step, the line of an evaluation, and fields that have another name or unit.
+# Megatron-LM's console log: the line of a step, the line of an evaluation, and fields with another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
 EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")
 CONSOLE_NAMES = {
@@ -42,7 +46,7 @@ CONSOLE_NAMES = {
 
 @dataclass(frozen=True)
 class Series:
-    """One number over the steps that have it. steps: [n] int64, rising; values: [n] float64."""
+    """The values of one field. steps: [n] int64, increasing; values: [n] float64."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -50,11 +54,10 @@ class Series:
 
 @dataclass
 class LayerTable:
-    """Values that each layer reports at a step, averaged over bins of equally many steps, so that a long run stays
-    small.
+    """Values by layer, averaged over bins of equally many steps, so that a long run stays small.
 
-    sums: one array a bin, [layers] or [layers, experts], float64. counts: steps in each bin; first_steps, last_steps:
-    its ends.
+    sums: one array per bin, [layers] or [layers, experts], float64. counts: number of steps in each bin. first_steps,
+    last_steps: ends of each bin.
     """
 
     layers: list[int] = field(default_factory=list)
@@ -65,9 +68,9 @@ class LayerTable:
     steps_per_bin: int = 1
 
     def add(self, step: int, rows: Mapping[str, Any]) -> None:
-        """Adds a step; one whose layers or experts are others than before is left out.
+        """Adds a step; ignores one with other layers or experts than before.
 
-        Raises ValueError or TypeError for rows that are no numbers, or not as many in each layer.
+        Raises ValueError or TypeError for rows that are not numbers, or of different lengths.
         """
         layers = sorted(map(int, rows))
         values = np.array([rows[str(layer)] for layer in layers], dtype=np.float64)
@@ -88,11 +91,11 @@ class LayerTable:
             self._halve()
 
     def means(self) -> np.ndarray:
-        """[bins, layers] or [bins, layers, experts], float64."""
+        """Returns the means of the bins, [bins, layers] or [bins, layers, experts], float64."""
         return np.stack([total / count for total, count in zip(self.sums, self.counts)])
 
     def _halve(self) -> None:
-        """Joins neighbours; the last bin, which has none, goes on growing."""
+        """Merges pairs of bins; a last bin without a partner keeps growing."""
         starts = range(0, len(self.sums), 2)
         self.sums = [np.sum(self.sums[start : start + 2], axis=0) for start in starts]
         self.counts = [sum(self.counts[start : start + 2]) for start in starts]
@@ -103,7 +106,9 @@ class LayerTable:
 
 @dataclass
 class StashLog:
-    """Expert buffers and pages: rows over the balanced case by layer; the last pool with a timeline, its iteration."""
+    """Expert buffers and pages: rows relative to the balanced case by layer; the last pool with a timeline, and its
+    iteration.
+    """
 
     rows: LayerTable = field(default_factory=LayerTable)
     pool: dict[str, Any] = field(default_factory=dict)
@@ -112,13 +117,14 @@ class StashLog:
 
 @dataclass
 class RunLog:
-    """A run as its files tell it.
+    """A run as recorded in its files.
 
-    series: by field, those of nested objects as "memory/allocated". overlap: the last step's, with its iteration.
-    held: bytes by kind that ranks hold, the last that was logged, see training/meters/memory.py.
-    stash: what is no series of numbers of it.
-    per_layer: by loss; expert_load: tokens per expert.
-    record: run.json, empty where there is none. num_unreadable: lines that are no JSON objects with an iteration.
+    series: by field; a field of a nested object has a name such as "memory/allocated".
+    overlap: communication of the last logged step, with its iteration.
+    held: the last logged bytes by category that ranks hold (training/meters/memory.py).
+    stash: fields of the stash that are no series of numbers.
+    per_layer: by loss. expert_load: tokens per expert.
+    record: run.json, empty if there is none. num_unreadable: lines that are no JSON objects with an iteration.
     """
 
     path: Path
@@ -133,7 +139,7 @@ class RunLog:
 
     @property
     def num_steps(self) -> int:
-        """Training steps in the log."""
+        """Number of training steps in the log."""
         return len(self.steps)
 
     @property
@@ -144,7 +150,7 @@ class RunLog:
 
 
 def read_run(place: Path) -> RunLog:
-    """The run whose folder, parent folder or log file is `place`; ValueError where there is none."""
+    """Returns the run of a folder, of the folder around it, or of a log file. Raises ValueError if there is none."""
     path = find_log(place)
     reader = LogReader()
     with path.open("rb") as file:
@@ -154,15 +160,18 @@ def read_run(place: Path) -> RunLog:
 
 
 def find_log(place: Path) -> Path:
-    """The log of a run given as its file, as --tensorboard-dir, as --save, or as the folder that holds one of these."""
+    """Returns the log of a run, given the log itself, --tensorboard-dir, --save, or the folder around one of these.
+
+    Raises ValueError if there is none, or more than one.
+    """
     if place.is_file():
         return place
     if not place.is_dir():
         raise ValueError(f"{place} does not exist: give the folder of --tensorboard-dir or --save")
     if (place / LOG_NAME).is_file():
         return place / LOG_NAME
-    beside = [log for log in _logs_of_checkpoints(place) if log.is_file()]
-    below = beside[-1:] or sorted(place.glob(f"*/{LOG_NAME}"))
+    named = [log for log in _logs_of_checkpoints(place) if log.is_file()]
+    below = named[-1:] or sorted(place.glob(f"*/{LOG_NAME}"))
     if len(below) == 1:
         return below[0]
     if below:
@@ -189,7 +198,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 @dataclass
 class LogReader:
-    """Takes a log apart into columns, line by line; `run` may be asked for at any time."""
+    """Parses a log into columns, line by line. run() may be called at any time."""
 
     columns: dict[str, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
     expert_load: LayerTable = field(default_factory=LayerTable)
@@ -200,7 +209,10 @@ class LogReader:
     num_unreadable: int = 0
 
     def run(self, path: Path) -> RunLog:
-        """The run whose lines were read, and its run.json; path: of the log. Raises ValueError where it has none."""
+        """Returns the run of the lines read so far, with its run.json. Raises ValueError if there were none.
+
+        path: of the log.
+        """
         series = {name: _rising(steps, values) for name, (steps, values) in self.columns.items()}
         if not series:
             raise ValueError(f"{path} has no line of a training step or an evaluation yet")
@@ -217,11 +229,11 @@ class LogReader:
         )
 
     def read_line(self, line: bytes) -> None:
-        """Takes a line of steps.jsonl, with its end if it has one."""
+        """Reads a line of steps.jsonl, with its line end if it has one."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            # A last line without its end is being written now.
+            # A last line without a line end is still being written.
             self.num_unreadable += line.endswith(b"\n")
             return
         step = record.get("iteration") if isinstance(record, dict) else None
@@ -231,7 +243,7 @@ class LogReader:
         try:
             self._add_step(record, step=step)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            self.num_unreadable += 1  # a field of another shape; the fields before it count
+            self.num_unreadable += 1  # a field of another shape; the fields before it are used
 
     def _add_step(self, record: dict[str, Any], *, step: int) -> None:
         for name, value in record.items():
@@ -252,7 +264,7 @@ class LogReader:
                     self.overlap = {"iteration": step, **value}
 
     def _add_stash(self, record: dict[str, Any], *, step: int) -> None:
-        """A line that tells of all steps since the last of its kind: of each, the factors that it needed."""
+        """Adds the stash's fields. They hold the factors that each step since the previous line needed."""
         pool = record["pool"] or {}
         by_step = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
         by_step |= self._rungs(record)
@@ -262,26 +274,26 @@ class LogReader:
         balanced = record["balanced_rows"] or 1
         self.stash.rows.add(step, {layer: rows / balanced for layer, rows in record["rows"].items()})
         for name, value in {**record, **pool}.items():
-            # Of a tier that a pool lacks there is nothing to say.
+            # Skips the fields of a tier that the pool does not have.
             if isinstance(value, (int, float)) and not (name.startswith("host_") and not pool["host_pages"]):
                 self._add(f"stash/{'pool_factor' if name == 'factor' else name}", value, step=step)
         if pool:
             live = pool["live_bytes"] + pool["tail_bytes"]
             self._add("stash/tail_share", pool["tail_bytes"] / live if live else 0.0, step=step)
-            # Lines between have none where no step was fuller.
+            # Lines in between have no timeline if no step was fuller.
             if pool["timeline"] is not None:
                 self.stash.pool, self.stash.pool_step = pool, step
 
     @staticmethod
     def _rungs(record: dict[str, Any]) -> dict[str, list[int]]:
-        """Returns each rung's counts by step; a kind that the log leaves out did not occur."""
+        """Returns the counts of each recompute level by step. A level that the log omits did not occur."""
         counts = record.get("rungs")
         if counts is None:
             return {}
         return {f"rungs/{name}": counts.get(name) or [0] * record["steps"] for name in RUNGS}
 
     def read_console_line(self, line: bytes) -> None:
-        """Takes a step's or an evaluation's line; anything else is what programs print besides."""
+        """Reads the line of a step or an evaluation; ignores all other lines."""
         text = line.decode("utf-8", errors="replace")
         if step := STEP_LINE.search(text):
             for field_text in step[2].split("|"):
@@ -308,8 +320,84 @@ class LogReader:
         values.append(number)
 
 
+class RunFollower:
+    """Follows the log of a running run, given its folder or log, which need not exist yet.
+
+    Lines count once they are complete. A run that is resumed or rewound replaces its log by one without the later
+    lines. Then the file has another inode, is shorter, or has other bytes before the read position, and is read from
+    its start.
+    problem: why there is nothing to show, or "". num_starts: number of times that a log was read from its start.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.problem = f"{place} has not been read yet"
+        self.num_starts = 0
+        self._reader = LogReader()
+        self._file: BufferedReader | None = None
+        self._path = place
+        self._offset, self._tail = 0, b""
+
+    def update(self) -> bool:
+        """Reads new lines. Returns whether there were any, or the problem changed."""
+        before = self.problem
+        try:
+            path = find_log(self.place)
+            starts_over = self._open(path)
+            num_lines = self._read_lines()
+        except (ValueError, OSError) as error:
+            self.close()
+            self.problem = str(error)
+            return self.problem != before
+        self.problem = "" if self._reader.columns else f"{path} has no line of a training step or an evaluation yet"
+        return starts_over or num_lines > 0 or self.problem != before
+
+    def run(self) -> RunLog:
+        """Returns the run read so far. Raises ValueError before the first step."""
+        return self._reader.run(self._path)
+
+    def close(self) -> None:
+        """Closes the file; the next update reads from the start."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _open(self, path: Path) -> bool:
+        """Opens the log unless it is the open one. Returns whether it opened it."""
+        if self._file is not None and path == self._path and self._is_same(self._file):
+            return False
+        self.close()
+        # The inode of an open file is not reused: a new file of this name has another one.
+        self._file, self._path = path.open("rb"), path
+        self._reader, self._offset, self._tail = LogReader(), 0, b""
+        self.num_starts += 1
+        return True
+
+    def _is_same(self, file: BufferedReader) -> bool:
+        opened, named = os.fstat(file.fileno()), os.stat(self._path)
+        if (opened.st_dev, opened.st_ino) != (named.st_dev, named.st_ino) or named.st_size < self._offset:
+            return False
+        file.seek(self._offset - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
+
+    def _read_lines(self) -> int:
+        """Reads the complete lines after the read position. Returns their number."""
+        assert self._file is not None, "opened before"
+        self._file.seek(self._offset)
+        read = self._reader.read_line if self._path.suffix == ".jsonl" else self._reader.read_console_line
+        num_lines = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break  # still being written: read again once it is complete
+            read(line)
+            num_lines += 1
+            self._offset += len(line)
+            self._tail = (self._tail + line)[-TAIL_BYTES:]
+        return num_lines
+
+
 def _number(value: Any) -> float | None:
-    """Returns a number, also from "NaN", "Infinity" and "-Infinity" as text; None where it is no number."""
+    """Returns a number, also from "NaN", "Infinity" and "-Infinity" as text; None if it is not a number."""
     try:
         return float(value)
     except ValueError:
@@ -317,7 +405,7 @@ def _number(value: Any) -> float | None:
 
 
 def _rising(steps: "array[int]", values: "array[float]") -> Series:
-    """Returns the series in rising order; of a step that is there twice the later line counts."""
+    """Returns the series in increasing order; of two lines of one step the later one counts."""
     all_steps, all_values = np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
     if np.all(np.diff(all_steps) > 0):
         return Series(all_steps, all_values)

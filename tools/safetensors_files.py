@@ -1,17 +1,16 @@
-"""Safetensors files in a folder, one or several with their index: read and written a tensor at a time.
+"""Reads and writes the safetensors files of a folder, one tensor at a time: one file, or shards and their index.
 
-Names and meanings of tensors are the caller's. The format: eight bytes with the length of a JSON header, the header,
-which says for each tensor type, shape and place, and the tensors without gaps.
+Reading needs the package safetensors. Does not know what the tensors mean.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,11 +19,7 @@ from megatron.core.dist_checkpointing.storage import bytes_of
 
 ONE_FILE = "model.safetensors"
 INDEX_FILE = f"{ONE_FILE}.index.json"
-_METADATA = "__metadata__"  # of a header: not a tensor
 _LENGTH_BYTES = 8
-_CHUNK_BYTES = 1 << 20
-# Readers refuse longer headers, so that a file of another kind is not taken for a huge one.
-_MAX_HEADER_BYTES = 100_000_000
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,91 +39,59 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorKind:
-    """Shape and type of a tensor."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor's elements begin."""
-
-    path: Path
-    start: int
 
 
 class TensorFiles:
     """The tensors of a folder's safetensors files: `kinds` by name, and their values one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError naming the file that is missing, cut off or of another kind; reads headers alone."""
+        """Reads headers only. Raises ValueError naming a file that is missing or damaged, and one with other tensors
+        than its index says.
+        """
         self.folder = folder
         self.kinds: dict[str, TensorKind] = {}
-        self._places: dict[str, _Place] = {}
-        for name in _file_names(folder):
-            self._add(folder / name)
-        self._check_index()
+        self._paths: dict[str, Path] = {}
+        index = _index(folder)
+        for file in _file_names(folder, index):
+            path = folder / file
+            with _opened(path) as tensors:
+                for name in tensors.keys():
+                    header = tensors.get_slice(name)
+                    code, shape = header.get_dtype(), tuple(header.get_shape())
+                    if code not in _DTYPES:
+                        raise ValueError(f"{path}: {name} is {code}: must be one of {', '.join(_DTYPES)}")
+                    self.kinds[name], self._paths[name] = TensorKind(shape, _DTYPES[code]), path
+        for name, file in index.items():
+            if name not in self._paths:
+                raise ValueError(f"{folder / file} has no {name}, which {INDEX_FILE} says is in it")
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of the files: any shape and dtype, as `kinds` says, on the host, in memory of its own."""
-        kind, place = self.kinds[name], self._places[name]
-        tensor = torch.empty(kind.shape, dtype=kind.dtype)
-        with open(place.path, "rb", buffering=0) as file:
-            left, start = bytes_of(tensor), place.start
-            while len(left):
-                count = os.preadv(file.fileno(), [left], start)
-                if not count:
-                    raise ValueError(f"{place.path} has become shorter: {name} is cut off")
-                left, start = left[count:], start + count
-        return tensor
+        """Returns a tensor on the host, of any shape and dtype, as `kinds` says.
+
+        Its memory is a private mapping of the file: pages are read on first use, and writes do not reach the file.
+        """
+        with _opened(self._paths[name]) as tensors:
+            return cast(torch.Tensor, tensors.get_tensor(name))
 
     def have_same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same shape, type and bytes."""
+        """Whether two tensors have the same shape, dtype and bytes."""
         if self.kinds[name] != self.kinds[other]:
             return False
-        pairs = zip(self._chunks(name), self._chunks(other), strict=True)
-        return all(one == two for one, two in pairs)
-
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        place, left = self._places[name], self.kinds[name].num_bytes
-        with open(place.path, "rb") as file:
-            file.seek(place.start)
-            while left > 0:
-                chunk = file.read(min(left, _CHUNK_BYTES))
-                left -= len(chunk) or left
-                yield chunk
+        one, two = (self.read(key).reshape(-1).view(torch.uint8) for key in (name, other))
+        return torch.equal(one, two)
 
     def file_of(self, name: str) -> Path:
-        """The file that a tensor lies in."""
-        return self._places[name].path
-
-    def _add(self, path: Path) -> None:
-        header, begin = _read_header(path)
-        size = path.stat().st_size
-        end, entries = (
-            0,
-            {name: _read_entry(entry, name, path=path) for name, entry in header.items() if name != _METADATA},
-        )
-        for name, (kind, first) in sorted(entries.items(), key=lambda item: (item[1][1], item[1][0].num_bytes)):
-            if first != end:
-                raise ValueError(f"{path} is corrupt: {name} begins at byte {first} of the tensors: must be {end}")
-            end += kind.num_bytes
-            if begin + end > size:
-                raise ValueError(f"{path} is truncated: {size} bytes, {name} ends at {begin + end}")
-            self.kinds[name], self._places[name] = kind, _Place(path, begin + first)
-        if begin + end < size:
-            raise ValueError(f"{path} is corrupt: {size} bytes, its tensors end at {begin + end}")
-
-    def _check_index(self) -> None:
-        for name, file in _index(self.folder).items():
-            if name not in self._places:
-                raise ValueError(f"{self.folder / file} has no {name}, which {INDEX_FILE} says is in it")
+        """Returns the file of a tensor."""
+        return self._paths[name]
 
 
 def write_tensor_files(
@@ -140,10 +103,10 @@ def write_tensor_files(
     metadata: Mapping[str, Any],
     always_index: bool = False,
 ) -> None:
-    """Writes the tensors of `kinds` into a folder that is there: one file, or shards of at most that many bytes.
+    """Writes the tensors of `kinds` to an existing folder, as one file or as shards of at most max_shard_bytes.
 
-    read: gives each when its turn has come: any shape and dtype, as in `kinds`. metadata: of the index. always_index:
-    with one file too.
+    read: returns a tensor of any shape and dtype, as in `kinds`. It is called just before the tensor is written: one
+    tensor is in memory at a time. metadata: of the index. always_index: write an index for a single file too.
     """
     shards = _shards(kinds, max_shard_bytes)
     numbered = always_index or len(shards) > 1
@@ -163,9 +126,9 @@ def write_tensor_files(
 
 @contextmanager
 def new_folder(save: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes that of --save at the end of the body, and is removed where that fails.
+    """Yields a temporary folder, which becomes --save at the end of the body and is removed if the body fails.
 
-    Raises ValueError where `save` is there already.
+    Raises ValueError if `save` exists.
     """
     if save.exists():
         raise ValueError(f"--save is {save}: it is there already, and is not overwritten; give a new folder")
@@ -174,10 +137,24 @@ def new_folder(save: Path) -> Iterator[Path]:
         yield temporary
 
 
-def _file_names(folder: Path) -> Iterable[str]:
+def _opened(path: Path) -> Any:
+    """Returns safetensors' handle of a file, to be used in a `with` statement."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ValueError(
+            "safetensors files need a package: pip install 'safetensors>=0.4', or this project's extra safetensors"
+        ) from error
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or is truncated or corrupt: {error}") from error
+
+
+def _file_names(folder: Path, index: Mapping[str, str]) -> list[str]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: give the one that holds config.json and *.safetensors")
-    names = sorted(set(_index(folder).values())) or [ONE_FILE]
+    names = sorted(set(index.values())) or [ONE_FILE]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         found = sorted(path.name for path in folder.glob("*.safetensors")) or "none"
@@ -195,40 +172,12 @@ def _index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no index of safetensors files: {error}") from error
     for name, file in files.items():
         if not isinstance(file, str) or file != Path(file).name:
-            raise ValueError(f"{path}: {name} is in {file!r}: must be the name of a file beside it")
+            raise ValueError(f"{path}: {name} is in {file!r}: must be the name of a file in the same folder")
     return files
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and where what follows it begins."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= min(_MAX_HEADER_BYTES, path.stat().st_size - _LENGTH_BYTES):
-            raise ValueError(f"{path} is no safetensors file, or is truncated")
-        try:
-            return dict(json.loads(file.read(length))), _LENGTH_BYTES + length
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from error
-
-
-def _read_entry(entry: Any, name: str, *, path: Path) -> tuple[TensorKind, int]:
-    """What a header says of a tensor: its kind, and where it begins behind the header."""
-    try:
-        code, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is corrupt: the header has no type, shape and place of {name}") from error
-    if code not in _DTYPES:
-        raise ValueError(f"{path}: {name} is {code}: must be one of {', '.join(_DTYPES)}")
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, first, last)):
-        raise ValueError(f"{path} is corrupt: {name} has shape {list(shape)} and lies at {[first, last]}")
-    kind = TensorKind(shape, _DTYPES[code])
-    if last - first != kind.num_bytes:
-        raise ValueError(f"{path} is corrupt: {name} has {last - first} bytes for {list(shape)}")
-    return kind, first
-
-
 def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
-    """Names in order, each shard of at most so many bytes, or of one tensor."""
+    """Returns the names of each shard, in order. A shard has at most max_bytes, or one tensor."""
     shards: list[list[str]] = []
     room = 0
     for name, kind in kinds.items():
@@ -241,9 +190,14 @@ def _shards(kinds: Mapping[str, TensorKind], max_bytes: int) -> list[list[str]]:
 
 
 def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[str], torch.Tensor]) -> None:
-    # Wide elements first: then each begins at a multiple of its width, as readers that map files want it.
+    """Writes one file: the length of the header, the header in JSON, and the tensors without gaps.
+
+    The library needs all tensors of a file in memory: 2050 MiB for a file of 2 GiB with tensors of 32 MiB, where this
+    function needs 35 MiB. A shard has 5 GB by default.
+    """
+    # Wide elements first, so that each tensor is aligned for readers that map the file.
     order = sorted(kinds, key=lambda name: -kinds[name].dtype.itemsize)
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in order:
         kind, end = kinds[name], offset + kinds[name].num_bytes
@@ -251,18 +205,13 @@ def _write_file(path: Path, kinds: Mapping[str, TensorKind], *, read: Callable[[
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    with open(path, "xb", buffering=0) as file:
-        _write_all(file.fileno(), len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for name in order:
             tensor = read(name)
             assert (tuple(tensor.shape), tensor.dtype) == (kinds[name].shape, kinds[name].dtype), name
-            _write_all(file.fileno(), bytes_of(tensor))
-            # Before the next one is made.
+            file.write(bytes_of(tensor))
+            # Freed before the next one is created.
             del tensor
+        file.flush()
         os.fsync(file.fileno())
-
-
-def _write_all(descriptor: int, content: bytes | memoryview) -> None:
-    left = memoryview(content)
-    while len(left):
-        left = left[os.write(descriptor, left) :]

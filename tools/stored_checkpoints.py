@@ -31,7 +31,9 @@ from megatron.training.checkpointing.folder import (
     read_tracker,
 )
 
-# Of each of two tensors, what is compared at a time.
+# Prefixes of the entries of a checkpoint that are no weights of the model.
+NOT_WEIGHTS = ("optimizer.", "rng.")
+# Bytes of each of two tensors that are compared at a time.
 _WINDOW_BYTES = 64 << 20
 
 

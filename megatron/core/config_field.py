@@ -34,7 +34,7 @@ class FieldSpec:
 
 
 def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) -> Any:
-    """Returns a dataclass field that carries a FieldSpec; keywords are those of FieldSpec, or `default_factory`."""
+    """Returns a dataclass field with a FieldSpec. Keywords are those of FieldSpec, or `default_factory`."""
     factory = spec.pop("default_factory", dataclasses.MISSING)
     for key in ("flags", "choices"):
         if spec.get(key) is not None:
@@ -46,7 +46,7 @@ def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) 
 
 
 def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
-    """The FieldSpec of a dataclass field, None for a field declared without config_field."""
+    """Returns the FieldSpec of a dataclass field; None for a field that was declared without config_field."""
     return field.metadata.get("spec")
 
 
@@ -76,9 +76,9 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
 
 
 def run_checks(*checks: Callable[[], object]) -> None:
-    """Runs all checks; raises one ValueError with the messages of those that raise one, a line each.
+    """Runs all checks and raises one ValueError with the messages of those that fail, one per line.
 
-    A check must not rely on another having passed.
+    A check must not depend on the success of another.
     """
     messages: list[str] = []
     for check in checks:
@@ -98,7 +98,7 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if spec.choices is not None and item not in spec.choices:
             raise ValueError(f"{where} is {item!r}: must be one of {', '.join(map(str, spec.choices))}")
-        # What "$UNSET" in a script gives; an empty path would mean the current folder.
+        # The result of "$UNSET" in a script. An empty path would mean the current folder.
         if item == "":
             raise ValueError(f"{where} is empty: must have a value, or be left out")
         if isinstance(item, (int, float)) and not isinstance(item, bool):
@@ -106,7 +106,7 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
 
 
 def _check_bounds(where: str, value: float, *, spec: FieldSpec) -> None:
-    # Sizes and counts become C's integers sooner or later.
+    # Sizes and counts are passed to C++ as 64-bit integers.
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{where} is {value}: must fit into 64 bits")
     if isinstance(value, float) and not math.isfinite(value):
@@ -143,7 +143,7 @@ def _matches_one(value: Any, hint: Any) -> bool:
     if origin is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if origin is int:
-        # A bool is an int to Python; for a user it is a mistake (`bucket_size=True`).
+        # A bool is an int in Python, but a mistake of the user (`bucket_size=True`).
         return isinstance(value, int) and not isinstance(value, bool)
     if origin in (bool, str) or (isinstance(origin, type) and issubclass(origin, (list, tuple, enum.Enum))):
         return isinstance(value, origin)

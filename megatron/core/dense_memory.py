@@ -1,7 +1,7 @@
-"""Parameters in the order in which their elements lie in memory: plain, channels_last, transposed.
+"""Memory order of dense parameters: contiguous, channels_last or transposed.
 
-Flat buffers hold this order, so that a layout is neither lost nor paid for with a copy. What is stored in checkpoints
-is the logical order, see logical_tensors.py.
+Flat buffers hold elements in this order, which preserves layouts without copies. Checkpoints store the logical order:
+see logical_tensors.py.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from torch import nn
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of a tensor, any shape and dtype, from that which moves farthest in memory to the nearest."""
-    # A dimension of one element moves nowhere, whatever its stride says.
+    """Returns the dimensions of a tensor, any shape and dtype, from the largest to the smallest stride."""
+    # The stride of a dimension of size 1 has no meaning.
     return sorted(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1, -tensor.stride()[dim]))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether each element of a tensor, any shape and dtype, has a place of its own, with no gaps between them."""
+    """Whether the elements of a tensor, any shape and dtype, fill its memory without gaps or overlaps."""
     expected = 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] > 1:
@@ -28,7 +28,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def check_dense(name: str, param: nn.Parameter) -> None:
-    """Raises ValueError for a parameter whose memory cannot become a range of a flat buffer."""
+    """Raises ValueError for a parameter that cannot become a range of a flat buffer."""
     if param.numel() and not is_dense(param):
         raise ValueError(
             f"{name} has shape {tuple(param.shape)} and strides {param.stride()}: must be dense and without "
@@ -37,18 +37,18 @@ def check_dense(name: str, param: nn.Parameter) -> None:
 
 
 def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError where a parameter that requires grad shares elements with another of these tensors.
+    """Raises ValueError if a parameter that requires grad shares elements with another of these tensors.
 
-    named: tensors of any shape and dtype, on any device, with their names. Moved into a flat buffer, or sharded, a
-    parameter would share its elements no more.
+    Elements would no longer be shared after the parameter has moved into a flat buffer or was sharded. named: tensors
+    of any shape and dtype, on any device, with their names.
     """
-    # Addresses may be read of parameters whose values may not.
+    # Tensor subclasses may forbid reading values, but addresses are allowed.
     with torch._C.DisableTorchFunctionSubclass():
         _check_apart(named)
 
 
 def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    # Without elements, or on no device, it has no memory.
+    # Tensors without elements and meta tensors have no memory.
     held = [
         (name, tensor)
         for name, tensor in named
@@ -71,15 +71,15 @@ def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The address behind the last element in memory; a number, as data_ptr gives the first one's."""
+    """Returns the address after the last element in memory."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr() + reach * tensor.element_size()
 
 
 def _have_common(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose ranges of memory overlap, any shapes and dtypes, have a byte in common.
+    """Whether two tensors with overlapping address ranges, any shapes and dtypes, have a byte in common.
 
-    Not so where each has other columns of one matrix. Takes a byte of the host for each byte of the two ranges.
+    Different columns of one matrix have none. Takes one byte of host memory for each byte of the two ranges.
     """
     first = min(one.data_ptr(), other.data_ptr())
     taken = torch.zeros(max(_end(one), _end(other)) - first, dtype=torch.bool, device="cpu")
@@ -93,8 +93,8 @@ def _bytes_of(memory: torch.Tensor, tensor: torch.Tensor, *, start: int) -> torc
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense copy in the same order of memory: any shape and dtype."""
-    # A dimension of one element moves nowhere: what its stride says is kept for who looks at it.
+    """Returns the strides of a dense copy with the same memory order: any shape and dtype."""
+    # Strides of dimensions of size 1 are kept, so that the copy reports the same ones.
     strides, step = list(tensor.stride()), 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] > 1:
@@ -104,21 +104,21 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor, any shape and dtype, as its memory has it: [numel], the same dtype, a view.
+    """Returns a dense tensor, any shape and dtype, in memory order: [numel], same dtype, a view.
 
-    What is written there does not count as a change of the tensor, as of its `_version`.
+    Writes to the view do not change the `_version` of the tensor.
     """
     return tensor.data.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def shaped_view(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[numel], any dtype, contiguous, as a tensor of the shape and order of memory of `like`: a view."""
+    """Returns a view of `flat`, [numel], any dtype, contiguous, with the shape and memory order of `like`."""
     return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset())
 
 
 def in_order_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`values`, any layout, the shape of `like`, in the order of the memory of `like`: [numel], same dtype.
+    """Returns `values`, any layout, the shape of `like`, in the memory order of `like`: [numel], same dtype.
 
-    A view where the two have one order, else a copy.
+    A view if both have the same order, else a copy.
     """
     return values.permute(memory_order(like)).reshape(-1)

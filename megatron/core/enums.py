@@ -1,4 +1,4 @@
-"""Enumerations that several packages share; those of one component live beside it."""
+"""Enumerations that several packages share."""
 
 import enum
 

@@ -1,6 +1,7 @@
-"""Collectives along a tensor's first dimension, under one name for every version of torch, and of small objects.
+"""Collectives of tensors and of small objects, and errors that are raised on all ranks.
 
-No autograd here. A group of None is this rank alone: nothing is sent.
+Names are the same for every version of torch. Nothing here is differentiable; tensor_parallel/mappings.py is.
+A group of None means this rank alone, for which nothing is sent, except in all_ranks_agree.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from megatron.core.utils import divide
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
 except ImportError:
-    # torch 2.13 gave them these names and warns about the old ones, which are all that 2.11 and 2.12 have.
+    # Torch 2.13 introduced these names and warns about the old ones; 2.11 and 2.12 have only the old ones.
     from torch.distributed import all_gather_into_tensor as all_gather_single
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
@@ -40,21 +41,20 @@ __all__ = [
     "union_over_model",
 ]
 
-
 _Item = TypeVar("_Item")
 
 
 class Pending:
-    """The result of a collective that may still run; `wait` before anything reads it.
+    """The result of a collective that may still be running; call `wait` before reading it.
 
-    kept: what the collective reads, which must not be freed before it ends.
+    kept: the input of the collective, which must not be freed before it ends.
     """
 
     def __init__(self, result: Tensor, work: dist.Work | None, *, kept: Tensor | None = None) -> None:
         self._result, self._work, self._kept = result, work, kept
 
     def wait(self) -> Tensor:
-        """The finished result: any shape and dtype."""
+        """Waits for the collective and returns its result: any shape and dtype."""
         if self._work is not None:
             self._work.wait()
         self._work = self._kept = None
@@ -62,7 +62,7 @@ class Pending:
 
 
 def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Starts to join the ranks' [N, *] in rank order: [ranks * N, *], same dtype; N equal on all ranks."""
+    """Starts an all-gather of [N, *], in rank order: [ranks * N, *], same dtype. N must be equal on all ranks."""
     if group_size(group) == 1:
         return Pending(x, None)
     x = x.contiguous()
@@ -72,9 +72,9 @@ def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Starts to sum the ranks' [ranks * N, *]; each rank gets its part in rank order: [N, *], same dtype.
+    """Starts a reduce-scatter of [ranks * N, *]: each rank receives the sum of its part, [N, *], same dtype.
 
-    Raises ValueError where the first dimension does not divide by the ranks.
+    Raises ValueError if the first dimension is not divisible by the number of ranks.
     """
     if group_size(group) == 1:
         return Pending(x, None)
@@ -85,7 +85,7 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Starts to sum `x`, any shape and dtype, over the ranks; the result may be x itself, overwritten."""
+    """Starts an all-reduce of `x`, any shape and dtype. The result may overwrite x."""
     if group_size(group) == 1:
         return Pending(x, None)
     x = x.contiguous()
@@ -93,7 +93,7 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's `value`, in rank order. Collective. Values are pickled, which is slow: for starts and errors."""
+    """Returns the `value` of every rank, in rank order. Collective. Pickles, so it is meant for startup and errors."""
     if group_size(group) == 1 or is_fake(group):
         return [value] * group_size(group)
     values: list[Any] = [None] * group_size(group)
@@ -102,20 +102,20 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list[Any]:
 
 
 def is_fake(group: ProcessGroup | None) -> bool:
-    """Whether the group's other ranks do not exist: what they would answer is this rank's own word."""
+    """Whether the group has a fake backend, whose other ranks do not exist."""
     return group_size(group) > 1 and "fake" in dist.get_backend(group)
 
 
 def arriving(shape: Sequence[int], group: ProcessGroup | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for what other ranks send, [*shape], any dtype: zeros where they do not exist, as nothing fills it."""
+    """Allocates a receive buffer, [*shape], any dtype: zeros with a fake backend, which would not fill it."""
     make = torch.zeros if is_fake(group) else torch.empty
     return make(tuple(shape), dtype=dtype, device=device)
 
 
 def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
-    """Where numbers must be to be sent over these groups: on the host, if all of several ranks can send from there.
+    """Returns the device for messages over these groups: the CPU if all groups of several ranks support it.
 
-    What is sent from the host waits for other hosts alone, and not for what their GPUs have yet to do.
+    Messages between hosts do not wait for pending work of their GPUs.
     """
     sending = [group for group in groups if group_size(group) > 1]
     on_host = all("cpu:" in dist.get_backend_config(group) for group in sending)
@@ -123,9 +123,9 @@ def message_device(groups: Iterable[ProcessGroup | None]) -> torch.device:
 
 
 def any_rank_sync(*holds: bool) -> list[bool]:
-    """Returns whether each of these holds on any rank of torch.distributed, or here where that is not initialised.
+    """Returns whether each of these holds on any rank of torch.distributed, or on this one if it is not initialized.
 
-    Collective: one all-reduce of one int64 for each. NOTE: reads the device where WORLD cannot send from the host.
+    Collective: one all-reduce of one int64 for each. NOTE: reads the device if WORLD cannot send from the host.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(holds)
@@ -135,34 +135,34 @@ def any_rank_sync(*holds: bool) -> list[bool]:
 
 
 def union_over_model(items: Iterable[_Item], groups: ProcessGroupCollection) -> set[_Item]:
-    """The items of all ranks that hold parts of this rank's model, the same on each of them. Collective."""
+    """Returns the items of all ranks that hold parts of this rank's model replica. Collective."""
     known = set(items)
-    # Dense layers lie over the first, expert layers over the second: one after the other they reach every part.
+    # The first group has the parts of dense layers, the second those of expert layers.
     for group in (groups.mp, groups.tp_ep_pp):
         known = set().union(*gather_objects(known, group))
     return known
 
 
 class RemoteRankError(RuntimeError):
-    """Raised on the ranks that were fine when another rank failed inside `all_ranks_agree`."""
+    """Raised inside `all_ranks_agree` on the ranks that had no error themselves."""
 
 
 @contextmanager
 def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Runs the body on each rank of `group`, then compares: if it raised on any rank, every rank raises. The failing
-    rank raises its own error; the others raise RemoteRankError with the lowest failing rank's text. Costs one small
-    all-gather; the body itself must not wait for other ranks.
+    """Raises on every rank of `group` if the body raises on any, so that no rank waits in a later collective.
 
-    group: None is every rank of torch.distributed, or this process alone where that is not initialised.
+    Failing ranks raise their own errors; the others raise RemoteRankError with the message of the lowest failing rank.
+    Collective: one small all-gather. The body itself must not wait for other ranks. group: None means all ranks of
+    torch.distributed, or this process alone if that is not initialized.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # of any kind: a rank that left without a word would keep the others waiting
+    except Exception as error:  # any kind, since the other ranks wait for this one
         failure = error
-    reports: list[str | None] = [None] * _group_size(group)
+    reports: list[str | None] = [None] * (dist.get_world_size(group) if dist.is_initialized() else 1)
     if len(reports) > 1:
-        dist.all_gather_object(reports, None if failure is None else _text(failure), group=group)
+        dist.all_gather_object(reports, None if failure is None else _message(failure), group=group)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):
@@ -170,10 +170,6 @@ def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
             raise RemoteRankError(f"rank {rank}: {report}")
 
 
-def _text(failure: Exception) -> str:
-    is_told = isinstance(failure, (ValueError, OSError, RuntimeError))
-    return str(failure) if is_told else f"{type(failure).__name__}: {failure}"
-
-
-def _group_size(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+def _message(failure: Exception) -> str:
+    is_complete = isinstance(failure, (ValueError, OSError, RuntimeError))
+    return str(failure) if is_complete else f"{type(failure).__name__}: {failure}"

@@ -45,18 +45,20 @@ class ParallelLayoutConfig:
     tensor_model_parallel_size: int = config_field(1, help="Ranks that share the weights of each layer.", at_least=1)
     sequence_parallel: bool = config_field(
         False,
-        help="Cut activations between the layers that tensor-parallel ranks share along the sequence; experts need it.",
+        help="Split activations between tensor-parallel layers along the sequence dimension; experts require it.",
     )
     pipeline_model_parallel_size: int = config_field(
-        1, help="Stages that consecutive layers are spread over.", at_least=1
+        1, help="Pipeline stages, each with consecutive layers.", at_least=1
     )
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = config_field(1, help="Ranks that share each sequence.", at_least=1)
     expert_model_parallel_size: int = config_field(
-        1, help="Ranks that the experts of a layer are spread over; they are taken from all but the stages.", at_least=1
+        1,
+        help="Ranks over which the experts of a layer are distributed, among all ranks of a pipeline stage.",
+        at_least=1,
     )
     expert_tensor_parallel_size: int | None = config_field(
-        None, help="Ranks that share the weights of each expert; unset: as many as of other layers.", at_least=1
+        None, help="Ranks that share the weights of each expert; unset: --tensor-model-parallel-size.", at_least=1
     )
 
     def __post_init__(self) -> None:
@@ -79,39 +81,39 @@ class PipelineConfig:
     microbatch_group_size_per_vp_stage: int | None = config_field(
         None,
         flags=("--microbatch-group-size-per-virtual-pipeline-stage",),
-        help="Micro-batches that pass through a chunk before the stage turns to its next one; unset: as many as "
-        "there are stages, which is the least.",
+        help="Micro-batches that a stage processes in one chunk before it continues with the next chunk; unset: the "
+        "number of stages, which is the minimum.",
         at_least=1,
     )
     num_layers_in_first_pipeline_stage: int | None = config_field(
         None,
         flags=("--decoder-first-pipeline-num-layers",),
         dest="decoder_first_pipeline_num_layers",
-        help="Layers of the first stage; the stages without a number of their own share the rest evenly.",
+        help="Layers of the first stage; the other stages share the remaining layers evenly.",
         at_least=1,
     )
     num_layers_in_last_pipeline_stage: int | None = config_field(
         None,
         flags=("--decoder-last-pipeline-num-layers",),
         dest="decoder_last_pipeline_num_layers",
-        help="Layers of the last stage; the stages without a number of their own share the rest evenly.",
+        help="Layers of the last stage; the other stages share the remaining layers evenly.",
         at_least=1,
     )
     account_for_embedding_in_pipeline_split: bool = config_field(
-        False, help="Count the embedding as a layer of the first stage when layers are spread evenly."
+        False, help="Count the embedding as a layer of the first stage when layers are distributed evenly."
     )
     account_for_loss_in_pipeline_split: bool = config_field(
-        False, help="Count output layer and loss as a layer of the last stage when layers are spread evenly."
+        False, help="Count output layer and loss as a layer of the last stage when layers are distributed evenly."
     )
     pipeline_model_parallel_layout: str | None = config_field(
         None,
-        help="What each stage (chunk by chunk of all stages) holds: E embedding, t layer, m layer of multi-token "
+        help="Contents of each stage, chunk by chunk over all stages: E embedding, t layer, m layer of multi-token "
         "prediction, L loss, | next stage, *N times, (...) group; for example Et*3|(tt|)*2tL.",
     )
     overlap_p2p_comm: bool = config_field(
         True,
         flags=("--no-overlap-p2p-communication",),
-        help="Receive what a stage needs next when it needs it, not while it computes.",
+        help="Receive the next input of a stage when it is needed, instead of during computation.",
     )
 
     def __post_init__(self) -> None:
@@ -141,20 +143,20 @@ class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig):
     )
     init_model_with_meta_device: bool = config_field(
         False,
-        help="Build the model without memory; each rank then makes its shards alone (--use-torch-fsdp2).",
+        help="Build the model on the meta device; each rank then initializes only its shards (--use-torch-fsdp2).",
     )
     cross_entropy_loss_fusion: bool = config_field(
-        False, help="One pass from logits to losses, which is how losses are computed here with or without it."
+        False, help="No effect: logits are always converted to losses in one fused pass."
     )
     gradient_accumulation_fusion: bool = config_field(
         True,
         flags=("--no-gradient-accumulation-fusion",),
-        help="Add the weight gradients of linear layers, experts and word embeddings where they add up, as they are "
-        "computed; not with --deterministic-mode.",
+        help="Accumulate the weight gradients of linear layers, experts and word embeddings in their kernels; not "
+        "with --deterministic-mode.",
     )
     calculate_per_token_loss: bool = config_field(
         False,
-        help="Weigh all tokens of a global batch alike, not its micro-batches, which may have unequal numbers of them.",
+        help="Average the loss over all tokens of a global batch, even if micro-batches have unequal numbers of them.",
     )
     params_dtype: torch.dtype = torch.float32
     perform_initialization: bool = True

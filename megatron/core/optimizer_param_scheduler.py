@@ -1,6 +1,6 @@
-"""Learning rate and weight decay over training, counted in samples.
+"""Schedules of learning rate and weight decay over consumed samples, and their settings.
 
-Does not know what the optimizer does with the values; it writes them into `optimizer.param_groups`.
+Values are written into `optimizer.param_groups`; their use is the optimizer's.
 """
 
 import math
@@ -17,7 +17,7 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(kw_only=True)
 class OptimizerParamSchedulerConfig:
-    """The schedule as a user gives it, in iterations or in samples; validation.py keeps the two apart."""
+    """Settings of the schedule, in iterations or in samples. The command line allows only one of the two units."""
 
     cli_group: ClassVar[str] = "learning rate and weight decay"
 
@@ -26,15 +26,15 @@ class OptimizerParamSchedulerConfig:
         "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), help="Shape of WSD's final decay."
     )
     lr_decay_iters: int | None = config_field(
-        None, at_least=1, help="Iterations until the learning rate is at its minimum; none means --train-iters."
+        None, at_least=1, help="Iterations until the learning rate reaches its minimum; unset: --train-iters."
     )
     lr_decay_samples: int | None = config_field(
-        None, at_least=1, help="Samples until the learning rate is at its minimum; none means --train-samples."
+        None, at_least=1, help="Samples until the learning rate reaches its minimum; unset: --train-samples."
     )
     lr_wsd_decay_iters: int | None = config_field(None, at_least=1, help="Iterations of WSD's final decay.")
     lr_wsd_decay_samples: int | None = config_field(None, at_least=1, help="Samples of WSD's final decay.")
     lr_warmup_fraction: float | None = config_field(
-        None, at_least=0, less_than=1, help="Share of the learning rate's schedule that is linear warm-up."
+        None, at_least=0, less_than=1, help="Fraction of the learning rate's schedule that is linear warm-up."
     )
     lr_warmup_iters: int = config_field(0, at_least=0, help="Iterations of linear warm-up.")
     lr_warmup_samples: int = config_field(0, at_least=0, help="Samples of linear warm-up.")
@@ -43,17 +43,17 @@ class OptimizerParamSchedulerConfig:
     weight_decay_incr_style: str = config_field(
         "constant",
         choices=WEIGHT_DECAY_STYLES,
-        help="How weight decay rises from --start-weight-decay to --end-weight-decay; constant: --weight-decay.",
+        help="How weight decay increases from --start-weight-decay to --end-weight-decay; constant: --weight-decay.",
     )
     override_opt_param_scheduler: bool = config_field(
         False,
         flags=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-        help="On load, keep the schedule of the command line where the checkpoint's differs.",
+        help="On load, use the schedule of the command line if the checkpoint's differs.",
     )
     use_checkpoint_opt_param_scheduler: bool = config_field(
         False,
         flags=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
-        help="On load, take the checkpoint's schedule where the command line's differs.",
+        help="On load, use the checkpoint's schedule if the command line's differs.",
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class OptimizerParamSchedulerConfig:
                 raise ValueError(f"lr_warmup_{unit} is {warmup}: must be less than lr_decay_{unit} ({decay})")
 
     def validate_wsd(self) -> None:
-        # Its other phases follow from the decay's length, which has no good default.
+        # The length of the decay determines the other phases, and no default suits all runs.
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
             raise ValueError("lr_decay_style is WSD: lr_wsd_decay_iters or lr_wsd_decay_samples must be given")
 
@@ -102,7 +102,7 @@ class OptimizerParamSchedulerConfig:
 
 
 def check_load_policy(*, override: bool, use_checkpoint: bool) -> None:
-    """Raises ValueError where both the command line and the checkpoint shall win."""
+    """Raises ValueError if both the command line and the checkpoint are to take precedence."""
     if override and use_checkpoint:
         raise ValueError(
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both set: "
@@ -112,7 +112,7 @@ def check_load_policy(*, override: bool, use_checkpoint: bool) -> None:
 
 _Decay = Callable[[float], float]
 
-# Each maps progress in [0, 1] to a coefficient that falls from 1 to 0.
+# Coefficients that fall from 1 to 0 with the progress in [0, 1].
 _DECAY: dict[str, _Decay] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
@@ -125,7 +125,7 @@ _WSD_DECAY: dict[str, _Decay] = {
 
 
 class HasParamGroups(Protocol):
-    """An optimizer, as far as a schedule is concerned."""
+    """An optimizer with parameter groups."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -133,7 +133,7 @@ class HasParamGroups(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Schedule:
-    """What a checkpoint must agree on, under the names Megatron saves; steps are samples."""
+    """The schedule that checkpoints store, under Megatron's names. Steps are samples."""
 
     max_lr: float
     min_lr: float
@@ -158,7 +158,7 @@ class _Schedule:
 
     def validate_steps(self) -> None:
         _require(self.lr_decay_steps > 0, "lr_decay_steps", value=self.lr_decay_steps, wanted="more than 0")
-        # Not equal: the decay would have no steps, and its progress no value.
+        # Equality would leave no steps for the decay, and divide by zero.
         in_range = 0 <= self.lr_warmup_steps < self.lr_decay_steps
         wanted = f"in 0 .. lr_decay_steps - 1 ({self.lr_decay_steps - 1})"
         _require(in_range, "lr_warmup_steps", value=self.lr_warmup_steps, wanted=wanted)
@@ -177,10 +177,10 @@ class _Schedule:
 class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of an optimizer's parameter groups from the number of samples trained on.
 
-    A group's `max_lr`, `min_lr`, `start_wd` and `end_wd` override the schedule's, its `lr_mult` and `wd_mult` scale the
-    results. init_lr: where warm-up starts. wsd_decay_steps: length of WSD's final decay. All steps are samples;
-    `num_steps` is the current one. On load, values that differ from the checkpoint's are an error unless one flag says
-    whose win.
+    `max_lr`, `min_lr`, `start_wd` and `end_wd` of a group override those of the schedule; `lr_mult` and `wd_mult` scale
+    the results. init_lr: the learning rate at the start of warm-up. wsd_decay_steps: length of WSD's final decay. All
+    steps are samples; `num_steps` is the current one. Loading raises if the schedule differs from the checkpoint's,
+    unless a flag selects one of them.
     """
 
     def __init__(
@@ -223,25 +223,25 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def step(self, increment: int) -> None:
-        """Moves on by `increment` samples and writes the new values into the parameter groups."""
+        """Advances by `increment` samples and writes the new values into the parameter groups."""
         self.num_steps += increment
         for group in self.optimizer.param_groups:
-            # Plain numbers: a tensor would be read from the device at every step.
+            # Python numbers, since a tensor would have to be read from the device in each step.
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Learning rate of a parameter group at the current step, before its multiplier."""
+        """Returns the learning rate of a parameter group at the current step, without its multiplier."""
         schedule, step = self.schedule, self.num_steps
         max_lr = _or_default(param_group.get("max_lr"), schedule.max_lr)
         min_lr = _or_default(param_group.get("min_lr"), schedule.min_lr)
-        # Before the style: warm-up comes first in all of them, also in a constant one.
+        # All styles begin with warm-up, including the constant one.
         if 0 < schedule.lr_warmup_steps and step <= schedule.lr_warmup_steps:
-            # Multiply before dividing, as Megatron does: the other order differs in the last bit.
+            # Multiplies before it divides, as Megatron does; the other order differs in the last bit.
             return self.init_lr + (max_lr - self.init_lr) * step / schedule.lr_warmup_steps
         if schedule.lr_decay_style == "constant":
             return max_lr
-        # Runs that go on past the schedule stay at the bottom of it.
+        # Runs that are longer than the schedule keep its minimum.
         if step > schedule.lr_decay_steps:
             return min_lr
         if schedule.lr_decay_style == "inverse-square-root":
@@ -249,7 +249,7 @@ class OptimizerParamScheduler:
         return min_lr + self._decay_coefficient() * (max_lr - min_lr)
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """Weight decay at the current step, of a parameter group where one is given, before its multiplier."""
+        """Returns the weight decay of a group, or of the schedule, at the current step, without its multiplier."""
         schedule, group = self.schedule, param_group or {}
         start_wd = _or_default(group.get("start_wd"), schedule.start_wd)
         end_wd = _or_default(group.get("end_wd"), schedule.end_wd)
@@ -259,26 +259,26 @@ class OptimizerParamScheduler:
         return start_wd + growth * (end_wd - start_wd)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position and schedule; JSON values."""
+        """Returns the current step and the schedule, as JSON values."""
         return {**asdict(self.schedule), "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues at the checkpoint's step; raises ValueError where the schedule differs and no flag decides."""
+        """Continues at the checkpoint's step. Raises ValueError if the schedule differs and no flag selects one."""
         ours = asdict(self.schedule)
-        # A checkpoint of an older run may lack a name that came later: then there is nothing to compare.
+        # Older checkpoints may lack newer names, which are then not compared.
         theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
-        # Checked as if it came from the command line: a checkpoint can be wrong too.
+        # replace() validates the checkpoint's values too.
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **theirs)
         elif not self._override:
             _require_equal(_with_effect(ours), theirs)
         self.num_steps = int(state_dict["num_steps"])
-        # At once, or the first step after a resume would use the rates of step 0.
+        # Without this, the first step after a resume would use the rates of step 0.
         self.step(0)
 
     def _decay_coefficient(self) -> float:
         schedule = self.schedule
-        # WSD counts from the end of the schedule, the others from the end of warm-up.
+        # WSD counts from the end of the schedule, other styles from the end of warm-up.
         if self._wsd is not None:
             return self._wsd(self.num_steps - schedule.lr_decay_steps)
         steps = schedule.lr_decay_steps - schedule.lr_warmup_steps
@@ -296,9 +296,9 @@ def get_optimizer_param_scheduler(
     train_samples: int | None,
     batches: BatchSchedule,
 ) -> OptimizerParamScheduler:
-    """The schedule of `config`; `batches` says of how many samples its iterations are.
+    """Builds the schedule of `config`; `batches` converts iterations to samples.
 
-    train_samples: the length of a run that is given in samples, None for one of `train_iters` iterations.
+    train_samples: length of a run that is limited by samples; None for a run of `train_iters` iterations.
     """
     run_steps = batches.samples_after(train_iters) if train_samples is None else train_samples
     decay_steps = config.lr_decay_samples or run_steps
@@ -306,9 +306,9 @@ def get_optimizer_param_scheduler(
         decay_steps = batches.samples_after(config.lr_decay_iters)
     warmup_steps: float = config.lr_warmup_samples or batches.samples_after(config.lr_warmup_iters)
     if config.lr_warmup_fraction is not None:
-        # May be no whole number of samples; the formulas do not mind.
+        # Need not be an integer.
         warmup_steps = config.lr_warmup_fraction * decay_steps
-    # A weight decay that rises ignores the constant one, as in Megatron.
+    # As in Megatron, an increasing weight decay ignores the constant one.
     start_wd, end_wd = config.start_weight_decay, config.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
@@ -332,18 +332,18 @@ def get_optimizer_param_scheduler(
 def _wsd_steps(
     config: OptimizerParamSchedulerConfig, decay_steps: int, *, train_iters: int, batches: BatchSchedule
 ) -> int | None:
-    """Samples of WSD's final decay: its iterations are the last ones of the schedule, whatever their batch."""
+    """Returns the samples of WSD's final decay, which covers the last iterations of the schedule."""
     if config.lr_wsd_decay_iters is None:
         return config.lr_wsd_decay_samples
     decay_iters = config.lr_decay_iters or train_iters
     stable_iters = max(0, decay_iters - config.lr_wsd_decay_iters)
     early = config.lr_wsd_decay_iters - (decay_iters - stable_iters)
-    # A decay longer than the schedule begins before it; batches there are those of the start.
+    # A decay longer than the schedule extends before its start, with the initial batch size.
     return decay_steps - batches.samples_after(stable_iters) + early * batches.sizes[0]
 
 
 def _wsd_decay(style: str | None, decay_steps: int | None) -> _Decay:
-    """Coefficient as a function of the steps past the end of the schedule, a number below zero before it."""
+    """Returns the coefficient as a function of steps after the end of the schedule, which are negative before it."""
     if style not in _WSD_DECAY:
         raise ValueError(f"lr_wsd_decay_style is {style!r}: must be one of {', '.join(_WSD_DECAY)}")
     if decay_steps is None or decay_steps <= 0:
@@ -362,17 +362,17 @@ def _require(holds: bool, name: str, *, value: Any, wanted: str) -> None:
 
 
 def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
-    """The values that change a rate or a decay: a constant one has no end, so that --train-iters may grow."""
+    """Returns the values with an effect. A constant style ignores its length, so --train-iters may change."""
     without = {"wd_incr_steps"} if schedule["wd_incr_style"] == "constant" else set()
     without |= {"lr_decay_steps"} if schedule["lr_decay_style"] == "constant" else set()
     return {name: value for name, value in schedule.items() if name not in without}
 
 
 def _require_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    # All of them at once: a user who changed three things should not learn of them one by one.
+    # Reports all differences together.
     different = [f"{name} ({ours[name]}, checkpoint {theirs[name]})" for name in ours if ours[name] != theirs[name]]
     if different:
-        # What is called steps here has other names on the command line.
+        # Flags of the command line have other names and units.
         unit = " (_steps are samples: flags in iterations x --global-batch-size)" if "_steps" in str(different) else ""
         raise ValueError(
             f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}{unit}; give "

@@ -1,4 +1,4 @@
-"""Borders of the documents that are packed into a micro-batch; what attention does with them is not here."""
+"""Borders of the documents that are packed into a microbatch. Attention within them is in transformer/."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,12 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class PackedSeqParams:
-    """Segments of a micro-batch's B * S tokens, counted sample after sample; a token attends within its segment.
+    """Segments of the B * S tokens of a microbatch, sample by sample; a token attends within its segment.
 
-    cu_seqlens_q: [n + 1], int32, on the CPU: 0, the end of each segment, B * S. Every sample's end is a border. Tokens
-    stay where they are, in [S, B, H]: nothing is removed or moved.
-    cu_seqlens_kv, max_seqlen_kv: those of the queries, as self-attention has no others; unset: taken from there.
-    max_seqlen_q: length of the longest segment; unset: counted.
-    segment_lengths: of every segment with tokens, in order.
+    cu_seqlens_q: [n + 1], int32, on the CPU: 0 and the end of each segment, up to B * S. Every end of a sample is a
+    border. Hidden states keep their shape [S, B, H]. cu_seqlens_kv, max_seqlen_kv: equal to those of the queries in
+    self-attention, and the default. max_seqlen_q: length of the longest segment, computed by default.
+    segment_lengths: lengths of the segments that are not empty, in order.
     """
 
     qkv_format: str = "thd"
@@ -28,7 +27,7 @@ class PackedSeqParams:
     def __post_init__(self) -> None:
         if self.qkv_format != "thd":
             raise ValueError(f"qkv_format is {self.qkv_format!r}: must be 'thd', borders by cu_seqlens_q")
-        # NOTE: read once per micro-batch; borders on a GPU would make the host wait here.
+        # NOTE: read once per microbatch; the host would wait here for borders on a GPU.
         borders = self.cu_seqlens_q.tolist()
         if self.cu_seqlens_kv is None:
             self.cu_seqlens_kv = self.cu_seqlens_q
@@ -40,7 +39,7 @@ class PackedSeqParams:
         self.segment_lengths = [length for length in lengths if length]
         if self.max_seqlen_q is None:
             self.max_seqlen_q = max(lengths)
-        # A kernel told too little would leave out the rest without a word.
+        # With too small a value a kernel would silently skip tokens.
         if self.max_seqlen_q < max(lengths):
             raise ValueError(f"max_seqlen_q is {self.max_seqlen_q}: must be the longest segment's {max(lengths)}")
         if self.max_seqlen_kv is None:
@@ -48,12 +47,12 @@ class PackedSeqParams:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest segment."""
+        """Number of tokens in the longest segment."""
         assert self.max_seqlen_q is not None
         return self.max_seqlen_q
 
     def require_samples(self, batch: int, seq_length: int) -> None:
-        """Raises ValueError unless the borders cut up `batch` samples of `seq_length` tokens each."""
+        """Raises ValueError unless the segments divide `batch` samples of `seq_length` tokens."""
         position = 0
         for length in self.segment_lengths:
             if position % seq_length + length > seq_length:
@@ -68,7 +67,7 @@ class PackedSeqParams:
             )
 
     def borders_on(self, device: torch.device) -> Tensor:
-        """cu_seqlens_q: [n + 1], int32, on `device`; copied once, for all layers."""
+        """Returns cu_seqlens_q on `device`: [n + 1], int32. Copied once for all layers."""
         if self._device_borders is None or self._device_borders.device != device:
             self._device_borders = self.cu_seqlens_q.to(device=device, dtype=torch.int32, non_blocking=True)
         return self._device_borders

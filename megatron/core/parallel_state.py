@@ -1,6 +1,7 @@
-"""The one registry of process groups: built once from the parallel sizes, read by builders, never in a forward.
+"""Process groups: which ranks form them, and the registry of those of this process.
 
-No policy lives here; components receive a ProcessGroupCollection. Which ranks form a group: rank_generator.py.
+RankGenerator is arithmetic on a grid of ranks. initialize_model_parallel builds the groups, once. Builders of models
+read the registry and pass a ProcessGroupCollection on; no forward reads it.
 """
 
 import math
@@ -19,16 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 
-# Every axis of a grid, in the order of the shape below: the fastest one comes first.
+# All axes of a grid, from the fastest to the slowest.
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 class RankGenerator:
-    """The grid of one kind of layer. `order` names its axes, joined by "-", from the one whose neighbours have
-    consecutive ranks to the one whose neighbours are furthest apart.
+    """The rank grid of dense layers or of expert layers.
 
-    Dense layers have tp, cp, dp and pp, expert layers tp (their own), ep, dp (their own) and pp. Axes of size 1 may be
-    left out of `order`. Raises ValueError for an order that misses an axis, repeats one or has an unknown one.
+    Dense layers have the axes tp, cp, dp and pp, expert layers tp (of their own size), ep, dp (of their own size) and
+    pp. order: axes joined by "-", from the fastest to the slowest. Ranks next to each other on the fastest axis are
+    consecutive. Axes of size 1 may be omitted. Raises ValueError for a missing, repeated or unknown axis.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class RankGenerator:
         self.order = "-".join(self.axes)
 
     def rank_table(self, token: str) -> Tensor:
-        """All groups along the axes in `token` ("tp", "tp-cp"): [groups, ranks of a group], int64, rising, on the CPU.
+        """Returns all groups along the axes in `token` ("tp", "tp-cp"): [groups, ranks], int64, ascending, on the CPU.
 
-        Raises ValueError for an axis that the grid does not have.
+        Raises ValueError for an unknown axis.
         """
         wanted = token.split("-")
         unknown = [axis for axis in wanted if axis not in self.name_to_size]
@@ -57,24 +58,24 @@ class RankGenerator:
         return self.rank_tensor().permute(*outside, *inside).reshape(-1, size)
 
     def rank_tensor(self) -> Tensor:
-        """The grid itself: [size of the slowest axis, ..., size of the fastest axis], int64, on the CPU."""
+        """Returns the grid: [size of the slowest axis, ..., size of the fastest axis], int64, on the CPU."""
         shape = [self.name_to_size[axis] for axis in reversed(self.axes)]
         return torch.arange(self.rank_offset, self.rank_offset + self.world_size).view(shape)
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The ranks of all groups along the axes in `token`, as `rank_table`."""
+        """Returns `rank_table` as lists."""
         ranks: list[list[int]] = self.rank_table(token).tolist()
         return ranks
 
 
 def check_optional_size(name: str, size: int | None) -> None:
-    """Raises ValueError for a size below 1; name: of the argument."""
+    """Raises ValueError for a size below 1; name: the argument."""
     if size is not None and size < 1:
         raise ValueError(f"{name} is {size}: must be at least 1, or None")
 
 
 def check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
-    """Raises ValueError for virtual stages that cannot be; None is no virtual stages."""
+    """Raises ValueError for an invalid number of virtual stages; None means no virtual stages."""
     check_optional_size("virtual_pipeline_model_parallel_size", virtual_size)
     if pipeline_size == 1 and (virtual_size or 1) > 1:
         raise ValueError(
@@ -84,10 +85,10 @@ def check_virtual_size(virtual_size: int | None, pipeline_size: int) -> None:
 
 
 def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[RankGenerator, RankGenerator]:
-    """The grid of the dense and that of the expert layers over the same ranks; sizes: by argument name, all five.
+    """Returns the grids of dense and of expert layers over the same ranks. sizes: all five, by argument name.
 
-    Raises ValueError, naming what does not fit, where a size is below 1, the ranks are not a multiple of a grid's
-    product, or a pipeline stage would have other ranks for its expert layers.
+    Raises ValueError if a size is below 1, if the number of ranks is not a multiple of a grid's product, or if the
+    pipeline stages of expert layers would have other ranks.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -116,12 +117,12 @@ def rank_grids(world_size: int, sizes: dict[str, int], *, order: str) -> tuple[R
 
 
 def instance_tables(dense: RankGenerator, expert: RankGenerator, *, num_instances: int) -> dict[str, Tensor]:
-    """Groups of ranks where the data-parallel ranks form several optimizer instances, each with a whole optimizer.
+    """Returns the rank tables of optimizer instances, among which the data-parallel ranks are divided.
 
-    Returns tables as RankGenerator.rank_table does, [groups, ranks of a group], int64, on the CPU: "intra_dp_cp" and
-    "intra_expt_dp", an instance's part of the data-parallel groups; "inter_dist_opt", ranks of equal shards in all
-    instances; "intra_dist_opt", all ranks of an instance.
-    Raises ValueError, naming it, where the number does not divide the groups or instances would differ between layers.
+    Each table is [groups, ranks], int64, on the CPU. "intra_dp_cp" and "intra_expt_dp" are the parts of the
+    data-parallel groups within an instance. "inter_dist_opt" has the ranks with equal shards in all instances, and
+    "intra_dist_opt" all ranks of an instance. Raises ValueError if the number of instances does not divide the groups,
+    or if dense and expert layers would have different instances.
     """
     cut = {}
     for name, table in (("intra_dp_cp", dense.rank_table("dp-cp")), ("intra_expt_dp", expert.rank_table("dp"))):
@@ -170,17 +171,14 @@ _DENSE_GROUPS = {
     "tp_dp_cp": "tp-dp-cp",
     "mp": "tp-pp",
 }
-# Which there are once more for what is on the host.
+# Groups that exist once more with a CPU backend.
 _HOST_GROUPS = ("tp_dp_cp", "pp")
 _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
 
 
 @dataclass
 class _Registry:
-    """The result of initialize_model_parallel. world: the group of all ranks then. virtual_size: None if not given.
-
-    senders: see add_sender, in the order of its calls.
-    """
+    """The result of initialize_model_parallel. world: the group of all ranks at that time. senders: see add_sender."""
 
     world: ProcessGroup | None = None
     groups: ProcessGroupCollection | None = None
@@ -207,11 +205,11 @@ def initialize_model_parallel(
     distributed_timeout_minutes: int = 30,
     **rest: Any,
 ) -> None:
-    """Builds the process groups over all ranks; torch.distributed must be initialised. Collective.
+    """Builds the process groups over all ranks; torch.distributed must be initialized. Collective.
 
-    expert_tensor_parallel_size: None is the tensor size of the dense layers. order: see RankGenerator; one for both
-    kinds of layers. rest: other keywords of Megatron, see _check_rest. Raises ValueError for sizes that do not fit,
-    before any group is made; RuntimeError when called twice.
+    expert_tensor_parallel_size: None means the size of dense layers. order: see RankGenerator, for both kinds of
+    layers. rest: other keywords of Megatron, see _check_rest. Raises ValueError for incompatible sizes before any group
+    is built, and RuntimeError if called twice.
     """
     _check_rest(rest)
     if _REGISTRY.groups is not None:
@@ -231,7 +229,7 @@ def initialize_model_parallel(
     )
     instances = instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
     if num_distributed_optimizer_instances == 1:
-        del instances["inter_dist_opt"]  # a group for each rank, to which nothing is ever sent
+        del instances["inter_dist_opt"]  # groups of one rank, which would send nothing
     _REGISTRY.world = dist.group.WORLD
     backends = _backends()
     timeout = timedelta(minutes=distributed_timeout_minutes)
@@ -253,10 +251,10 @@ def initialize_model_parallel(
 
 
 def _check_rest(rest: dict[str, Any]) -> None:
-    """Raises TypeError for unknown keywords, ValueError for settings that could not be honoured.
+    """Raises TypeError for unknown keywords, ValueError for unsupported settings.
 
-    create_gloo_process_groups has no effect: groups are made for the ranks' device, and some for the host as well if
-    the group of all ranks serves it.
+    create_gloo_process_groups has no effect: groups are built for the device of the ranks, and some also for the host
+    if the group of all ranks has a CPU backend.
     """
     off = dict.fromkeys(("use_sharp", "hybrid_context_parallel"), False) | dict.fromkeys(
         (
@@ -277,7 +275,7 @@ def _check_rest(rest: dict[str, Any]) -> None:
 
 
 def _first_and_last(pipelines: Tensor) -> Tensor:
-    """pipelines: [pipelines, stages]. Returns [pipelines, 1 or 2]: the stages that hold embedding weights."""
+    """Returns the stages with embedding weights: [pipelines, 1 or 2]. pipelines: [pipelines, stages]."""
     return pipelines if pipelines.shape[1] <= 2 else pipelines[:, [0, -1]]
 
 
@@ -290,7 +288,7 @@ def _host_groups(dense: RankGenerator, maker: "_GroupMaker", *, backend: str | N
 
 
 class _GroupMaker:
-    """Makes groups, one for equal ranks: kinds that differ only in axes of size 1 share their connections."""
+    """Builds process groups. Kinds with equal ranks share one group, and so its connections."""
 
     def __init__(self, timeout: timedelta, made: list[ProcessGroup], *, backend: str) -> None:
         self._timeout = timeout
@@ -299,17 +297,17 @@ class _GroupMaker:
         self._known: list[tuple[Tensor, ProcessGroup | None]] = []
 
     def for_backend(self, backend: str) -> "_GroupMaker":
-        """One for groups over `backend`: itself if its own are."""
+        """Returns the maker of groups with `backend`: this one if it has that backend."""
         return self if backend == self._backend else _GroupMaker(self._timeout, self._made, backend=backend)
 
     def own_group(self, table: Tensor, name: str) -> ProcessGroup | None:
-        """This rank's of the groups in `table`, [groups, ranks of a group]; None where it is in none. Collective."""
+        """Builds the groups in `table`, [groups, ranks], and returns that of this rank or None. Collective."""
         for known, group in self._known:
             if torch.equal(known, table):
                 return group
         own = None
-        # Every rank makes every group, as DeviceMesh does too: torch then numbers them alike on all ranks, and never
-        # uses a number twice, so that groups made after destroy_model_parallel do not meet stale addresses.
+        # Every rank builds every group, as DeviceMesh does. Torch then numbers groups identically on all ranks and uses
+        # no number twice, so groups built after destroy_model_parallel do not find stale addresses.
         for ranks in table.tolist():
             group = dist.new_group(ranks, timeout=self._timeout, backend=self._backend, group_desc=name)
             if isinstance(group, ProcessGroup):
@@ -320,12 +318,12 @@ class _GroupMaker:
 
 
 def _backends() -> dict[str, str]:
-    """The library of each type of device, as for the group of all ranks."""
+    """Returns the backend of each device type in the group of all ranks."""
     return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 
 def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> DeviceMesh:
-    """The grid as torch sees it; groups: by axis. The meshes' groups are the collection's."""
+    """Returns the DeviceMesh of a grid, with these groups, by axis."""
     axes = [axis for axis in reversed(grid.axes) if axis in groups]
     ranks = grid.rank_tensor().view([grid.name_to_size[axis] for axis in axes])
     own = [group for axis in axes if (group := groups[axis]) is not None]
@@ -333,12 +331,12 @@ def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> Device
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups; the process group of torch.distributed stays. Safe where there are none."""
-    # destroy_process_group() without a group has destroyed these too, and destroys nothing twice.
+    """Destroys the groups, if there are any, except the default group of torch.distributed."""
+    # destroy_process_group() without arguments has destroyed these too, and must not be repeated.
     if dist.is_initialized() and dist.group.WORLD is _REGISTRY.world:
         for group in reversed(_REGISTRY.made):
             dist.destroy_process_group(group)
-    # Whoever sends over groups of their own goes on.
+    # Senders over groups of users continue.
     vars(_REGISTRY).update(vars(_Registry(senders=_REGISTRY.senders)))
 
 
@@ -348,22 +346,22 @@ def model_parallel_is_initialized() -> bool:
 
 
 def get_process_groups() -> ProcessGroupCollection:
-    """All groups of this rank, for builders to hand down."""
+    """Returns all groups of this rank, for builders to pass on. Raises RuntimeError if there are none."""
     if _REGISTRY.groups is None:
         raise RuntimeError("process groups do not exist: call initialize_model_parallel() first")
     return _REGISTRY.groups
 
 
 def existing_process_groups() -> ProcessGroupCollection:
-    """All groups of this rank; without model parallel groups, those of a rank alone."""
+    """Returns all groups of this rank; without model parallel groups, those of a single rank."""
     return _REGISTRY.groups or ProcessGroupCollection()
 
 
 def group_or_existing(group: ProcessGroup | None, kind: str = "tp") -> ProcessGroup:
-    """`group`; for None what users of Megatron mean by it: the existing one of that field of ProcessGroupCollection.
+    """Returns `group`; None, as in Megatron, means the existing group of the field `kind` of ProcessGroupCollection.
 
-    Without model parallel groups None is this rank alone, as ALONE always is. Names that users call ask this;
-    inside, groups arrive as arguments, and a group of None in a collection is handed on by or_alone.
+    Without model parallel groups None means this rank alone. Only functions that users call need this. Internal code
+    receives groups as arguments, and passes None of a collection through or_alone.
     """
     return or_alone(vars(existing_process_groups())[kind]) if group is None else group
 
@@ -377,12 +375,12 @@ def add_sender(sender: Any, groups: Iterable[ProcessGroup | None]) -> None:
 
 
 def remove_sender(sender: Any) -> None:
-    """Registers that it launches nothing any more."""
+    """Removes an object that add_sender registered."""
     _REGISTRY.senders.pop(sender, None)
 
 
 def senders_beside(sender: Any, *, earlier: bool = False) -> list[Any]:
-    """Other senders that have a group in common with this one; earlier: those alone that were registered before it."""
+    """Returns other senders with a group in common; earlier: only those that were registered before this one."""
     found, own = [], _REGISTRY.senders.get(sender, frozenset())
     for other, groups in _REGISTRY.senders.items():
         if other is sender:
@@ -394,7 +392,7 @@ def senders_beside(sender: Any, *, earlier: bool = False) -> list[Any]:
 
 
 def get_device_mesh(kind: str) -> DeviceMesh:
-    """The grid of the "dense" (pp, dp, cp, tp) or "expert" (pp, dp, ep, tp) layers; its groups are the collection's."""
+    """Returns the mesh of "dense" (pp, dp, cp, tp) or "expert" (pp, dp, ep, tp) layers, with the existing groups."""
     get_process_groups()
     return _REGISTRY.meshes[kind]
 
@@ -410,8 +408,8 @@ def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
     return _group(name) if check_initialized else vars(existing_process_groups())[name]
 
 
-# Getters that users know, by kind of parallelism: the group, this rank's index in it, and how many ranks it has.
-# check_initialized: raise RuntimeError where there is no such group, instead of returning None. partial_...: only the
+# Getters of Megatron, by kind of parallelism: the group, the index of this rank in it, and its number of ranks.
+# check_initialized: raise RuntimeError if there is no such group, instead of returning None. partial_...: only the
 # ranks of this rank's instance of the distributed optimizer.
 
 
@@ -453,7 +451,7 @@ def get_context_parallel_world_size() -> int:
 def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
     """The ranks that hold copies of the same dense weights; `with_context_parallel` also counts sequence parts.
 
-    partial_data_parallel goes with with_context_parallel: shards are spread over sequence parts, too.
+    partial_data_parallel requires with_context_parallel, since shards are distributed over sequence parts too.
     """
     if partial_data_parallel and not with_context_parallel:
         raise ValueError("partial_data_parallel is set: needs with_context_parallel as well")
@@ -483,17 +481,17 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | N
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Tensor x context."""
+    """The ranks that hold parts of the same microbatch: tensor x context."""
     return _checked("tp_cp", check_initialized)
 
 
 def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's index among those that hold parts of the same micro-batch."""
+    """This rank's index among those that hold parts of the same microbatch."""
     return group_rank(_group("tp_cp"))
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
-    """Number of ranks that hold parts of the same micro-batch."""
+    """Number of ranks that hold parts of the same microbatch."""
     return group_size(_group("tp_cp"))
 
 
@@ -557,7 +555,7 @@ def get_intra_distributed_optimizer_instance_group(check_initialized: bool = Tru
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks of equal shards in all instances of the distributed optimizer. RuntimeError where there is one."""
+    """The ranks with equal shards in all instances of the distributed optimizer. Raises RuntimeError for only one."""
     return _checked("inter_dist_opt", check_initialized)
 
 
@@ -597,12 +595,12 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the following stage; of the first one for the last."""
+    """Global rank of the next stage; for the last stage, of the first."""
     return _stage_at_distance(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before; of the last one for the first."""
+    """Global rank of the previous stage; for the first stage, of the last."""
     return _stage_at_distance(-1)
 
 
@@ -617,7 +615,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Number of the model chunk that set_virtual_pipeline_model_parallel_rank named; None without virtual stages."""
+    """Number of the model chunk that is being built; None without virtual stages."""
     return _REGISTRY.virtual_rank
 
 
@@ -629,14 +627,17 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank reads the input tokens; with ignore_virtual=False, whether its chunk `vp_stage` does.
 
-    vp_stage: None is the chunk of set_virtual_pipeline_model_parallel_rank.
+    vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
     """
     chunk = _chunk(vp_stage)
     return get_pipeline_model_parallel_rank() == 0 and (ignore_virtual or chunk in (None, 0))
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank computes the loss; with ignore_virtual=False, whether its chunk `vp_stage` does, as above."""
+    """Whether this rank computes the loss; with ignore_virtual=False, whether its chunk `vp_stage` does.
+
+    vp_stage: None means the chunk of set_virtual_pipeline_model_parallel_rank.
+    """
     chunk = _chunk(vp_stage)
     is_last_chunk = chunk is None or chunk + 1 == _REGISTRY.virtual_size
     last = get_pipeline_model_parallel_world_size() - 1
@@ -650,7 +651,7 @@ def _chunk(vp_stage: int | None) -> int | None:
 
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The first and last stage, which share embedding weights. RuntimeError on the stages between."""
+    """The first and last stage, which share embedding weights. Raises RuntimeError on the other stages."""
     return _checked("embd", check_initialized)
 
 

@@ -1,4 +1,4 @@
-"""The process groups that components receive as an argument; building them is parallel_state.py's work."""
+"""The process groups that components receive as an argument. parallel_state.py builds them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.distributed import GroupMember, ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupCollection:
-    """One process group per kind of parallelism, under the names Megatron users know.
+    """One process group per kind of parallelism, under Megatron's names.
 
     None means a group of this rank alone, as group_size and group_rank interpret it. Groups of parallel_state are never
     None except embd and inter_dist_opt, because torch.distributed interprets None as all ranks. Kinds with the same
@@ -18,10 +18,9 @@ class ProcessGroupCollection:
     pipeline. Expert layers, over the same ranks: expt_tp tensor, ep expert, expt_dp data; tp_ep and tp_ep_pp their
     products with expt_tp first. embd: the first and last stage, which share embedding weights; None on other stages.
     Instances of the distributed optimizer: intra_dp_cp and intra_expt_dp are the part of dp_cp and expt_dp inside this
-    rank's instance, intra_dist_opt all of its ranks; inter_dist_opt those of equal shards in all instances, None where
-    there is one.
-    tp_dp_cp_host and pp_host: the ranks of tp_dp_cp and pp, for numbers that are on the host; None where only devices
-    can send.
+    rank's instance, intra_dist_opt all of its ranks. inter_dist_opt has the ranks with equal shards in all instances;
+    None if there is one instance.
+    tp_dp_cp_host and pp_host: the ranks of tp_dp_cp and pp, for messages between hosts; None without a CPU backend.
     """
 
     tp: ProcessGroup | None = None
@@ -48,7 +47,7 @@ class ProcessGroupCollection:
 
     def __post_init__(self) -> None:
         for name, group in vars(self).items():
-            # new_group returns it, a number, on ranks outside the new group.
+            # new_group returns this placeholder on ranks outside the new group.
             if group is GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
                     f"ProcessGroupCollection.{name} is GroupMember.NON_GROUP_MEMBER, a group without this rank: pass a "
@@ -57,7 +56,7 @@ class ProcessGroupCollection:
 
 
 class _Alone(ProcessGroup):
-    """Process group of a single rank, over which nothing is sent. Copies of a model share it."""
+    """A process group of one rank, which sends nothing. Copies of a model share it."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -69,19 +68,19 @@ class _Alone(ProcessGroup):
         return "ALONE"
 
 
-# This rank alone, for functions in which None means parallel_state's group: see parallel_state.group_or_existing.
+# This rank alone, for functions in which None means a group of parallel_state; see parallel_state.group_or_existing.
 ALONE: Final[ProcessGroup] = _Alone()
 
 
 def or_alone(group: ProcessGroup | None) -> ProcessGroup:
-    """Maps None, which in a collection means this rank alone, to ALONE, which means so in every function."""
+    """Maps None, which means this rank alone in a collection, to ALONE, which means it in all functions."""
     return ALONE if group is None else group
 
 
 def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tuple[str, int]]) -> None:
-    """Raises ValueError unless groups have the sizes that a configuration says, which is what was checked to divide.
+    """Raises ValueError unless groups have the sizes of the configuration, whose divisibility was checked.
 
-    sizes: by field of the collection, the configuration's name for it and its value.
+    sizes: (name in the configuration, value) by field of the collection.
     """
     for field, (name, size) in sizes.items():
         ranks = group_size(vars(groups)[field])
@@ -93,10 +92,10 @@ def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tupl
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None and ALONE are this rank alone, so 1."""
+    """Returns the number of ranks in `group`: 1 for None and ALONE."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This rank's index in `group`; None and ALONE are this rank alone, so 0."""
+    """Returns the index of this rank in `group`: 0 for None and ALONE."""
     return 0 if group is None else group.rank()

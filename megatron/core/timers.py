@@ -1,6 +1,6 @@
-"""Named stopwatches with levels, as scripts written for Megatron use them, and their times over ranks.
+"""Named timers with log levels, as in Megatron, and their times over ranks.
 
-Which of a step's timers are shown, and when, is megatron/training/meters/meters.py's.
+megatron/training/meters/meters.py selects the timers that are logged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,27 +17,27 @@ MAX_LEVEL = 2
 
 
 class Timer:
-    """Adds up the time between start and stop; `with timer:` does both.
+    """Accumulates the time between start and stop; `with timer:` calls both.
 
-    On a GPU the moments are events in its stream: nobody waits for it before `elapsed`. barrier: wait for all ranks
-    first, which makes the ranks' times start together and hides in them which one was late.
+    On a GPU it records events in the stream, and only `elapsed` waits for them. barrier: wait for all ranks first, so
+    that their times start together, without the delay of late ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._total = 0.0
         self._started: TimeMark | None = None
-        # Intervals whose end the device may not have reached yet.
+        # Intervals that the device may not have completed yet.
         self._open: list[tuple[TimeMark, TimeMark]] = []
 
     def start(self, barrier: bool = False) -> None:
-        """Starts; an error if it runs already."""
+        """Starts the timer, which must not be running."""
         assert self._started is None, "timer is running already"
         _wait_for_ranks(barrier)
         self._started = mark_time(self._device)
 
     def stop(self, barrier: bool = False) -> None:
-        """Stops and adds the time since start."""
+        """Stops the timer and adds the time since start."""
         assert self._started is not None, "timer is not running"
         _wait_for_ranks(barrier)
         self._open.append((self._started, mark_time(self._device)))
@@ -72,7 +72,7 @@ class Timer:
 
 
 class _OffTimer(Timer):
-    """Stands for a timer above the level of the run: measures nothing."""
+    """A timer above the log level of the run, which measures nothing."""
 
     def __init__(self, name: str, log_level: int) -> None:
         self._name, self._log_level = name, log_level
@@ -94,9 +94,9 @@ class _OffTimer(Timer):
 
 
 class Timers:
-    """Timers by name, made on first use: `timers("forward-backward", log_level=1).start()`.
+    """Timers by name, created on first use: `timers("forward-backward", log_level=1).start()`.
 
-    A timer above `log_level` measures nothing. log_option: "max", "minmax" or "all" ranks' times in `log`.
+    Timers above `log_level` measure nothing. log_option: whether `log` prints "max", "minmax" or "all" times of ranks.
     """
 
     def __init__(self, log_level: int = 0, log_option: str = "minmax", *, device: torch.device | None = None) -> None:
@@ -107,7 +107,7 @@ class Timers:
         self._paused = False
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of that name; a level belongs to its first use and is the highest where none is given."""
+        """Returns the timer of that name. The first call sets its level; None means the highest level."""
         if self._paused:
             return _OffTimer(name, MAX_LEVEL)
         if name not in self._timers:
@@ -119,7 +119,7 @@ class Timers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Measures nothing in the body: evaluation shares code with the training step."""
+        """Disables all timers inside the block, for evaluation, which shares code with the training step."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -127,7 +127,7 @@ class Timers:
             self._paused = before
 
     def seconds_by_rank(self, names: Sequence[str], *, reset: bool = True) -> dict[str, list[float]]:
-        """Seconds of each rank by timer, 0 where a rank has none of that name. Collective: equal names everywhere."""
+        """Returns the seconds of each rank by timer, 0 for a missing one. Collective, with equal names on all ranks."""
         own = [self._timers[name].elapsed(reset) if name in self._timers else 0.0 for name in names]
         rows = _gather_rows_sync(torch.tensor(own, dtype=torch.float64, device=self._device))
         return {name: [row[index] for row in rows] for index, name in enumerate(names)}
@@ -141,7 +141,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Prints the times of `names` over all ranks, divided by `normalizer`, on `rank` (None: 0). Collective."""
+        """Prints the times of `names` over all ranks, divided by `normalizer`, on `rank` (None means 0). Collective."""
         _wait_for_ranks(barrier)
         text = format_times(self.seconds_by_rank(names, reset=reset), self.log_option, normalizer=normalizer)
         if text and (not dist.is_initialized() or dist.get_rank() == (rank or 0)):
@@ -157,7 +157,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Gives a TensorBoard writer, None on other ranks, the slowest rank's seconds as `NAME-time`. Collective."""
+        """Writes the slowest rank's seconds as `NAME-time` to TensorBoard. Collective. writer: None on other ranks."""
         _wait_for_ranks(barrier)
         for name, seconds in self.seconds_by_rank(names, reset=reset).items():
             if writer is not None:
@@ -165,7 +165,7 @@ class Timers:
 
 
 def format_times(seconds: dict[str, list[float]], log_option: str, *, normalizer: float = 1.0) -> str:
-    """The lines that `Timers.log` prints: milliseconds of timers that ran on some rank; empty if none did."""
+    """Returns the lines that `Timers.log` prints: milliseconds of timers that ran on some rank; "" without any."""
     ran = {name: [1000.0 * value / normalizer for value in values] for name, values in seconds.items() if any(values)}
     if not ran:
         return ""
@@ -187,7 +187,7 @@ def _wait_for_ranks(barrier: bool) -> None:
 
 
 def _gather_rows_sync(own: torch.Tensor) -> list[list[float]]:
-    """NOTE: reads the device, once an interval. own: [timers], fp64 -> one row a rank."""
+    """Returns one row for each rank; own: [timers], fp64. NOTE: reads the device, once per log interval."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rows = [own]
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""The few helpers that Megatron users import from here by name; nothing else belongs in this file."""
+"""Helpers that Megatron users import from here; no others belong in this file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 
 class ModelWrapper(nn.Module):
-    """Base class of modules that run another, their `module`, and are not part of the model themselves.
+    """Base class of wrappers, which run another module and are not part of the model.
 
-    Their state is the model's, under the model's names.
+    State dicts have the parameter names of the wrapped model.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -18,32 +18,35 @@ class ModelWrapper(nn.Module):
         self.module = module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's: tensors of any shape and dtype by name; as a part of another module, with that one's names."""
-        # A module that has this one as a part loads it by the name `module`, and hands over where to write.
+        """Returns the state of the model: tensors of any shape and dtype by name.
+
+        Within the state dict of an outer module, names have that module's prefix and include `module`.
+        """
+        # An outer module passes the destination, and loads this part under the name `module`.
         is_part = bool(args) or kwargs.get("destination") is not None
         return super().state_dict(*args, **kwargs) if is_part else self.module.state_dict(**kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """As `state_dict`."""
+        """Returns `state_dict`, under the name that Megatron's scripts call."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads what the model's own state_dict gave, tensors of any shape and dtype; the rest is torch's."""
+        """Loads a state dict of the model: tensors of any shape and dtype. Further arguments are those of torch."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Exact quotient; raises ValueError where there is a remainder."""
+    """Returns the exact quotient. Raises ValueError if there is a remainder."""
     if denominator <= 0 or numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
 
 
 def unwrap_model(model: nn.Module | list[nn.Module]) -> Any:
-    """The model, or each of a list, without the ModelWrappers and torch's DistributedDataParallel around it."""
+    """Returns the model, or each model of a list, without ModelWrappers and torch's DistributedDataParallel."""
     if isinstance(model, list):
         return [unwrap_model(chunk) for chunk in model]
-    # By class: a user's model may call one of its own parts `module`.
+    # Tested by class, since a user's model may have a part named `module`.
     while isinstance(model, (ModelWrapper, TorchDistributedDataParallel)):
         model = model.module
     return model
@@ -52,9 +55,9 @@ def unwrap_model(model: nn.Module | list[nn.Module]) -> Any:
 def get_attr_wrapped_model(
     model: nn.Module, attr: str, *, allow_none: bool = True, return_model_obj: bool = False
 ) -> Any:
-    """`attr` of a wrapped model: of the outermost of wrappers and model that has it; None where none has.
+    """Returns `attr` of the outermost wrapper that has it, or of the model; None if none has it.
 
-    allow_none: a value of None counts as having it. return_model_obj: give what has it instead of the value.
+    allow_none: whether a value of None counts. return_model_obj: return the object that has the attribute instead.
     Raises ValueError for a list of models.
     """
     if isinstance(model, list):
@@ -68,5 +71,5 @@ def get_attr_wrapped_model(
 
 
 def get_model_config(model: nn.Module) -> Any:
-    """The `config` of a model, looked up through its wrappers."""
+    """Returns the `config` of a wrapped model."""
     return unwrap_model(model).config

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -17,6 +18,7 @@ from torch import nn
 
 from megatron.core.files import replaced_file
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.pages.page import MissingPackageError
 from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
@@ -233,9 +235,16 @@ def plan_document(
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html into the folder, which is made where it is missing. Raises OSError."""
+    """Writes plan.json and plan.html into the folder, created if missing; returns the files. Raises OSError.
+
+    Without the packages of pages it writes plan.json only, and says on stderr what is missing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {JSON_FILE: json.dumps(document, indent=1), PAGE_FILE: page(document)}
+    texts = {JSON_FILE: json.dumps(document, indent=1)}
+    try:
+        texts[PAGE_FILE] = page(document)
+    except MissingPackageError as error:
+        print(f"{PAGE_FILE} is not written: {error}", file=sys.stderr)
     for name, text in texts.items():
         with replaced_file(folder / name) as file:
             file.write(text.encode())

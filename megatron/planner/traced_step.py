@@ -166,7 +166,7 @@ class _Experts:
         return torch.zeros(2, dtype=torch.float64)
 
     def grow_sync(self, *, iteration: int) -> str:
-        raise AssertionError("no step of a plan is void")
+        raise AssertionError("no step of a plan overflows")
 
     def end_step(self) -> None:
         pass

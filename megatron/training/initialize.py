@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import complete_iterations, find_checkpoint
-from megatron.training.checkpointing.rng_state import seed_copies
+from megatron.training.checkpointing.rng_state import seed_generators
 from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.config import DistributedConfig
@@ -71,7 +71,7 @@ def initialize_megatron(
     for notice in filter(None, notices):
         print_rank_0(notice)
     # The same on all replicas, which draw the same weights. seed_ranks then separates them.
-    seed_copies(args.seed, groups)
+    seed_generators(args.seed, groups)
     publish_run(args)
     return args
 

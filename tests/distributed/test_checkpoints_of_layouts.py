@@ -1,6 +1,6 @@
-"""A checkpoint of any layout, sharded or not, loads in any other: weights and state, bit for bit by logical name.
+"""A checkpoint of any layout, sharded or not, loads in any other: weights and state bit for bit by logical name.
 
-Random pairs of layouts are in test_any_layout_to_any; this is a chain of layouts that split experts most.
+This is a chain of layouts that mainly split experts; test_any_layout_to_any covers random pairs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
 RANKS = 8
-# fp32 masters beside bf16 weights; a tied embedding with rows of padding; dense and expert layers.
+# fp32 master weights of bf16 weights, a tied embedding with padding rows, dense and expert layers.
 MODEL: Flags = {
     **read_bases()["moe"],
     "num-layers": 4,
@@ -43,13 +43,13 @@ LAYOUTS = [
     layout(2, 2, 2, ep=4),
     layout(),
 ][: long_count(3, soak=6)]
-# From sharded to sharded states, to whole ones, and back.
+# From sharded states to sharded ones, to unsharded ones, and back.
 SHARDED = (0, 1, 3, 4)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_any_layout_loads_in_any_other(tmp_path: Path) -> None:
-    # Each loads what the one before has saved, and saves it again; in the end one process does.
+    # Each run loads the checkpoint of the previous one and saves it again, ending with a single process.
     argvs = []
     for number, sizes in enumerate([*LAYOUTS, {}]):
         flags: Flags = {**MODEL, **sizes, "save": tmp_path / f"{number}", "ckpt-format": "torch_dist"}

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: other ranks and other boxes load them, and every failure reaches everybody."""
+"""Checkpoints of several ranks: other ranks and boxes load them, and every rank reports each failure."""
 
 import os
 import random
@@ -93,7 +93,7 @@ def rows(value):
 
 
 def expect_error(expected, call):
-    """The text that `call` raised here; the files of a failed save must be gone and every rank must get here."""
+    """Returns the text of the error that every rank must raise from `call`, a failed save that leaves no files."""
     try:
         call()
     except expected as error:

@@ -1,4 +1,4 @@
-"""Adapters start from a checkpoint that has none, in any layout, and are then part of the run's own checkpoints."""
+"""New adapters start from a checkpoint without any, in any layout, and are part of later checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_adapters_begin_beside_the_weights_and_go_on(tmp_path: Path) -> None:
     [[again]] = run_on_ranks(_losses, 1, command_line({**ADAPTERS, "load": adapted["save"]}), 1)
     assert again == pytest.approx(second, rel=1e-6)
     refused = [
-        ({**ADAPTERS, "load": base["save"]}, "the checkpoint has no adapters, .*add --finetune"),
+        ({**ADAPTERS, "load": base["save"]}, "the checkpoint lacks the adapters of --lora-rank: add --finetune"),
         ({**BASE, "load": adapted["save"]}, "checkpoint with other adapters: --lora-rank"),
         ({**ADAPTERS, "lora-rank": 4, "load": adapted["save"]}, "--lora-rank is 4 here, 2 in the checkpoint"),
         ({**ADAPTERS, "lora-alpha": 4, "load": adapted["save"]}, "--lora-alpha is 4.0 here, 32.0 in the checkpoint"),

@@ -1,7 +1,7 @@
 """Deterministic runs repeat bit for bit, also when they stop and resume after any step.
 
-Another number of ranks continues with the same samples. Three ranks, whose sums depend on their order; text of several
-epochs; dropout.
+A different number of ranks continues with the same samples. The cases use three ranks, so that sums depend on their
+order, and text of several epochs with dropout.
 """
 
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_b12_resume_after_every_step_continues_bit_for_bit(
 
 @pytest.mark.soak
 def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    """In processes of their own; in one process test_b12_resume_after_every_step_continues_bit_for_bit shows it."""
+    """Uses separate processes; test_b12_resume_after_every_step_continues_bit_for_bit covers a single process."""
     argv = _argv("moe", tmp_path, DROPOUT)
     first, second = (run_on_ranks(_train, 3, argv) for _ in range(2))
     assert first == second
@@ -124,7 +124,7 @@ def _train(argv: list[str], steps: int = STEPS) -> tuple[Steps, State]:
 
 
 def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tuple[Any, Any, list[Any]]:
-    """A run; one that saves before and after each step; and from some of these checkpoints the rest of the run."""
+    """Returns a full run, a run that saves before and after each step, and the rest of the run from some of these."""
     whole = _train(argv)
     with started_run([*argv, "--save", folder]) as run:
         run.save_checkpoint()
@@ -138,7 +138,7 @@ def _stop_everywhere(argv: list[str], folder: str, after: tuple[int, ...]) -> tu
 
 
 def _record(argv: list[str], steps: int) -> tuple[list[float], list[float | None], list[list[tuple[int, ...]]]]:
-    """Losses, gradient norms and the samples that this rank read, by step; saves at the end under --save."""
+    """Records losses, gradient norms and samples of this rank by step; saves at the end under --save."""
     recording = record_run(argv, steps, save=True)
     samples = [[tuple(row.tolist()) for b in step for row in b["tokens"]] for step in recording.batches]
     return [r.losses["lm loss"] for r in recording.reports], [r.grad_norm for r in recording.reports], samples
@@ -158,7 +158,7 @@ def _assert_ranks_differ_in_dropout_alone(ranks: list[tuple[Steps, State]]) -> N
 
 
 def _assert_meaningful(steps: Steps, precision: str) -> None:
-    """The run saw the data more than once; fp16 skipped the first steps, and either all or some later ones again."""
+    """Checks that the run repeats its data, and that fp16 skips the first steps and some or all later ones."""
     assert steps[-1]["consumed_samples"] > 2 * SAMPLES_PER_EPOCH
     skipped = [step["skipped"] for step in steps]
     if precision == "fp16_unscaled":

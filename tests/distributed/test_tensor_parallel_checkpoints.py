@@ -1,4 +1,4 @@
-"""Weights and optimizer state do not know how many ranks or stages held them; resumed runs go on bit for bit."""
+"""Stored weights and optimizer state do not depend on ranks or stages; resumed runs continue bit for bit."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
-# Of four ranks, two hold vocabulary padding alone.
+# With four ranks, two hold only vocabulary padding.
 FLAGS: Flags = {"vocab-size": 60, "padded-vocab-size": 128, "make-vocab-size-divisible-by": 1, "bf16": True}
 STEPS = 3
 
@@ -23,7 +23,7 @@ STEPS = 3
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "axis"),
-    # Query groups are split as heads are; test_checkpoints_of_layouts.py has them.
+    # Query groups are split like heads; test_checkpoints_of_layouts.py covers them.
     [("dense", "tensor"), ("dense", "pipeline"), soak_only("llama", "tensor")],
 )
 def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis: str, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis:
         assert state.keys() == trained.keys()
         assert [name for name in state if not torch.equal(state[name], trained[name])] == []
     assert not torch.equal(initial["decoder.final_layernorm.weight"], trained["decoder.final_layernorm.weight"])
-    # Fresh weights, from the seed alone.
+    # Initial weights, which depend only on the seed.
     for before, _ in states[1:]:
         assert [name for name in initial if not torch.equal(before[name], initial[name])] == []
 
@@ -64,7 +64,7 @@ def _argv(base: str, flags: Flags, *, load: Path | None = None) -> list[str]:
 
 
 def _state_of(argv: Sequence[str], train: bool) -> tuple[list[Box], list[Box]]:
-    """Initial weights; weights and optimizer state after the first steps, or as loaded; saves."""
+    """Returns initial weights, and weights and optimizer state after the first steps or as loaded; saves."""
     at_load = argv.index("--load") if "--load" in argv else len(argv)
     with started_run([*argv[:at_load], *argv[at_load + 2 :]]) as run:
         initial = boxes_of_weights(run)

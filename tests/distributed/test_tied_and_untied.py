@@ -1,6 +1,6 @@
-"""A checkpoint of one weight for embedding and output layer gives a run two, and two that are the same give one.
+"""Loads between tied and untied vocabulary weights: one weight becomes two, and two equal ones become one.
 
-Random layouts do so in test_any_layout_to_any.
+test_any_layout_to_any covers random layouts.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ OUTPUT = "output_layer.weight"
 
 
 def _steps(flags: Flags, number: int, *, change: Callable[[TrainingRun], None] | None = None) -> list[dict[str, Any]]:
-    """What that many steps report, and after them a checkpoint where the flags say so."""
+    """Returns the reports of that many steps, and saves a checkpoint if the flags do."""
     with started_run(command_line({**FLAGS, **flags})) as run:
         reports = train_steps(run, number)
         if change is not None:
@@ -40,7 +40,7 @@ def _steps(flags: Flags, number: int, *, change: Callable[[TrainingRun], None] |
 
 
 def _scale_state(kind: str, run: TrainingRun) -> None:
-    """Makes a state of the output layer another one than that of the embedding."""
+    """Changes the output layer's optimizer state so that it differs from the embedding's."""
     assert run.optimizer is not None
     pieces = {name: held for chunk in run.model for name, held in model_logical_pieces(chunk).items()}
     for tensor in run.optimizer.sharded_state(pieces):
@@ -61,7 +61,7 @@ def _split_and_join(folder: Path) -> None:
     _steps({"save": one}, STEPS)
     whole = _steps({"load": one}, STEPS)
     _steps({**UNTIED, "load": one, "save": two}, 0)
-    # Joined again, it is what it was; on stages likewise, where the weight has a copy.
+    # Joining restores the original weight, also on stages, which hold a copy of it.
     assert _steps({"load": two}, STEPS) == whole
     split, staged = (_steps({**UNTIED, "load": one, **more}, STEPS) for more in ({}, STAGES))
     assert split[0]["losses"] == whole[0]["losses"] and split[1]["losses"] != whole[1]["losses"]
@@ -70,11 +70,13 @@ def _split_and_join(folder: Path) -> None:
     for more in ({}, {"finetune": True}, STAGES):
         said = _refusal({"load": parted, **more})
         assert "--untie-embeddings-and-output-weights is off here, on in the checkpoint" in said, said
-        assert f"{OUTPUT} there is not embedding.word_embeddings.weight" in said and "--no-load-optim" not in said, said
-    # Weights that are the same with states that are not.
+        assert (
+            f"{OUTPUT} there differs from embedding.word_embeddings.weight" in said and "--no-load-optim" not in said
+        ), said
+    # Equal weights with different optimizer states.
     _steps({**UNTIED, "load": two, "save": moments}, 0, change=partial(_scale_state, "exp_avg_sq"))
     said = _refusal({"load": moments})
-    assert f"optimizer.exp_avg_sq.{OUTPUT} there is not" in said and "--no-load-optim" in said, said
+    assert f"optimizer.exp_avg_sq.{OUTPUT} there differs" in said and "--no-load-optim" in said, said
     assert _refusal({"load": moments, "no-load-optim": True, "override-opt-param-scheduler": True}) == ""
 
 

@@ -1,4 +1,4 @@
-"""A dense checkpoint becomes a model with experts in any layout, which at first computes what the dense one does."""
+"""A dense checkpoint becomes a model with experts in any layout, which first computes the same as the dense one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +72,7 @@ def _train_and_save(argv: Sequence[str]) -> None:
 
 
 def _first_step(argv: Sequence[str]) -> tuple[float, list[Box]]:
-    """Its loss, and the weights before it."""
+    """Returns the loss of the first step, and the weights before it."""
     with started_run(argv) as run:
         assert run.state.iteration == 0
         held = ModelWeights(run.model).tensors

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files, and what no save writes with checksums that vouch for it. Nothing is read here."""
+"""Damage to the files of a checkpoint, and contents that no save writes with valid checksums. Reads nothing."""
 
 import json
 import os
@@ -22,7 +22,7 @@ LATEST = "iter_0000002"
 
 
 class Harm:
-    """What a pickle can do when it is read."""
+    """The code that a malicious pickle runs when it is read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("harm",)
@@ -30,10 +30,10 @@ class Harm:
 
 @dataclass
 class Damaged:
-    """A --save folder with some damage, and what is done with it.
+    """A --save folder with some damage, and the methods that add more.
 
-    is_content_changed: the bytes of tensors may be others, and vouched for. is_plain: files are not what was saved, and
-    nothing vouches for them.
+    is_content_changed: tensor bytes may have changed under valid checksums. is_plain: files have changed and checksums
+    have not.
     """
 
     kind: str
@@ -48,7 +48,7 @@ Damage = Callable[[Choices, Path, Damaged], str]
 
 
 def _bytes(choices: Choices, saved: Path, case: Damaged) -> str:
-    # Those of the checkpoint before as well: then the later one is taken.
+    # Also files of the previous checkpoint, in which case the later one is loaded.
     files = sorted(path for path in saved.glob("*/*") if path.is_file() and path.stat().st_size)
     path = choices.one(files)
     content = path.read_bytes()
@@ -63,20 +63,20 @@ def _bytes(choices: Choices, saved: Path, case: Damaged) -> str:
             path.write_bytes(choices.one(files).read_bytes() + b" ")
         case _:
             path.write_bytes({"flip": flipped, "cut": content[:place], "longer": content + b"\0", "empty": b""}[what])
-    # JSON means the same with another blank; who looks at the later one alone finds nothing wrong with the one before.
+    # Extra whitespace does not change JSON, and readers of the later checkpoint do not notice damage to the earlier.
     is_looked_at = path.parent.name == LATEST or "--ckpt-step" not in case.words
     case.is_plain = path.name != MANIFEST_FILE and is_looked_at
     return f"{what} {path.name} at {place}"
 
 
 def data_files(saved: Path) -> list[Path]:
-    """Lists the files that hold tensors; those of the checkpoint before where other damage has left none."""
+    """Lists the data files of the damaged checkpoint, or of the previous one if other damage has left none."""
     found = [*(saved / LATEST).glob("*.distcp"), *saved.glob("*/*.distcp")]
     return sorted(path for path in found if path.is_file() and path.stat().st_size)
 
 
 def _pieces(choices: Choices, saved: Path, case: Damaged) -> str:
-    """Other bytes inside a data file, with their checksums."""
+    """Changes bytes inside a data file and updates the checksums."""
     path = choices.one(data_files(saved))
     content = bytearray(path.read_bytes())
     for _ in range(choices.integer(1, 30)):
@@ -88,7 +88,7 @@ def _pieces(choices: Choices, saved: Path, case: Damaged) -> str:
 
 
 def _hostile_pieces(choices: Choices, saved: Path, case: Damaged) -> str:
-    """What was no tensor when it was saved, with its checksum; of the first format alone pieces are read by torch."""
+    """Stores something other than a tensor with a valid checksum; torch reads pieces only of format version 1."""
     path = choices.one(data_files(saved))
     size = path.stat().st_size
     with open(path, "wb") as file:
@@ -125,7 +125,7 @@ def _common(choices: Choices, saved: Path, case: Damaged) -> str:
 def _metadata(choices: Choices, saved: Path, case: Damaged) -> str:
     path = saved / LATEST / ".metadata"
     try:
-        # Our own file, written a moment ago, unless there is other damage already.
+        # Trusted: this process has just written the file, unless other damage came first.
         metadata = pickle.loads(path.read_bytes())
         assert metadata.state_dict_metadata and metadata.storage_data
     except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, AssertionError):
@@ -156,7 +156,7 @@ def _tracker(choices: Choices, saved: Path, case: Damaged) -> str:
 
 
 def _folders(choices: Choices, saved: Path, case: Damaged) -> str:
-    """More or other folders beside the checkpoint."""
+    """Adds or changes folders next to the checkpoint."""
     name = choices.one(
         ["iter_0000009", "iter_00000000000000000002", f"iter_{'9' * 200}", "iter_\u0660000002", "release"]
     )
@@ -177,7 +177,7 @@ def _folders(choices: Choices, saved: Path, case: Damaged) -> str:
     return f"{what} {name[:30]}"
 
 
-# Those that have most to change come more often.
+# Kinds with more to change are drawn more often.
 DAMAGES: list[Damage] = [
     _bytes,
     _pieces,
@@ -194,7 +194,7 @@ DAMAGES: list[Damage] = [
 ]
 
 
-# Of torch's metadata: each changes it in place and says how, or gives other bytes for the file.
+# Changes of torch's metadata: each one modifies it in place and describes itself, or returns new file contents.
 
 
 def _sized(choices: Choices, metadata: Any) -> str:
@@ -282,7 +282,7 @@ def _around(choices: Choices, metadata: Any) -> str:
 
 
 def _other_pickle(choices: Choices, metadata: Any) -> tuple[str, bytes]:
-    """Bytes that no save writes, for the restricted unpickler."""
+    """Returns bytes that no save writes, for the restricted unpickler."""
     whole = pickle.dumps(metadata)
     place = choices.below(len(whole))
     others = {
@@ -318,7 +318,7 @@ _METADATA_CHANGES: list[Callable[[Choices, Any], Any]] = [_sized, _sized, _store
 
 
 def vouch(folder: Path) -> None:
-    """Makes the manifest say that each file there is whole, as far as it has an entry."""
+    """Updates the checksum of each file that has an entry in the manifest."""
     value = _json(folder / MANIFEST_FILE)
     names = list(value["files"]) if isinstance(value.get("files"), dict) else []
     for name, entry in ((name, value["files"][name]) for name in names):
@@ -329,14 +329,14 @@ def vouch(folder: Path) -> None:
                 entry["crc32"] = zlib.crc32(content)
             entry["bytes"] = len(content)
             for piece in entry.get("pieces") or []:
-                # Other damage may have left no numbers.
+                # Other damage may have removed all numbers.
                 if isinstance(piece, dict) and {type(piece.get(name)) for name in ("start", "bytes")} == {int}:
                     piece["crc32"] = zlib.crc32(content[piece["start"] : piece["start"] + piece["bytes"]])
     _write_manifest(folder, value)
 
 
 def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a manifest says of each file, as far as earlier damage has left anything."""
+    """Returns the manifest's entries, as far as earlier damage has left any."""
     files = manifest.get("files")
     entries = files.values() if isinstance(files, dict) else ()
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("pieces", []), list)]
@@ -349,7 +349,7 @@ def _write_manifest(folder: Path, value: dict[str, Any]) -> None:
 
 
 def _json(path: Path) -> Any:
-    """A JSON object, an empty one where earlier damage has left none."""
+    """Returns a JSON object, an empty one if earlier damage has left none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Fuzzed checkpoints: damaged ones, and those whose checksums vouch for what no save writes."""
+"""Fuzzed checkpoints: damaged ones, and ones with valid checksums over contents that no save writes."""
 
 import shutil
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _FORMAT_1 = Path(__file__).parents[1] / "unit_tests/core/dist_checkpointing/form
 
 
 class CheckpointFuzzer:
-    """Two checkpoints of a tiny run, the later one damaged, loaded and looked into by all that reads checkpoints."""
+    """Damages the later of two checkpoints of a tiny run, and passes both to everything that reads checkpoints."""
 
     def __init__(self, shared: Path) -> None:
         self._flags = {kind: {**read_bases()[kind], **_SAVING, **more} for kind, more in _KINDS.items()}
@@ -74,10 +74,10 @@ class CheckpointFuzzer:
         with exit_on_user_error():
             found = find_checkpoint(str(folder / "saved"))
             if found is None:
-                # Without a tracker nothing says that there was what a killed save has put aside.
+                # Without a tracker, nothing refers to a checkpoint that a killed save set aside.
                 assert case.kind == "format_1" and "replaced" in str(case.notes)
                 return
-            # Put aside, or a copy under another name: the same tensors.
+            # Set aside, or copied under another name: the same tensors.
             name = found.path.name if found.iteration == 1 else LATEST
             whole = self._tensors[self._shared / case.kind / name]
             for key, tensor in whole.items():
@@ -120,7 +120,7 @@ class CheckpointFuzzer:
 
 
 _KINDS: dict[str, Flags] = {"dense": {}, "moe": {"bf16": True, "moe-ffn-hidden-size": 8}}
-# The first six need no training run's checkpoint.
+# The first six accept any checkpoint, not only a training run's.
 _ACTIONS: dict[str, Callable[..., None]] = {
     name: vars(CheckpointFuzzer)[name]
     for name in ("load", "inspect", "verify", "diff", "prune", "to_safetensors", "to_legacy", "train", "generate")

@@ -30,8 +30,8 @@ LAYERS = (
     Layer(
         1,
         "base",
-        r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?|logical_tensors"
-        r"|num_microbatches_calculator|packed_seq_params|timers|utils)",
+        r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
+        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|timers|utils)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
@@ -52,6 +52,7 @@ LAYERS = (
     Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
     Layer(6, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
     Layer(6, "training", r"megatron\.training(\..+)?"),
+    Layer(6, "pages", r"megatron\.pages(\..+)?"),
     Layer(7, "planner", r"megatron\.planner(\..+)?"),
     Layer(8, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),
 )

@@ -19,7 +19,7 @@ DTYPE = re.compile(r"\b([bu]?f(loat|p)?(8|16|32|64)|u?int(8|16|32|64)?|integer|f
 STEP_PATH = re.compile(
     r"(?!.*/cpu_kernels\.py)"
     r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
-    r"|megatron/core/(full_cuda_graph|graph_capture|graphs/capture|group_collectives)\.py"
+    r"|megatron/core/(full_cuda_graph|graphs/capture|group_collectives)\.py"
     r"|megatron/training/(training|step/\w+|error_broadcast)\.py"
     r"|pretrain_gpt\.py"
 )

@@ -26,7 +26,6 @@ from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.folder import COMPANION_FOLDER, RELEASE, complete_iterations, write_release_tracker
 from megatron.training.checkpointing.run_values import args_to_json, load_run_values
 from megatron.training.checkpointing.train_state import TrainState
-from tools.export_safetensors import NOT_WEIGHTS
 from tools.hugging_face.companions import CONFIG_FILE, carry, companions_of, read_config, write_config
 from tools.hugging_face.families import Family
 from tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
@@ -34,7 +33,7 @@ from tools.hugging_face.quantized import PlainFiles
 from tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
 from tools.merge_adapters import merge_adapters
 from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
-from tools.stored_checkpoints import checkpoint_of_load
+from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Moved by steps of 1e-3, which half precision would lose: kept as it is.

@@ -1,4 +1,4 @@
-"""Several datasets mixed by weight into one; which sample comes from where is decided here, samples are not made."""
+"""BlendedDataset: several datasets mixed by weight, and the order of their samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +9,16 @@ from torch.utils.data import Dataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 
 BlendOrder = tuple[np.ndarray, np.ndarray]
-# Samples whose due shares are computed at once: fits a core's cache for some hundred datasets.
+# Samples for which shares are computed together; fits the cache of a core for some hundred datasets.
 _STEPS_AT_ONCE = 4096
 
 
 class BlendedDataset(Dataset[dict[str, Any]]):
-    """`size` samples of which each dataset gives its share by weight, at every point of the order to within one.
+    """A dataset of `size` samples, to which each dataset contributes its share by weight.
 
-    size None: as many as the datasets have together. Raises ValueError where a dataset has too few samples.
-    config: what the builder was given; samples need nothing of it. order: blend_indices(weights, size) where known.
+    After any number of samples each share is exact to within one sample. size: None means the total of the datasets.
+    config: not used. order: blend_indices(weights, size) if it is known. Raises ValueError if a dataset has too few
+    samples.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class BlendedDataset(Dataset[dict[str, Any]]):
 
     @property
     def dataset_index(self) -> np.ndarray:
-        """The dataset that each sample is from: [size], int16, not to be written to."""
+        """Number of the dataset of each sample: [size], int16, read-only."""
         return self._dataset_index
 
     def __len__(self) -> int:
@@ -51,14 +52,14 @@ class BlendedDataset(Dataset[dict[str, Any]]):
 
 
 def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """For each of `size` samples: the dataset (int16) and the number of the sample in that dataset (int64).
+    """Returns the dataset of each of `size` samples (int16) and the number of the sample in that dataset (int64).
 
-    Megatron's order: each sample comes from the dataset that is furthest behind its share, the first one on a tie.
-    Takes about a second per million samples, for 2 or for 100 datasets.
+    As in Megatron, each sample is from the dataset that is furthest behind its share, the first one on a tie. Takes
+    about a second per million samples, for 2 or for 100 datasets.
     """
     shares = np.asarray(weights, dtype=np.float64)
     shares = shares / shares.sum()
-    # Without a share nothing is ever due: where all others have theirs, a tie at 0 must not go to such a dataset.
+    # inf excludes datasets without a share: they would win ties at 0 when all others have their shares.
     given, behind = np.where(shares > 0, 0.0, np.inf), np.empty(len(shares))
     dataset_index = np.empty(size, dtype=np.int16)
     for first in range(0, size, _STEPS_AT_ONCE):
@@ -74,7 +75,7 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
 
 
 def _number_within_each(dataset_index: np.ndarray, *, num_datasets: int) -> np.ndarray:
-    """[size] int64: how many earlier samples come from the same dataset."""
+    """Returns how many earlier samples are from the same dataset: [size], int64."""
     counts = np.bincount(dataset_index, minlength=num_datasets)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     numbers = np.empty(len(dataset_index), dtype=np.int64)

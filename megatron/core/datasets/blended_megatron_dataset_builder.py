@@ -1,7 +1,7 @@
-"""Builds the train, valid and test datasets of a configuration, on all ranks without races.
+"""Builds training, validation and test datasets on all ranks, without races.
 
-One rank of the group builds first and fills the index cache; the others then read it. Where they do not see its
-files (a cache folder of each node's own) they build too, with equal results.
+One rank of the group builds first and fills the index cache, which the others then read. If they do not see its files,
+because each node has its own cache folder, they build too, with equal results.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ Datasets = list[GPTDataset | BlendedDataset | None]
 
 
 class BlendedMegatronDatasetBuilder:
-    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()` as Megatron's users know it.
+    """Megatron's builder: `BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()`.
 
-    sizes: samples wanted of train, valid, test; None is one epoch, 0 builds none. group: the ranks that call
-    `build` together; None is all ranks.
+    sizes: samples of train, valid and test; None means one epoch, 0 no dataset. group: the ranks that call `build`;
+    None means all ranks.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BlendedMegatronDatasetBuilder:
     ) -> None:
         if len(sizes) != len(Split):
             raise ValueError(f"sizes is {list(sizes)}: must be samples of train, valid and test")
-        # The split is part of what cached indices are found by, so it is written out.
+        # The description of cached indices contains the split, so the default is filled in.
         split = None if config.blend_per_split is not None else config.split or DEFAULT_SPLIT
         self.config = replace(config, split=split)
         self.cls = cls
@@ -47,9 +47,9 @@ class BlendedMegatronDatasetBuilder:
         self.group = group
 
     def build(self) -> Datasets:
-        """[train, valid, test], None where not asked for, of weight 0, or not built on this rank. A collective call.
+        """Builds [train, valid, test]; None for size or weight 0, or if not built on this rank. Collective.
 
-        Raises on every rank where any rank fails: ValueError or OSError there, RemoteRankError on the others.
+        Raises on every rank if any rank fails: ValueError or OSError there, RemoteRankError on the others.
         """
         datasets: Datasets = [None] * len(Split)
         is_first = not dist.is_initialized() or dist.get_rank(self.group) == 0
@@ -61,7 +61,7 @@ class BlendedMegatronDatasetBuilder:
         return datasets
 
     def _require_same_loss_masks(self, datasets: Datasets) -> None:
-        """Raises DataError on every rank where the masks beside the tokens are missing on some: nothing else would."""
+        """Raises DataError on every rank if loss masks are missing on some, which would otherwise go unnoticed."""
         parts = [
             part for whole in datasets for part in (whole.datasets if isinstance(whole, BlendedDataset) else [whole])
         ]
@@ -116,7 +116,7 @@ class BlendedMegatronDatasetBuilder:
         split = self.config.split
         assert split is not None
         ranges = split_documents(split, num_documents)
-        # A run may do without validation, not without what it trains on.
+        # Validation data is optional, training data is not.
         if ranges[Split.train.value] is None and self.sizes[Split.train.value] != 0:
             raise ValueError(f"--split {split} has no training data: the first number must be more than 0")
         for part, documents, size in zip(Split, ranges, self.sizes):
@@ -150,7 +150,7 @@ class BlendedMegatronDatasetBuilder:
         datasets = [self._build_one(split, sources[number], num_samples=int(counts[number])) for number in used]
         if len(used) < len(sources):
             order = blend_indices(weights, size)
-            # The share of a source without a sample goes to the others: one may now give a sample more.
+            # The shares of sources without samples go to the others, which may now need one sample more.
             for place, count in enumerate(np.bincount(order[0], minlength=len(used)).tolist()):
                 if count > len(datasets[place]):
                     datasets[place] = self._build_one(split, sources[used[place]], num_samples=count)
@@ -163,7 +163,7 @@ class BlendedMegatronDatasetBuilder:
 
 
 def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float] | None]:
-    """Prefixes and weights, without those of weight 0: such files need not exist. Prefix None is made-up data."""
+    """Returns prefixes and weights, without weights of 0, whose files need not exist. Prefix None means mock data."""
     if blend is None:
         return [None], None
     prefixes, weights = blend
@@ -175,7 +175,7 @@ def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float
 
 @dataclass(frozen=True)
 class _Source:
-    """One corpus of a blend, and which of its documents belong to the part being built."""
+    """One corpus of a blend, and its documents in the part that is being built."""
 
     prefix: str | None
     corpus: TokenSequences

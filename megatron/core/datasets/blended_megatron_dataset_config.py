@@ -1,4 +1,4 @@
-"""What any blended dataset is told by its builder; what GPT samples need beside it is GPTDatasetConfig's."""
+"""Configuration of blended datasets of any kind. GPTDatasetConfig adds the options of GPT samples."""
 
 import math
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Protocol
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, parse_split
 
-# The order of a blend numbers its datasets in 16 bits, as Megatron's does.
+# The sample order of a blend stores dataset numbers as int16, as Megatron does.
 MOST_DATASETS = 32767
 
 
 class Vocabulary(Protocol):
-    """The part of a tokenizer that data uses: ids 0 to vocab_size - 1, eod ends a document, name is for errors."""
+    """The part of a tokenizer that datasets use: ids 0 to vocab_size - 1, and eod at the end of a document."""
 
     @property
     def name(self) -> str: ...
@@ -26,19 +26,21 @@ class Vocabulary(Protocol):
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Names and meanings are Megatron's. A blend of None means made-up data."""
+    """Datasets to blend, and how samples are cut from them; names are Megatron's. A blend of None means mock data."""
 
     random_seed: int = config_field(1234, help="Seed of every shuffle.")
     sequence_length: int = config_field(help="Tokens per sample.", at_least=1)
     blend: Blend | None = config_field(None, help="Prefixes of .bin/.idx pairs, and their weights or None.")
     blend_per_split: list[Blend | None] | None = config_field(
-        None, help="Blends of train, valid and test, None for no such data; instead of blend and split."
+        None, help="Blends of train, valid and test, None for no data; instead of blend and split."
     )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
-    path_to_cache: str | None = config_field(None, help="Folder of cached indices; None is beside the data.")
+    path_to_cache: str | None = config_field(
+        None, help="Folder of cached indices; None means a folder next to the data."
+    )
     mmap_bin_files: bool = config_field(True, help="Map .bin files into memory instead of reading them.")
     num_dataset_builder_threads: int = config_field(1, help="No effect: building takes seconds.", at_least=1)
-    tokenizer: Vocabulary | None = config_field(None, help="Gives the vocabulary that tokens are checked against.")
+    tokenizer: Vocabulary | None = config_field(None, help="Has the vocabulary against which tokens are checked.")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -48,7 +50,7 @@ class BlendedMegatronDatasetConfig:
 
     def validate_blends(self) -> None:
         if self.blend_per_split is not None and all(blend is None for blend in self.blend_per_split):
-            self.blend_per_split = None  # what scripts pass that have the flags and no values
+            self.blend_per_split = None  # scripts with unset flags pass this
         if self.blend_per_split is not None:
             if self.blend is not None or self.split is not None:
                 raise ValueError("blend_per_split is given together with blend or split: must be instead of them")
@@ -60,7 +62,7 @@ class BlendedMegatronDatasetConfig:
 
 
 def validate_blend(blend: Blend) -> None:
-    """Raises ValueError unless there is a dataset, and a weight for each or none at all."""
+    """Raises ValueError unless there is at least one dataset, and a weight for each or for none."""
     prefixes, weights = blend
     if not 0 < len(prefixes) <= MOST_DATASETS:
         raise ValueError(f"blend has {len(prefixes)} datasets: must be 1 to {MOST_DATASETS}")

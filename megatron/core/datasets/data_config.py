@@ -1,4 +1,4 @@
-"""Command-line fields of the data: where it lies, how it is split and read; the samples are made in gpt_dataset.py."""
+"""Command-line fields of the data: paths, split and reading. Samples are made in gpt_dataset.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +10,28 @@ from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, get_blend_from_li
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Flags of the group "data and dataloader"."""
+    """Selects the data, and how it is split and read."""
 
     cli_group: ClassVar[str] = "data and dataloader"
 
     data_path: list[str] | None = config_field(
         None,
-        help="Prefix of a .bin/.idx pair of tools/preprocess_data.py; or several, alone or as WEIGHT PREFIX pairs.",
+        help="Prefix of a .bin/.idx pair of tools/preprocess_data.py; or several prefixes, or WEIGHT PREFIX pairs.",
         nargs="*",
     )
     train_data_path: list[str] | None = config_field(
         None,
-        help="As --data-path, for training alone; --valid-data-path and --test-data-path name the data of the others.",
+        help="As --data-path, for training only; --valid-data-path and --test-data-path name the other data.",
         nargs="*",
     )
     valid_data_path: list[str] | None = config_field(
-        None, help="Validation data; without it, under --train-data-path, there is no validation.", nargs="*"
+        None, help="Validation data; with --train-data-path and without this flag there is no validation.", nargs="*"
     )
     test_data_path: list[str] | None = config_field(
-        None, help="Test data; without it, under --train-data-path, there is no test.", nargs="*"
+        None, help="Test data; with --train-data-path and without this flag there is no test.", nargs="*"
     )
     data_args_path: str | None = config_field(
-        None, help="File with the words of --data-path, between blanks or line ends; for long blends."
+        None, help="File with the values of --data-path, separated by whitespace; for long blends."
     )
     split: str | None = config_field(
         None,
@@ -39,29 +39,29 @@ class DataConfig:
     )
     data_cache_path: str | None = config_field(
         None,
-        help="Folder for the sample indices; by default cache/GPTDataset_indices beside the data.",
+        help="Folder of the sample indices; by default cache/GPTDataset_indices in the folder of the data.",
     )
     mmap_bin_files: bool = config_field(
         True,
         flags=("--no-mmap-bin-files",),
         help="Read .bin files with file reads instead of a memory map.",
     )
-    mock_data: bool = config_field(False, help="Train on made-up token sequences; needs no data files.")
+    mock_data: bool = config_field(False, help="Train on synthetic token sequences, without data files.")
     reset_position_ids: bool = config_field(
-        False, help="Positions start anew behind each end-of-document token. No effect on rope: it is relative."
+        False, help="Positions restart after each end-of-document token. No effect on rope, which is relative."
     )
-    reset_attention_mask: bool = config_field(False, help="Attention does not see across end-of-document tokens.")
-    eod_mask_loss: bool = config_field(False, help="No loss where the input is the end-of-document token.")
+    reset_attention_mask: bool = config_field(False, help="Attention is limited to the tokens of one document.")
+    eod_mask_loss: bool = config_field(False, help="No loss for positions whose input is the end-of-document token.")
     seq_length: int | None = config_field(None, help="Tokens per sample.", at_least=1)
     num_workers: int = config_field(
         2,
-        help="Processes per data iterator that read ahead (at most one per core); 0 reads in the training process.",
+        help="Worker processes of each data iterator (at most one per core); 0 reads in the training process.",
         at_least=0,
     )
     create_attention_mask_in_dataloader: bool = config_field(
         True,
         flags=("--no-create-attention-mask-in-dataloader",),
-        help="Under --reset-attention-mask, batches carry the borders of documents instead of masks of S x S.",
+        help="With --reset-attention-mask, batches contain the borders of documents instead of S x S masks.",
     )
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class DataConfig:
             raise ValueError(f"{separate[0]} contradicts --split {self.split}: nothing is split off, drop --split")
 
     def paths_per_split(self) -> dict[str, list[str] | None]:
-        """Flag to words, of the flags that name the data of train, valid and test apart."""
+        """Returns the values of the flags that name training, validation and test data separately, by flag."""
         return {
             "--train-data-path": self.train_data_path,
             "--valid-data-path": self.valid_data_path,
@@ -94,12 +94,12 @@ class DataConfig:
         }
 
     def names_data(self) -> bool:
-        """Whether any flag says where data comes from."""
+        """Whether any flag names data."""
         named = (self.data_path, self.data_args_path, *self.paths_per_split().values())
         return self.mock_data or any(one is not None for one in named)
 
     def read_blend(self) -> Blend | None:
-        """The blend of --data-path or of the file of --data-args-path. Raises OSError or ValueError naming the file."""
+        """Returns the blend of --data-path, or of the file of --data-args-path. Raises OSError or ValueError."""
         if self.data_args_path is None:
             return get_blend_from_list(self.data_path)
         path = Path(self.data_args_path)
@@ -117,11 +117,11 @@ class DataConfig:
         return get_blend_from_list(words)
 
     def blend_per_split(self) -> list[Blend | None] | None:
-        """The blends of train, valid and test where they are named apart."""
+        """Returns the blends of training, validation and test data if they are named separately, else None."""
         blends = [get_blend_from_list(words) for words in self.paths_per_split().values()]
         return blends if any(blend is not None for blend in blends) else None
 
 
 def words_of(flag: str, words: list[str]) -> str:
-    """A flag and its words as on a command line."""
+    """Returns a flag and its words as on a command line."""
     return " ".join([flag, *words])

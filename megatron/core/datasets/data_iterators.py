@@ -1,4 +1,4 @@
-"""What the training loop reads: endless iterators over micro-batches that start at any consumed sample."""
+"""Endless iterators over microbatches for the training loop, which can start at any consumed sample."""
 
 import multiprocessing
 import os
@@ -31,11 +31,11 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Where reading starts and which rows this data-parallel rank gets.
+    """The start of reading, and the rows of this data-parallel rank.
 
-    consumed_*: samples that all ranks together have used, as the checkpoint has them. Test data starts at 0.
-    pin_memory: page-locked batches, for asynchronous copies to a GPU. create_attention_mask: whether borders of
-    documents become masks.
+    consumed_*: samples that all ranks together have consumed, from the checkpoint. Test data starts at 0.
+    pin_memory: return pinned batches, for asynchronous copies to a GPU. create_attention_mask: convert borders of
+    documents to masks.
     """
 
     micro_batch_size: int
@@ -49,14 +49,13 @@ class BatchPlan:
 
 
 class DataIterator(Iterator[Batch]):
-    """`next` gives {tokens, labels, position_ids: [B, S] int64, loss_mask: [B, S] float32} on the CPU, for ever.
+    """Yields {tokens, labels, position_ids: [B, S] int64, loss_mask: [B, S] float32} on the CPU, without end.
 
     Datasets with reset_attention_mask add cu_seqlens, [n + 1] int32: the borders of documents within the B * S tokens
-    of the batch, row by row; or, under plan.create_attention_mask, attention_mask, [B, 1, S, S] bool.
+    of the batch, row by row; or, with plan.create_attention_mask, attention_mask, [B, 1, S, S] bool.
 
-    The k-th batch depends on the dataset, `consumed_samples` and the rank alone: not on workers or what was read
-    earlier. Neither does reading draw from any global random generator. Worker processes start with the first
-    `next`; `close` ends them.
+    Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
+    does not use global random generators. Worker processes start with the first `next`; `close` ends them.
     """
 
     def __init__(self, dataset: Dataset[Batch], plan: BatchPlan, *, consumed_samples: int = 0) -> None:
@@ -74,15 +73,15 @@ class DataIterator(Iterator[Batch]):
             num_workers=num_workers,
             collate_fn=partial(_stack_or_pass_on, create_attention_mask=plan.create_attention_mask),
             worker_init_fn=prepare_worker,
-            # Said explicitly: the default of Python 3.14 would import torch anew for each worker.
+            # The default of Python 3.14 would import torch in each worker.
             multiprocessing_context="fork" if num_workers else None,
-            # DataLoader draws a seed when iteration starts: from the global generator a resumed run, which starts
-            # iterating at another moment, would get other dropout masks.
+            # DataLoader draws a seed when iteration starts. From the global generator, this would change the dropout
+            # masks of a resumed run, which starts iterating at another step.
             generator=torch.Generator(),
         )
         self._pin_memory = plan.pin_memory
         self._batches: Iterator[dict[str, np.ndarray] | Exception] | None = None
-        # Also at interpreter exit, before multiprocessing terminates and joins whatever workers are left.
+        # Runs also at interpreter exit, before multiprocessing terminates and joins the remaining workers.
         weakref.finalize(self, prepare_worker.let_go)
 
     def __next__(self) -> Batch:
@@ -95,7 +94,7 @@ class DataIterator(Iterator[Batch]):
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
 
     def close(self) -> None:
-        """Ends the workers; a later `next` starts anew at consumed_samples."""
+        """Ends the workers; a later `next` starts from consumed_samples."""
         self._batches = None
 
 
@@ -144,11 +143,11 @@ DataIterators = tuple[DataIterator | None, DataIterator | None, DataIterator | N
 
 
 def stack_samples(samples: Sequence[Batch]) -> dict[str, np.ndarray]:
-    """Samples of equal keys to one batch. Each tensor [S, ...] becomes an array [B, S, ...] of the same dtype.
+    """Stacks samples with equal keys to a batch: each tensor [S, ...] to an array [B, S, ...] of the same dtype.
 
-    cu_seqlens: [n_i + 1] int32 of each sample, becomes that of all rows one behind the other, [n + 1].
+    cu_seqlens of the samples, [n_i + 1], int32, are concatenated over the rows, [n + 1].
     """
-    # Arrays, not tensors: a tensor leaves a worker as a shared-memory file, which costs milliseconds per batch.
+    # Arrays, since workers send tensors as shared-memory files, which costs milliseconds per batch.
     columns = {key: [np.asarray(sample[key]) for sample in samples] for key in samples[0]}
     return {
         key: join_cumulative_lengths(rows) if key == "cu_seqlens" else np.stack(rows) for key, rows in columns.items()
@@ -161,7 +160,7 @@ def _stack_or_pass_on(
     if isinstance(samples, Exception):
         return samples
     batch = stack_samples(samples)
-    # Of the whole batch at once: masks made sample by sample would be written twice.
+    # For the whole batch, since masks of single samples would be written twice.
     if create_attention_mask and "cu_seqlens" in batch:
         batch["attention_mask"] = document_masks(batch.pop("cu_seqlens"), seq_length=batch["tokens"].shape[1])
     return batch
@@ -175,9 +174,9 @@ def build_train_valid_test_datasets(
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> Datasets:
-    """[train, valid, test] of `sizes` samples (None: one epoch; 0: no such dataset). A collective call of `group`.
+    """Builds [train, valid, test] with `sizes` samples (None means one epoch, 0 no dataset). Collective over `group`.
 
-    Raises ValueError or OSError on every rank when a file or a flag is not right.
+    Raises ValueError or OSError on every rank for a wrong file or flag.
     """
     cls = MockGPTDataset if config.mock_data else GPTDataset
     with all_ranks_agree(group):  # the file of --data-args-path may be missing on one node
@@ -186,7 +185,7 @@ def build_train_valid_test_datasets(
 
 
 def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) -> GPTDatasetConfig:
-    """The configuration of GPT datasets that the flags ask for. Raises ValueError where the flags name no data."""
+    """Returns the configuration of GPT datasets for these flags. Raises ValueError if the flags name no data."""
     if config.seq_length is None:
         raise ValueError("--seq-length is missing: must be the number of tokens per sample")
     if not config.names_data():
@@ -203,15 +202,15 @@ def gpt_dataset_config(config: DataConfig, tokenizer: Vocabulary, *, seed: int) 
         reset_position_ids=config.reset_position_ids,
         reset_attention_mask=config.reset_attention_mask,
         eod_mask_loss=config.eod_mask_loss,
-        create_attention_mask=False,  # the iterators make masks, for a batch at once
+        create_attention_mask=False,  # the iterators create masks of whole batches
     )
 
 
 def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterators:
-    """Iterators over [train, valid, test] of build_train_valid_test_datasets, or of a user's own provider.
+    """Returns iterators over [train, valid, test] of build_train_valid_test_datasets or of a user's provider.
 
-    None for each dataset that is None. Validation reads on from consumed_valid_samples, so that successive
-    evaluations see successive samples, and a resumed run the same ones.
+    None for each dataset that is None. Validation continues at consumed_valid_samples, so that successive evaluations
+    use successive samples, also in a resumed run.
     """
     train, valid, test = datasets
     return (
@@ -226,9 +225,9 @@ def _iterator(dataset: Any, plan: BatchPlan, *, consumed_samples: int) -> DataIt
 
 
 class _Samples(Dataset[Batch]):
-    """A dataset whose errors about its data leave a worker as values.
+    """A dataset that returns its errors about data as values.
 
-    DataLoader turns what a worker raises into the text of a traceback, from which no user reads what to do.
+    DataLoader would turn an error in a worker into the text of a traceback, which hides the message.
     """
 
     def __init__(self, dataset: Dataset[Batch]) -> None:
@@ -246,22 +245,22 @@ def _num_cores() -> int:
 
 
 class _PrepareWorker:
-    """Keeps signals that are meant for the whole job from ending a worker.
+    """Makes workers ignore signals that are sent to the whole job.
 
-    On Ctrl-C or SIGTERM the trainer shall finish its step and save, for which it needs its workers. They end when
-    the iterator goes (a SIGTERM after `let_go` counts), and by themselves when the trainer is gone, however it went.
+    On Ctrl-C or SIGTERM the trainer finishes its step and saves, for which it needs its workers. They end with the
+    iterator, by a SIGTERM after `let_go`, or when the trainer process has ended for any reason.
     """
 
     def __init__(self) -> None:
         self._trainer = os.getpid()
-        # Shared memory without a lock: it is read in a signal handler.
+        # Shared memory without a lock, because a signal handler reads it.
         self._may_end = multiprocessing.RawValue("b", 0)
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_terminate)
-        # DataLoader's workers look for their parent only while they wait for work, and a queue's own thread can block
-        # the end of a process for ever.
+        # Workers of DataLoader check for their parent only while they wait for work, and the thread of a queue can
+        # block the exit of a process forever.
         if sys.platform == "linux":
             threading.Thread(target=self._end_with_trainer, daemon=True).start()
 
@@ -273,7 +272,7 @@ class _PrepareWorker:
             trainer = os.pidfd_open(self._trainer)
         except ProcessLookupError:
             os._exit(1)
-        # Readable when it has ended. Another process may have had its number by the time it was opened.
+        # The descriptor is readable when the process has ended. The number may belong to another process by now.
         ended = select.poll()
         ended.register(trainer, select.POLLIN)
         if os.getppid() == self._trainer:

@@ -1,4 +1,4 @@
-"""Samples for next-token training, cut from indexed documents; which tokens a sample gets is in gpt_indices.py."""
+"""Samples for next-token training, cut from indexed documents as gpt_indices.py determines."""
 
 import os
 import zlib
@@ -31,10 +31,10 @@ from megatron.core.datasets.indexed_dataset import (
 )
 from megatron.core.datasets.utils import Split
 
-# Tokens read at start-up to find data of another tokenizer before the first step; training checks every sample.
+# Tokens that are checked at startup, to detect data of another tokenizer. Training checks every sample.
 _PROBED_DOCUMENTS = 64
 _PROBED_TOKENS = 65536
-# Raised when gpt_indices.py gives other arrays than before for the same description: old caches are then not used.
+# Incremented when gpt_indices.py returns other arrays for the same description, which invalidates old caches.
 _INDICES_VERSION = 1
 # The corpus of --mock-data.
 MOCK_DOCUMENTS = 20_000
@@ -43,7 +43,7 @@ MOCK_STRIDES = (1, 2, 3, 5)
 
 
 class TokenSequences(Protocol):
-    """The source of a GPTDataset: an IndexedDataset, or anything with its lengths and `get`."""
+    """The source of a GPTDataset, such as an IndexedDataset."""
 
     @property
     def sequence_lengths(self) -> np.ndarray: ...
@@ -53,13 +53,13 @@ class TokenSequences(Protocol):
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """What happens at the borders of documents, which the tokenizer's eod marks."""
+    """Options of GPT samples at the borders of documents, which the tokenizer's eod marks."""
 
-    reset_position_ids: bool = config_field(False, help="Positions start anew behind each eod.")
-    reset_attention_mask: bool = config_field(False, help="Attention does not see across an eod.")
-    eod_mask_loss: bool = config_field(False, help="No loss where the input is eod.")
+    reset_position_ids: bool = config_field(False, help="Positions restart after each eod.")
+    reset_attention_mask: bool = config_field(False, help="Attention is limited to the tokens of one document.")
+    eod_mask_loss: bool = config_field(False, help="No loss for positions whose input is eod.")
     create_attention_mask: bool = config_field(
-        True, help="Whether reset_attention_mask gives masks or borders; plain causal attention needs neither."
+        True, help="Whether reset_attention_mask returns masks or borders; plain causal attention needs neither."
     )
 
     def __post_init__(self) -> None:
@@ -73,17 +73,16 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
-    """Fixed-length samples of the documents `indexed_indices`, in an order fixed by the seed.
+    """Samples of fixed length from the documents `indexed_indices`, in an order that the seed determines.
 
-    Item: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and
-    under reset_attention_mask attention_mask [1, S, S] bool (True: forbidden) or cu_seqlens [n + 1] int32.
-    PREFIX_loss_mask.bin/.idx beside the tokens says which of them are learned; without it all are.
-    num_samples None: one epoch. There may be a few more samples than asked for: len() counts all.
-    Indices are cached on disk. Raises ValueError where the documents are too short for one sample, or hold tokens
-    outside the tokenizer's vocabulary; OSError where the cache cannot be written.
+    Items: tokens [S] int64, labels [S] int64 (the next tokens), loss_mask [S] float32, position_ids [S] int64, and
+    with reset_attention_mask attention_mask [1, S, S] bool (True means forbidden) or cu_seqlens [n + 1] int32. The pair
+    PREFIX_loss_mask.bin/.idx selects the tokens that are learned; without it all are. num_samples: None means one
+    epoch. len() may be slightly larger. Indices are cached on disk. Raises ValueError if the documents are too short
+    for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if the cache is not writable.
     """
 
-    unnamed = "data without a path"  # what errors call a dataset whose dataset_path is None
+    unnamed = "data without a path"  # the name in errors if dataset_path is None
 
     def __init__(
         self,
@@ -102,13 +101,13 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.config = config
         self._where = f"{dataset_path or self.unnamed} ({index_split.name})"
         self._vocab_size = None if config.tokenizer is None else config.tokenizer.vocab_size
-        # Without a tokenizer no option asks for eod, and no token is negative.
+        # Without a tokenizer no option uses eod, and no token is negative.
         self._eod = -1 if config.tokenizer is None else config.tokenizer.eod
         self._learned = open_loss_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
         self._check_enough_text()
         self._probe_vocabulary()
         self._gpt_indices = self._load_or_build_indices()
-        # The same for every sample: made once, copied into each.
+        # Equal for all samples, and copied into each.
         self._loss_mask = torch.ones(config.sequence_length, dtype=torch.float32)
         self._position_ids = torch.arange(config.sequence_length, dtype=torch.int64)
 
@@ -124,17 +123,17 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: TokenSequences) -> int:
-        """How many documents there are to split: one per sequence."""
+        """Returns the number of documents to split: one per sequence."""
         return len(low_level_dataset.sequence_lengths)
 
     @property
     def document_index(self) -> np.ndarray:
-        """The documents in the order they are read in: [epochs * documents], int32, not to be written to."""
+        """Documents in reading order: [epochs * documents], int32, read-only."""
         return self._gpt_indices.document
 
     @property
     def shuffle_index(self) -> np.ndarray:
-        """Each sample's place in the stream of the documents: [samples], uint32 or int64, not to be written to."""
+        """Position of each sample in the stream of documents: [samples], uint32 or int64, read-only."""
         return self._gpt_indices.shuffle
 
     def __len__(self) -> int:
@@ -142,15 +141,15 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def has_loss_mask(self) -> bool:
-        """Whether loss masks lie beside the tokens."""
+        """Whether the data has loss masks."""
         return self._learned is not None
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """tokens, labels, position_ids: [S] int64; loss_mask: [S] float32; and what the class says of borders."""
+        """Returns tokens, labels, position_ids: [S], int64; loss_mask: [S], float32; and borders, see the class."""
         text = self.sample_tokens(idx)
         item = {
             "tokens": torch.from_numpy(text[:-1]),
-            # A copy: writing to tokens must not change labels.
+            # A copy, since writing to tokens must not change labels.
             "labels": torch.from_numpy(text[1:].copy()),
             "loss_mask": self._loss_mask.clone(),
             "position_ids": self._position_ids.clone(),
@@ -166,13 +165,13 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return item
 
     def sample_tokens(self, idx: int) -> np.ndarray:
-        """[S + 1] int64: tokens of sample `idx` and the one behind them."""
+        """Returns the tokens of sample `idx` and the next one: [S + 1], int64."""
         text = self._read(self.dataset, idx, dtype=np.int64)
         self._check_vocabulary(text)
         return text
 
     def _border_items(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """What the flags make of the documents in `tokens`, [S] int64; shapes and types as in the class."""
+        """Returns the items that depend on document borders in `tokens`, [S], int64; see the class."""
         num_tokens = len(tokens)
         starts = document_starts(tokens, self._eod)
         items = {}
@@ -187,7 +186,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return {name: torch.from_numpy(array) for name, array in items.items()}
 
     def _read(self, source: TokenSequences, idx: int, *, dtype: type[np.number]) -> np.ndarray:
-        """[S + 1] of `dtype`: what `source` holds of sample `idx`."""
+        """Reads the elements of sample `idx` from `source`: [S + 1], `dtype`."""
         indices = self._gpt_indices
         sample = indices.shuffle[idx]
         (first, begin), (last, end) = indices.sample[sample : sample + 2].tolist()
@@ -220,7 +219,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             self._check_vocabulary(np.asarray(self.dataset.get(int(document), 0, length), dtype=np.int64))
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
-        # As unsigned numbers negative tokens are the largest: one pass finds both kinds.
+        # As unsigned numbers negative tokens are the largest, so that one pass finds both kinds.
         if self._vocab_size is None or not len(tokens) or tokens.view(np.uint64).max() < self._vocab_size:
             return
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)][0]
@@ -264,7 +263,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return Path(self.dataset_path).parent / "cache" / "GPTDataset_indices"
 
     def _description(self) -> Mapping[str, Any]:
-        """All that the indices depend on; the files' facts tell data written anew under the same name."""
+        """Returns everything that the indices depend on. Sizes and times detect rewritten files of the same name."""
         assert self.dataset_path is not None
         idx = os.stat(get_idx_path(self.dataset_path))
         return {
@@ -317,7 +316,7 @@ class MockGPTLowLevelDataset:
 
 
 class MockGPTDataset(GPTDataset):
-    """GPTDataset over MockGPTLowLevelDataset; needs config.tokenizer, reads and writes no files."""
+    """A GPTDataset of synthetic documents, without files. Requires config.tokenizer."""
 
     unnamed = "made-up data"
 

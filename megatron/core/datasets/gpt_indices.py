@@ -1,19 +1,19 @@
-"""The three arrays that turn documents into a fixed, shuffled list of samples; pure functions, no files.
+"""Three arrays that define a fixed, shuffled list of samples of a corpus; pure functions without files.
 
-A corpus part is read as one long stream: its documents, in shuffled order, epoch after epoch. Sample i takes the
-S + 1 tokens from stream position i * S on; the last one is the first of sample i + 1. Orders and array contents
-are those of Megatron for the same seed.
-  document index [epochs * D]: the document read at each place of the stream.
+A part of a corpus is read as one long stream: its documents in shuffled order, epoch after epoch. Sample i consists of
+the S + 1 tokens from stream position i * S; its last token is the first of sample i + 1. Orders and arrays equal those
+of Megatron for the same seed.
+  document index [epochs * D]: the document at each place of the stream.
   sample index [N + 1, 2]: (place, offset in that document) of stream position i * S.
-  shuffle index [N]: which sample the i-th request gets.
+  shuffle index [N]: the sample that request i returns.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-# Below this share of an epoch the samples of the last, partial epoch are shuffled apart, behind all others:
-# mixed in, that epoch's few documents would be seen once more than the rest early in training.
+# A last epoch with less than this share of its samples is shuffled separately, after all others. Otherwise its few
+# documents would be repeated early in training.
 SEPARATE_EPOCH_BELOW = 0.80
 
 
@@ -28,7 +28,7 @@ class GPTIndices:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often the documents are read. num_samples_before_last: samples of all epochs but the last one."""
+    """Number of epochs and samples. num_samples_before_last: samples of all epochs except the last."""
 
     num_epochs: int
     num_samples: int
@@ -37,7 +37,7 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | None) -> EpochPlan:
-    """The fewest epochs that hold `num_samples` samples (None: one epoch). All are counted in `plan.num_samples`."""
+    """Returns the fewest epochs with `num_samples` samples (None means one epoch); they may have more samples."""
     if tokens_per_epoch <= seq_length:
         raise ValueError(f"{tokens_per_epoch} tokens do not make one sample of {seq_length} + 1 tokens")
     num_epochs = 1 if num_samples is None else -(-(num_samples * seq_length + 1) // tokens_per_epoch)
@@ -55,9 +55,9 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | No
 def build_gpt_indices(
     lengths: np.ndarray, documents: np.ndarray, *, seq_length: int, num_samples: int | None, seed: int
 ) -> GPTIndices:
-    """The indices of one corpus part. lengths: [all documents] tokens; documents: [D], those of this part.
+    """Builds the indices of one part of a corpus. lengths: tokens of all documents; documents: [D], those of the part.
 
-    Raises ValueError where one epoch is too short for a sample.
+    Raises ValueError if one epoch is too short for a sample.
     """
     plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
     rng = np.random.RandomState(seed)
@@ -69,9 +69,9 @@ def build_gpt_indices(
 def check_gpt_indices(
     indices: GPTIndices, lengths: np.ndarray, *, documents: np.ndarray, seq_length: int, num_samples: int | None
 ) -> None:
-    """Raises ValueError for arrays of other shapes, types or ranges than build_gpt_indices gives for the same values.
+    """Raises ValueError for arrays with other shapes, types or ranges than build_gpt_indices returns for them.
 
-    Looks at each element once; whether they are in the right order is not known without building them.
+    Reads each element once. The order of elements is not checked, as that would require building them.
     """
     plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
     if indices.sample.shape[1:] != (2,):
@@ -91,7 +91,7 @@ def check_gpt_indices(
 
 
 def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
-    """[num_epochs * D] int32: epochs shuffled together, or the last one by itself behind the others."""
+    """Returns [num_epochs * D], int32: epochs shuffled together, or the last one separately after the others."""
     parts = [plan.num_epochs - 1, 1] if plan.separate_last else [plan.num_epochs]
     shuffled = []
     for num_epochs in parts:
@@ -104,12 +104,12 @@ def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.rand
 def build_sample_index(
     lengths: np.ndarray, document_index: np.ndarray, *, seq_length: int, num_samples: int
 ) -> np.ndarray:
-    """[num_samples + 1, 2]: place and offset of stream positions 0, S, 2S ... lengths: [all documents] tokens."""
+    """Returns (place, offset) of stream positions 0, S, 2S ...: [num_samples + 1, 2]. lengths: of all documents."""
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     positions = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    # side="right" finds the first document that ends after the position, so that empty documents are passed over.
+    # side="right" finds the first document that ends after the position, so empty documents are skipped.
     places = np.searchsorted(ends, positions, side="right")
-    # Megatron's first entry is the first document even where that one is empty; reading it gives the same tokens.
+    # Megatron's first entry is the first document even if it is empty, which gives the same tokens.
     places[0] = 0
     starts = ends[places] - lengths[document_index[places]]
     offsets = positions - starts
@@ -118,7 +118,7 @@ def build_sample_index(
 
 
 def build_shuffle_index(plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
-    """[num_samples]: one shuffle of all samples, or of those before and those in the last epoch apart."""
+    """Returns [num_samples]: all samples shuffled together, or those of the last epoch separately."""
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     border = plan.num_samples_before_last if plan.separate_last else plan.num_samples
     order = np.arange(plan.num_samples, dtype=dtype)

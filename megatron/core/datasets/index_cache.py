@@ -1,7 +1,7 @@
-"""Arrays kept on disk between runs: found by a description of what they were made from, rebuilt when damaged.
+"""A cache of arrays on disk, found by a description of their inputs and rebuilt if damaged.
 
-Knows nothing of documents or samples. No locks: every file is written under a temporary name and renamed, and equal
-descriptions give equal arrays, so that ranks, nodes and jobs may race without harm.
+It needs no locks: every file is written under a temporary name and renamed, and equal descriptions give equal arrays.
+So ranks, nodes and jobs may race.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ class IndexCache:
     def load_or_build(
         self, build: Callable[[], Mapping[str, np.ndarray]], *, check: Callable[[Mapping[str, np.ndarray]], None]
     ) -> dict[str, np.ndarray]:
-        """The cached arrays as read-only maps, or those of `build()`, stored first.
+        """Returns the cached arrays as read-only maps, after it has stored those of `build()` if there are none.
 
-        check: raises ValueError for arrays that `build` does not give. Raises OSError naming the folder where it cannot
-        be written.
+        check: raises ValueError for arrays that `build` cannot have returned. Raises OSError if the folder is not
+        writable.
         """
         arrays = self.load(check)
         if arrays is None:
@@ -43,7 +43,7 @@ class IndexCache:
         return arrays
 
     def load(self, check: Callable[[Mapping[str, np.ndarray]], None]) -> dict[str, np.ndarray] | None:
-        """The arrays, or None where any file is missing, of another description, damaged, or refused by `check`."""
+        """Returns the arrays; None if a file is missing, damaged, of another description, or rejected by `check`."""
         try:
             manifest = json.loads(self._path("manifest.json").read_text())
             if manifest["description"] != self.description:
@@ -52,11 +52,11 @@ class IndexCache:
             check(arrays)
             return arrays
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            # Whatever stands in the file: an unreadable cache is no cache, it is built again.
+            # The manifest may contain anything. An unreadable cache is rebuilt.
             return None
 
     def store(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Puts every file in place by a rename, the manifest last."""
+        """Writes the files, the manifest last. Raises OSError if the folder is not writable."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             facts = {name: self._store_array(name, array) for name, array in arrays.items()}
@@ -75,7 +75,7 @@ class IndexCache:
         path = self._path(f"{name}.npy")
         if path.stat().st_size != facts["bytes"] or file_crc32(path) != facts["crc32"]:
             raise ValueError(f"{path} is damaged")
-        # Not np.load, which reads archives and pickles too. A plain array over the map: np.memmap does extra work at
+        # np.load would also read archives and pickles. The view is a plain array, since np.memmap does extra work for
         # every element that is read.
         return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
 

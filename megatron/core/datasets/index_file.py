@@ -1,4 +1,4 @@
-"""The .idx half of Megatron's indexed format: where each sequence lies in the .bin half; token data is not read here.
+"""The .idx file of Megatron's indexed format: positions of sequences in the .bin file, which is not read here.
 
 Layout, little-endian: b"MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 sequences | u64 document borders |
 i32 length per sequence | i64 byte offset into .bin per sequence | i64 document borders (first 0, last = sequences) |
@@ -15,7 +15,7 @@ import numpy as np
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _FIXED = struct.Struct("<9sQBQQ")
-# Pointers of this many sequences are checked at once: bounds the memory that opening a large corpus takes.
+# Pointers are checked in chunks of this many sequences, which bounds the memory for a large corpus.
 _CHECK_ROWS = 1 << 22
 
 
@@ -41,7 +41,7 @@ class DType(Enum):
 
     @staticmethod
     def size(key: int | type[np.number]) -> int:
-        """Bytes of one element, for a stored code or a numpy dtype."""
+        """Returns the bytes of one element, for a stored code or a numpy dtype."""
         return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
 
     @staticmethod
@@ -52,7 +52,10 @@ class DType(Enum):
 
 @dataclass(frozen=True)
 class SequenceIndex:
-    """An .idx file. lengths: [N] int32, pointers: [N] int64 bytes, documents: [D+1] int64, modes: [N] int8 or None."""
+    """Contents of an .idx file.
+
+    lengths: [N], int32. pointers: [N], int64, in bytes. documents: [D + 1], int64. modes: [N], int8, or None.
+    """
 
     dtype: type[np.number]
     lengths: np.ndarray
@@ -62,7 +65,7 @@ class SequenceIndex:
 
 
 def index_bytes(index: SequenceIndex) -> bytes:
-    """The .idx file of `index`."""
+    """Returns the bytes of the .idx file of `index`."""
     fixed = _FIXED.pack(MAGIC, VERSION, DType.code_from_dtype(index.dtype), len(index.lengths), len(index.documents))
     parts = [index.lengths.astype("<i4"), index.pointers.astype("<i8"), index.documents.astype("<i8")]
     if index.modes is not None:
@@ -71,7 +74,7 @@ def index_bytes(index: SequenceIndex) -> bytes:
 
 
 def contiguous_pointers(lengths: np.ndarray, dtype: type[np.number]) -> np.ndarray:
-    """Byte offsets of sequences stored one after the other. lengths: [N] ints; returns [N] i64."""
+    """Returns the byte offsets of contiguous sequences: [N], int64. lengths: [N], integers."""
     ends = np.cumsum(lengths, dtype=np.int64) * DType.size(dtype)
     return np.concatenate([[0], ends[:-1]]).astype(np.int64) if len(ends) else ends
 
@@ -79,7 +82,7 @@ def contiguous_pointers(lengths: np.ndarray, dtype: type[np.number]) -> np.ndarr
 def read_index(path: Path, *, multimodal: bool = False) -> SequenceIndex:
     """Opens an .idx file; its arrays are views of a read-only memory map.
 
-    Raises OSError when the file cannot be read, ValueError when it is not a whole index.
+    Raises OSError if the file cannot be read, ValueError if it is not a complete index.
     """
     found = path.stat().st_size
     if found < _FIXED.size:
@@ -121,7 +124,7 @@ def _map_arrays(buffer: np.ndarray, dtype: type[np.number], *, num_sequences: in
 
 
 def check_index(index: SequenceIndex, idx_path: Path, *, bin_path: Path) -> None:
-    """Raises ValueError where a sequence lies outside the .bin file or a document border outside the sequences."""
+    """Raises ValueError if a sequence is outside the .bin file, or a document border outside the sequences."""
     available = bin_path.stat().st_size
     size = DType.size(index.dtype)
     for start in range(0, len(index.lengths), _CHECK_ROWS):

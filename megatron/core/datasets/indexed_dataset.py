@@ -41,9 +41,9 @@ def get_idx_path(path_prefix: str) -> str:
 class IndexedDataset:
     """The sequences of PREFIX.bin, located by PREFIX.idx.
 
-    mmap: True maps the .bin file; False reads each sequence with one positioned read (for file systems that map
-    badly). Both give the same numbers and are safe in forked and in spawned worker processes.
-    Raises OSError naming a missing file, ValueError naming the file, what was found and what was expected.
+    mmap: map the .bin file instead of reading each sequence with one positioned read, which some file systems need.
+    Both return the same elements and are safe in forked and spawned workers. Raises OSError for a missing file,
+    ValueError for a damaged one.
     """
 
     def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True) -> None:
@@ -64,7 +64,7 @@ class IndexedDataset:
         return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Maps and file descriptors do not travel to another process: it opens its own.
+        # Another process opens its own map or file descriptor.
         return IndexedDataset, (self.path_prefix, self.multimodal, self.mmap)
 
     def __len__(self) -> int:
@@ -72,23 +72,23 @@ class IndexedDataset:
 
     @property
     def sequence_lengths(self) -> np.ndarray:
-        """[N] int32: elements of each sequence."""
+        """Number of elements of each sequence: [N], int32."""
         return self.index.lengths
 
     @property
     def document_indices(self) -> np.ndarray:
-        """[D+1] int64: sequences document_indices[d] to document_indices[d+1] make document d."""
+        """Borders of documents, in sequences: [D + 1], int64. The first is 0, the last the number of sequences."""
         return self.index.documents
 
     @property
     def sequence_modes(self) -> np.ndarray | None:
-        """[N] int8, or None where the dataset is not multimodal."""
+        """Modes of the sequences: [N], int8; None for a dataset that is not multimodal."""
         return self.index.modes
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` elements of sequence `idx` from element `offset` on (None: to its end), as a read-only array.
+        """Returns `length` elements of sequence `idx` from `offset` (None means up to its end), as a read-only array.
 
-        Multimodal datasets give (array, mode). Raises IndexError outside the sequence.
+        Multimodal datasets return (array, mode). Raises IndexError outside the sequence.
         """
         total = int(self.index.lengths[idx])
         length = total - offset if length is None else length
@@ -99,7 +99,7 @@ class IndexedDataset:
         return array if self.index.modes is None else (array, self.index.modes[idx])
 
     def __getitem__(self, idx: int | slice) -> Any:
-        """Sequence `idx`, or the list of sequences of a slice (for multimodal datasets, with the array of modes)."""
+        """Returns sequence `idx`, or the sequences of a slice as a list; for multimodal datasets also the modes."""
         if isinstance(idx, (int, np.integer)):
             return self.get(int(idx))
         if not isinstance(idx, slice):
@@ -112,7 +112,7 @@ class IndexedDataset:
 
 class _MappedBytes:
     def __init__(self, path: Path) -> None:
-        # An empty file cannot be mapped; it is what a corpus without tokens has.
+        # The empty file of a corpus without tokens cannot be mapped.
         mapped = path.stat().st_size > 0
         self._view = np.memmap(path, mode="r", dtype=np.uint8).data if mapped else memoryview(b"")
 
@@ -126,7 +126,7 @@ class _ReadBytes:
         self._file = open(path, "rb", buffering=0)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        # pread has no file position: forked workers share this descriptor without disturbing each other.
+        # pread uses no file position, so forked workers can share the descriptor.
         data = os.pread(self._file.fileno(), num_bytes, start)
         while len(data) < num_bytes:
             more = os.pread(self._file.fileno(), num_bytes - len(data), start + len(data))
@@ -137,10 +137,9 @@ class _ReadBytes:
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair. Both appear under their names only in `finalize`, the .idx last.
+    """Writes a .bin/.idx pair. Both files get their names only in `finalize`, the .idx last.
 
-    An interrupted write therefore leaves `*.partial-PID` files at most, never a pair that opens. Leaving a
-    `with` block by an error removes these files.
+    An interrupted write therefore leaves only `*.partial-PID` files, which leaving a `with` block removes.
     """
 
     def __init__(self, bin_path: str, dtype: type[np.number] = np.int32, multimodal: bool = False) -> None:
@@ -162,22 +161,22 @@ class IndexedDatasetBuilder:
         self.discard()
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Appends one sequence. tensor: [L], integers or floats that the file's dtype can hold."""
+        """Appends one sequence. tensor: [L], integers or floats in the range of the file's dtype."""
         self._append(np.asarray(tensor), [len(tensor)], modes=[mode])
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Appends one document of several sequences. tensor: [sum(lengths)], their elements one after the other."""
+        """Appends one document of several sequences. tensor: [sum(lengths)], the concatenated elements."""
         self._append(np.asarray(tensor), lengths, modes=modes if modes is not None else [0] * len(lengths))
         self.end_document()
 
     def add_documents(self, tensor: Any, lengths: Sequence[int]) -> None:
-        """Appends documents of one sequence each. tensor: [sum(lengths)], as for add_document."""
+        """Appends documents with one sequence each. tensor: [sum(lengths)], the concatenated elements."""
         first = len(self.sequence_lengths) + 1
         self._append(np.asarray(tensor), lengths, modes=[0] * len(lengths))
         self.document_indices.extend(range(first, first + len(lengths)))
 
     def end_document(self) -> None:
-        """The sequences added since the last border make a document."""
+        """Ends a document, which has the sequences since the last border."""
         self.document_indices.append(len(self.sequence_lengths))
 
     def add_index(self, path_prefix: str) -> None:
@@ -193,7 +192,7 @@ class IndexedDatasetBuilder:
             for start in range(0, total, _COPY_BYTES):
                 self._file.write(other._bytes.read(start, min(_COPY_BYTES, total - start)))
         else:
-            # A .bin may hold its sequences in any order.
+            # A .bin file may store its sequences in any order.
             for idx in range(len(other)):
                 start = int(other.index.pointers[idx])
                 self._file.write(memoryview(other._bytes.read(start, self._num_bytes(other, idx))))
@@ -203,7 +202,7 @@ class IndexedDatasetBuilder:
             self.sequence_modes.extend(other.index.modes.tolist())
 
     def finalize(self, idx_path: str) -> None:
-        """Writes the .idx file and puts both files in place."""
+        """Writes the .idx file and renames both files to their final names."""
         _flush_to_disk(self._file)
         self._file.close()
         lengths = np.asarray(self.sequence_lengths, dtype=np.int64)
@@ -219,13 +218,13 @@ class IndexedDatasetBuilder:
         with open(partial_idx, "wb") as file:
             file.write(index_bytes(index))
             _flush_to_disk(file)
-        # The old .idx goes first: it must never stand beside the new .bin.
+        # Removes the old .idx first, which must not be used with the new .bin.
         final_idx.unlink(missing_ok=True)
         os.replace(self._partial_bin, self._bin_path)
         os.replace(partial_idx, final_idx)
 
     def discard(self) -> None:
-        """Closes and removes what is not finalized; harmless afterwards."""
+        """Removes files that are not finalized; does nothing after `finalize`."""
         self._file.close()
         self._partial_bin.unlink(missing_ok=True)
 
@@ -243,7 +242,7 @@ class IndexedDatasetBuilder:
 
 
 def _exactly(array: np.ndarray, dtype: type[np.number], *, path: Path) -> np.ndarray:
-    # A plain cast wraps silently: a vocabulary of 70,000 in uint16 would train on wrong tokens.
+    # A plain cast wraps silently: ids up to 70,000 in uint16 would become wrong tokens.
     if np.can_cast(array.dtype, dtype) or not array.size or not np.issubdtype(dtype, np.integer):
         return array.astype(dtype)
     limits = np.iinfo(dtype)  # type: ignore[type-var]

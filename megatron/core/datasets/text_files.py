@@ -1,8 +1,8 @@
-"""Raw text documents of .txt and .jsonl files, one at a time, each bad line named; no tokenizer here.
+"""Reads raw documents of .txt and .jsonl files, one at a time, and reports bad lines. Does not tokenize.
 
-A line of a .jsonl file (.json is read the same way) is an object with a document in one of its keys. A .txt file is
-cut at blank lines: a document is as many paragraphs as reach 4 KiB. Text without blank lines is cut behind the line
-that reaches 64 KiB. The documents of a .txt file put together are the file, byte for byte. Each may be compressed: .gz.
+A line of a .jsonl or .json file is an object with a document under one of its keys. A .txt file is split at blank lines
+into documents of at least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated
+documents of a .txt file equal the file. All files may be compressed: .gz.
 """
 
 import glob
@@ -25,7 +25,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class RawDocument:
-    """Undecoded bytes and where they stand: `line` counts from 1, behind byte `begin` of the file."""
+    """Undecoded bytes of a document. line: counted from 1 after byte `begin` of the file."""
 
     path: Path
     line: int
@@ -35,7 +35,7 @@ class RawDocument:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that gives no text, and why; `line` and `begin` as in RawDocument."""
+    """A line without valid text, and the reason. line, begin: as in RawDocument."""
 
     path: Path
     line: int
@@ -43,19 +43,19 @@ class BadLine:
     begin: int = 0
 
     def __str__(self) -> str:
-        """With the line in the whole file: reads what lies before `begin`, to count its lines."""
+        """Returns the message with the line number in the whole file; reads the file up to `begin` to count lines."""
         before = 0 if self.begin == 0 else 1 + _count_lines(self.path, self.begin - 1)
         return f"{self.path}:{before + self.line}: {self.reason}"
 
 
 def find_text_files(inputs: Iterable[str]) -> list[Path]:
-    """The files named or matching patterns, and those inside folders, sorted. Raises OSError or ValueError."""
+    """Returns the files that are named, match a pattern, or are inside a folder. Raises OSError or ValueError."""
     files: list[Path] = []
     for name in inputs:
-        # Path("") is the current folder, with whatever text it holds.
+        # Path("") is the current folder, which may contain text files.
         if not name:
             raise ValueError("an input is empty: must be a file or a folder")
-        # A file may be named like a pattern.
+        # The name of a file may look like a pattern.
         matching = [] if Path(name).exists() else sorted(glob.glob(name))
         for path in map(Path, matching or [name]):
             files += _files_of(path)
@@ -63,20 +63,20 @@ def find_text_files(inputs: Iterable[str]) -> list[Path]:
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file has a document a line; else it is one text."""
+    """Whether a file has one document per line; otherwise it is one text."""
     return _kind(path) in JSON_SUFFIXES
 
 
 def can_be_cut(path: Path) -> bool:
-    """Whether parts of a file can be read alone: where documents begin must show, and bytes be those on disk."""
+    """Whether parts of a file can be read separately, which needs visible document borders and no compression."""
     return path.suffix in JSON_SUFFIXES
 
 
 def read_raw_documents(path: Path, *, begin: int = 0, end: int | None = None) -> Iterator[RawDocument]:
-    """The documents of a file that start in bytes `begin` to `end` (None: its end), in order, one at a time.
+    """Yields the documents of a file that start in bytes `begin` to `end` (None means its end), in order.
 
-    Blank lines of a .jsonl file are left out. Only what `can_be_cut` has a begin or an end. Raises ValueError naming
-    a compressed file that is damaged.
+    Skips blank lines of a .jsonl file. begin, end: only for files that `can_be_cut`. Raises ValueError for a damaged
+    compressed file.
     """
     try:
         yield from _read_raw_documents(path, begin=begin, end=end)
@@ -87,7 +87,7 @@ def read_raw_documents(path: Path, *, begin: int = 0, end: int | None = None) ->
 def _read_raw_documents(path: Path, *, begin: int, end: int | None) -> Iterator[RawDocument]:
     with cast(BinaryIO, gzip.open(path) if path.suffix == COMPRESSED else open(path, "rb")) as file:
         if begin > 0:
-            # The line that holds the byte before belongs to whoever reads that; it may end with it.
+            # The line that contains the previous byte belongs to the reader of the previous part, and may end there.
             file.seek(begin - 1)
             position = begin - 1 + len(file.readline())
         elif file.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK:
@@ -106,13 +106,13 @@ def _read_raw_documents(path: Path, *, begin: int, end: int | None) -> Iterator[
 
 
 def decode_document(raw: RawDocument, *, json_key: str) -> tuple[str, list[BadLine]]:
-    """The text of a document, "" where it has none, and its bad lines, which the text leaves out."""
+    """Returns the text of a document without bad lines, and the bad lines."""
     texts, bad_lines = decode_texts(raw, (json_key,))
     return texts[0], bad_lines
 
 
 def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list[BadLine]]:
-    """Decodes several keys of a line like decode_document. A text file has no keys: `keys` must be one."""
+    """Decodes several keys of a line as decode_document does. A text file has no keys, so `keys` must have length 1."""
     if not is_json(raw.path):
         text, bad_lines = _decode_text(raw)
         return [text], bad_lines
@@ -124,7 +124,7 @@ def decode_texts(raw: RawDocument, keys: Sequence[str]) -> tuple[list[str], list
 
 
 def decode_record(raw: RawDocument, keys: Sequence[str]) -> dict[str, Any]:
-    """The object of a .jsonl line, which has `keys`; ValueError says what it is instead."""
+    """Returns the object of a .jsonl line. Raises ValueError unless it is an object with `keys`."""
     try:
         record = json.loads(raw.data.decode().strip())
     except UnicodeDecodeError as error:
@@ -183,11 +183,11 @@ def _cut_text(file: BinaryIO, path: Path) -> Iterator[RawDocument]:
 
 
 def _read_piece(file: BinaryIO) -> bytes:
-    """A line, or 64 KiB of a longer one, never cut inside a character."""
+    """Reads a line, or about 64 KiB of a longer one up to the end of a character."""
     piece = file.readline(LONGEST_TEXT)
     if len(piece) < LONGEST_TEXT or piece.endswith(b"\n"):
         return piece
-    rest = file.read(3)  # the most that a character of UTF-8 has behind its first byte
+    rest = file.read(3)  # a UTF-8 character has at most 3 bytes after its first
     wanted = next((count for count, byte in enumerate(rest) if byte & 0xC0 != 0x80), len(rest))
     file.seek(wanted - len(rest), 1)
     return piece + rest[:wanted]
@@ -197,7 +197,7 @@ def _decode_text(raw: RawDocument) -> tuple[str, list[BadLine]]:
     try:
         return raw.data.decode(), []
     except UnicodeDecodeError:
-        pass  # now line by line: one wrong byte shall not cost the whole document
+        pass  # decodes line by line, so that only the lines with wrong bytes are lost
     good, bad = [], []
     for line, data in enumerate(io.BytesIO(raw.data), raw.line):
         try:

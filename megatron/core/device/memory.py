@@ -52,7 +52,7 @@ def total_memory_bytes(device: torch.device) -> int:
 def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocates host memory for copies from and to `device`: [num_bytes], uint8, on the CPU, pinned for a GPU.
 
-    It is meant to be kept: for a GPU its end waits for the device, see [Note: end of pinned memory] in
+    Meant for long-lived buffers: for a GPU its release waits for the device, see [Note: end of pinned memory] in
     pinned_memory.py. Raises PinnedMemoryError, a RuntimeError, if a GPU's memory cannot be pinned.
     """
     # The host would wait for each copy from or to memory that is not pinned.

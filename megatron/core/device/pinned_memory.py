@@ -2,17 +2,18 @@
 
     memory = pinned_bytes(20 << 30, torch.device("cuda", 0))    # [num_bytes], uint8, on the CPU
 
-It is for buffers that live longer than a step: host pages of the stash, masters and staging buffers of an optimizer in
-the host's memory, host buffers of offloaded activations and of saves, and shards of FSDP2 in the host's memory. Torch's
-own allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory for the rest of the process.
-Buffers that come and go in every step, such as batches and released gradient buckets, stay with it: it reuses them
-without a wait.
+Use it for buffers that live longer than a step: host pages of the stash, master weights and staging buffers of an
+optimizer on the host, host buffers of offloaded activations and of saves, and shards of FSDP2 on the host. Torch's own
+allocator (pin_memory=True) rounds sizes up to powers of two and keeps freed memory until the process ends. It suits
+buffers that are allocated in every step, such as batches and released gradient buckets, since it reuses them without a
+wait.
 
-[Note: end of pinned memory] The memory is unregistered and unmapped when the storage dies, i.e. with the last tensor
-that uses it. Torch's allocators know nothing of it: neither record_stream nor a copy keeps it alive, so returning it
-waits for the device first. A CUDA graph keeps addresses and no tensors: whoever owns the graph must keep a tensor for
-as long as the graph may be replayed, as graphs of a stash keep the stash and its pool. CUDA forbids both the wait and
-the unregistration during a capture. Memory that dies in one stays registered until the process ends, with a warning.
+[Note: end of pinned memory] The memory is unregistered and unmapped when the storage is deleted, that is, with the last
+tensor that uses it. Torch's allocators do not manage it, so neither record_stream nor a copy keeps it alive. Its
+release therefore waits for the device. A CUDA graph stores addresses but no tensors: the owner of the graph must keep a
+tensor for as long as the graph may be replayed, as graphs of a stash keep the stash and its pool. CUDA forbids the wait
+and the unregistration during a capture. Memory whose last tensor is deleted in a capture stays registered until the
+process ends, with a warning.
 """
 
 import ctypes
@@ -32,14 +33,14 @@ _HUGE_PAGE_BYTES = 2**21
 
 
 class PinnedMemoryError(RuntimeError):
-    """Memory could not be mapped or registered. None of it is held then."""
+    """Memory could not be mapped or registered. No part of it is kept."""
 
 
 @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
 def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
     """Maps zeroed memory that a GPU can address and copies can use asynchronously: [num_bytes], uint8, on the CPU.
 
-    Takes num_bytes rounded up to pages of the operating system. Returns them when the last tensor over the memory dies,
+    The size is rounded up to pages of the operating system. The memory is released with the last tensor that uses it,
     after a wait for the device; see [Note: end of pinned memory]. Raises PinnedMemoryError, a RuntimeError.
     """
     if not num_bytes:
@@ -51,13 +52,13 @@ def pinned_bytes(num_bytes: int, device: torch.device) -> Tensor:
     try:
         _register(ctypes.addressof(view), len(mapping), device)
     except PinnedMemoryError:
-        # Unmapped now: the traceback would keep the frame, and so the mapping, alive.
+        # Unmaps explicitly, since the traceback keeps the frame, and so the mapping, alive.
         del view
         mapping.close()
         raise
-    # The storage keeps the view, whose end is therefore that of the storage. The finalizer keeps the mapping.
+    # The storage references the view, so both are deleted together. The finalizer references the mapping.
     end = weakref.finalize(view, _return_sync, ctypes.addressof(view), mapping, device, os.getpid())
-    end.atexit = False  # the driver cleans up; graphs and copies may still be there
+    end.atexit = False  # the driver cleans up; graphs and copies may still use the memory
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
@@ -67,11 +68,11 @@ def _mapped(num_bytes: int) -> mmap.mmap:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise PinnedMemoryError(f"{_size(num_bytes)} of host memory cannot be mapped ({error})") from error
-    # A forked process must not share the pages: the first write afterwards would move this process to copies of them,
-    # and the device would keep the originals.
+    # A forked process must not share the pages: the first write would move this process to copies, while the device
+    # uses the originals.
     mapping.madvise(mmap.MADV_DONTFORK)
     if num_bytes >= _HUGE_PAGE_BYTES:
-        # Registration goes page by page, 512 times as often with small ones. Kernels may be built without huge pages.
+        # Registration works page by page, so huge pages are faster. Linux may be built without them.
         with suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
@@ -96,8 +97,8 @@ def _register(address: int, num_bytes: int, device: torch.device) -> None:
 def _take_pending_error(device: torch.device) -> str:
     """Clears the runtime's last error and returns a note on it, if torch found one.
 
-    A failed call of the runtime stays its last error, and the next launch that torch checks would be blamed for it.
-    Torch has no function that only clears it, so a small kernel is launched to be blamed.
+    A failed call leaves its error in the runtime, and the next launch that torch checks would raise it. Torch has no
+    function that only clears the error, so a small kernel is launched to raise it.
     """
     try:
         torch.ones(1, dtype=torch.uint8, device=device)
@@ -107,11 +108,11 @@ def _take_pending_error(device: torch.device) -> str:
 
 
 def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process: int) -> None:
-    """Unregisters and unmaps memory that no tensor uses any more. NOTE: waits for the device.
+    """Unregisters memory that no tensor uses any longer. NOTE: waits for the device.
 
-    process: that mapped it. A forked process has no such memory, and its own may lie at the address.
+    process: the process that mapped it. A forked process does not have the mapping, and may use the address otherwise.
     """
-    # Until it is unregistered, it must keep its addresses, whatever is raised here.
+    # The addresses must not be reused before the memory is unregistered, even if an error is raised here.
     keep_until_exit = weakref.finalize(_return_sync, len, mapping)
     keep_until_exit.atexit = False
     if os.getpid() != process:
@@ -125,7 +126,7 @@ def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process
         )
         return
     with torch.cuda.device(device):
-        # Copies and kernels that were launched before the last tensor died may still use the memory.
+        # Copies and kernels that were launched before the last tensor was deleted may still use the memory.
         torch.cuda.synchronize()
         runtime = torch.cuda.cudart()
         status = runtime.cudaHostUnregister(address)
@@ -134,7 +135,7 @@ def _return_sync(address: int, mapping: mmap.mmap, device: torch.device, process
             f"{_size(len(mapping))} of pinned memory cannot be unregistered from {device}:"
             f" {runtime.cudaGetErrorString(status)} ({int(status)})"
         )
-    # The caller drops the mapping, which ends with the view that is dying. It cannot be closed before.
+    # The mapping cannot be closed here: it ends with the view, which is being deleted.
     keep_until_exit.detach()
 
 

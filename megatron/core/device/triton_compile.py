@@ -1,7 +1,7 @@
-"""How a file of kernels says what it takes to compile each of them without a GPU; no kernel here.
+"""Descriptions of kernels that allow tests to compile them without a GPU. Contains no kernels.
 
-Each such file has a function compile_cases() that yields at least one CompileCase for every kernel that it launches,
-and a function residencies() with the Residency that its launchers assume of each kernel.
+Each file of Triton kernels has a function compile_cases(), which yields at least one CompileCase for every kernel that
+it launches, and a function residencies() with the Residency that its launchers assume for each kernel.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ _DIVISIBLE = ":16"
 
 @dataclass(frozen=True)
 class Residency:
-    """Programs of a kernel on one streaming multiprocessor at a time, as its launcher's grid assumes them.
+    """Resident programs of a kernel on one streaming multiprocessor, as its launcher's grid assumes.
 
-    at_least: fewer would leave programs of the grid waiting that are to run at once. at_most: more would leave
-    processors idle at the end of a grid of a limited size; None for no limit. runs_beside: the kernel is launched
-    while expert products run, so it should leave them registers.
+    at_least: with fewer, programs that must run concurrently would wait. at_most: with more, multiprocessors would be
+    idle at the end of a grid of limited size; None means no limit. runs_beside: the kernel overlaps with expert
+    products, so it should leave registers for them.
     """
 
     at_least: int = 1
@@ -29,7 +29,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class CompileCase:
-    """One kernel as it is launched. options: num_warps and num_stages, as far as the launch gives them."""
+    """One kernel with the arguments of a launch. options: num_warps and num_stages, if the launch sets them."""
 
     name: str
     source: ASTSource
@@ -37,10 +37,10 @@ class CompileCase:
 
 
 def compile_case(kernel: Any, name: str, *, options: Mapping[str, int], **arguments: object) -> CompileCase:
-    """The case of a kernel with arguments of these types.
+    """Returns the case of a kernel with arguments of these types.
 
-    arguments: for each parameter its type, such as "*i64", "i64" or "*bf16:16", an address that 16 divides, or a tuple
-    of types; anything but strings and tuples is the value of a constexpr.
+    arguments: the type of each parameter, such as "*i64", "i64" or "*bf16:16", which is an address divisible by 16, or
+    a tuple of types. Values that are neither strings nor tuples are constexpr arguments.
     """
     constants = {key: value for key, value in arguments.items() if not isinstance(value, (str, tuple))}
     types = {key: "constexpr" if key in constants else value for key, value in arguments.items()}

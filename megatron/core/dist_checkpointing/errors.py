@@ -1,6 +1,6 @@
 """CheckpointError, and a context that raises one rank's I/O error identically on every rank of a group.
 
-Programming and user errors keep their types; see core/agreement.py.
+Programming and user errors keep their types; see all_ranks_agree.
 """
 
 from collections.abc import Iterator

@@ -52,7 +52,9 @@ def begin(temporary: Path, folder: Path) -> None:
     refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Restore before cleaning up: the folder set aside may be the only complete checkpoint.
-    _put_back(folder)
+    aside = None if folder.exists() else _aside(folder)
+    if aside is not None:
+        disk.rename(aside, folder)
     remove_incomplete(folder.parent, name=re.escape(folder.name))
     disk.make_folder(temporary)
 
@@ -179,9 +181,3 @@ def _aside(folder: Path) -> Path | None:
     # Several only if several saves were killed. Each is complete, and ids have no order.
     whole = [entry for entry in found if (entry / MANIFEST_FILE).is_file()]
     return whole[0] if whole else None
-
-
-def _put_back(folder: Path) -> None:
-    aside = None if folder.exists() else _aside(folder)
-    if aside is not None:
-        disk.rename(aside, folder)

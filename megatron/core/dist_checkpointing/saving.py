@@ -68,7 +68,10 @@ def begin_save(
     target, group = Path(checkpoint_dir), every_rank(process_group)
     held = HeldItems(list(flatten(state)))
     # Rank 0 picks the name, which must be the same on all ranks.
-    temporary = folders.incomplete_folder(target, _from_rank_0(folders.new_id(), group))
+    save_id = [folders.new_id()]
+    if group_size(group) > 1:
+        dist.broadcast_object_list(save_id, group=group, group_src=0)
+    temporary = folders.incomplete_folder(target, save_id[0])
     rank, what = group_rank(group), f"cannot save checkpoint {target}"
     try:
         plan = _plan(held, group, what=what, replicas=replicas, temporary=temporary, target=target)
@@ -137,7 +140,8 @@ class PendingSave:
         except (ValueError, OSError, RuntimeError):
             # No rank is still writing: all have passed the first of the two blocks.
             self.abandon(seconds=0.0)
-            writing.discard()
+            if writing.summary is not None:
+                folders.discard(writing.temporary)
             raise
 
     def abandon(self, *, seconds: float) -> None:
@@ -207,7 +211,8 @@ class _Writing:
                 with nullcontext() if self.staging else ThreadPoolExecutor(1, "checkpoint sums") as helper:
                     entry = write_pieces(self.temporary / data_file(self.rank), contents, helper=helper)
                 content = disk.json_bytes("part", entry.to_json(), indent=None)
-                disk.hand_over(_part(self.temporary, self.rank), content, temporary=self._unfinished_part())
+                unfinished = self.temporary / f"part-{self.rank}.new"
+                disk.hand_over(_part(self.temporary, self.rank), content, temporary=unfinished)
         except (OSError, RuntimeError, ValueError) as error:
             self.error = error
         finally:
@@ -231,18 +236,10 @@ class _Writing:
         except (OSError, RuntimeError, ValueError) as error:
             self.error = error
 
-    def discard(self) -> None:
-        """Removes the leftovers of a failed save."""
-        if self.summary is not None:
-            folders.discard(self.temporary)
-
     def raise_error(self) -> None:
         """Raises this rank's failure, if any."""
         if self.error is not None:
             raise self.error
-
-    def _unfinished_part(self) -> Path:
-        return self.temporary / f"part-{self.rank}.new"
 
     def _files(self, writers: list[int]) -> Manifest | None:
         """Returns the data files of all ranks once they are on disk; None if the save is abandoned first."""
@@ -313,13 +310,6 @@ def _on_host_sync(content: torch.Tensor | bytes) -> torch.Tensor | bytes:
 
 def _part(temporary: Path, rank: int) -> Path:
     return temporary / f"part-{rank}.json"
-
-
-def _from_rank_0(value: str, group: dist.ProcessGroup | None) -> str:
-    values = [value]
-    if group_size(group) > 1:
-        dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
 
 
 # Staging memory.

@@ -1,4 +1,4 @@
-"""Executes a stage's list: forward steps, loss scaling, backward passes, transfers, and gradient finalisation.
+"""Executes a stage's list: forward steps, loss scaling, backward passes, transfers, and gradient finalization.
 
 Which steps run in which order is decided in schedule.py and transfers.py.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
@@ -16,11 +17,11 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.loss_scaling import scaled_loss
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
+from megatron.core.process_groups_config import group_size
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 LossFunction = Callable[..., Any]
@@ -29,17 +30,17 @@ ForwardStep = Callable[[Any, nn.Module], tuple[torch.Tensor, LossFunction]]
 
 @runtime_checkable
 class ScalesAuxLosses(Protocol):
-    """A model with losses that hang inside it, as routers' do: they have no part in what the loss function returns."""
+    """A model with auxiliary losses, such as those of routers, which are not part of the loss function."""
 
     def set_aux_loss_scale(self, scale: torch.Tensor) -> None:
-        """scale: [], fp64, what their gradients are multiplied with in this step."""
+        """Sets the factor of their gradients in this step; scale: [], fp64."""
         ...
 
 
 class _Kept(NamedTuple):
-    """A forward's state for its backward: the input, and the end of its graph.
+    """The state of a forward for its backward: the input, and the end of its graph.
 
-    An edge, not the output: once it is sent, a stage's output is needed for nothing, and its memory is free.
+    The edge does not reference the output, whose memory can be freed once it was sent.
     """
 
     given: torch.Tensor | None
@@ -48,7 +49,7 @@ class _Kept(NamedTuple):
 
 @dataclass(kw_only=True)
 class ScheduleRunner:
-    """Runs one step's list over the chunks of `model` and collects what the loss function reports of each microbatch.
+    """Executes the list of a step on the chunks of `model` and collects the report of each microbatch's loss.
 
     data_iterators: one a chunk. cp_group: the ranks that hold parts of the same sequences. non_loss_data: the loss
     function is called with non_loss_data=True, and what it returns is collected as it is.
@@ -75,7 +76,7 @@ class ScheduleRunner:
         in this order.
         """
         actions = [step for step in steps if isinstance(step, Action)]
-        # Before the first of them: half a step would leave gradients behind.
+        # Checked before anything is executed, since half a step would leave gradients behind.
         validate_schedule(actions)
         has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
         if has_backward:
@@ -121,7 +122,7 @@ class ScheduleRunner:
         model = self.model[action.chunk]
         given = self._inputs.pop(action, None)
         if given is not None:
-            # A leaf: the gradient that goes to the stage before ends here.
+            # A leaf, which accumulates the gradient for the previous stage.
             given.requires_grad_(torch.is_grad_enabled())
             get_attr_wrapped_model(model, "set_input_tensor")(given)
         output, loss_function = self.forward_step(self.data_iterators[action.chunk], model)
@@ -140,28 +141,42 @@ class ScheduleRunner:
             self._kept[action._replace(kind=ActionKind.BACKWARD)] = kept
 
     def _loss(self, output: torch.Tensor, loss_function: LossFunction) -> torch.Tensor:
-        scaled = scaled_loss(
-            loss_function(output),
-            per_token=self.config.calculate_per_token_loss,
-            num_microbatches=self.num_microbatches,
-            cp_group=self.cp_group,
-        )
-        self.reports.append(scaled.report)
-        if scaled.num_tokens is not None:
-            # finalize_model_grads divides by the tokens of all ranks and microbatches together.
-            self.num_tokens = scaled.num_tokens if self.num_tokens is None else self.num_tokens + scaled.num_tokens
-        return scaled.loss
+        """Records the report of a microbatch and returns its loss for backward: [], any float dtype, on the device.
+
+        The loss function returns (summed loss, number of tokens, report) for this rank's part of the sequences, or
+        (loss, report) with this rank's share of the mean loss of whole sequences. Gradients are averaged over data- and
+        context-parallel ranks later; with per-token loss they are summed, and finalize_model_grads divides by all
+        tokens. Collective over cp_group.
+        """
+        returned = loss_function(output)
+        self.reports.append(returned[-1])
+        ranks = group_size(self.cp_group)
+        if len(returned) == 2:
+            # The average over ranks then equals the sum of the shares.
+            return returned[0] * ranks / self.num_microbatches
+        loss, num_tokens, _ = returned
+        if self.config.calculate_per_token_loss:
+            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+            return loss
+        if ranks > 1:
+            # Parts with fewer tokens would have a larger weight if each rank divided by its own number. A copy, since
+            # the loss function reports its count too.
+            num_tokens = num_tokens.detach().clone()
+            dist.all_reduce(num_tokens, group=self.cp_group)
+            loss = loss * ranks
+        # A microbatch in which every token is masked has zero gradients instead of NaN.
+        return loss / num_tokens.clamp(min=1) / self.num_microbatches
 
     def _set_aux_loss_scale(self) -> None:
-        # Once a step: all of its microbatches have the same.
+        # Once per step, since it is equal for all microbatches.
         scaled = [chunk for chunk in unwrap_model(list(self.model)) if isinstance(chunk, ScalesAuxLosses)]
         if not scaled:
             return
-        # fp64, or models in fp64 would get a third of a loss with the digits of fp32.
+        # fp64, since fp32 would round factors such as 1/3 for models in fp64.
         scale = torch.ones((), dtype=torch.float64)
         if self.config.grad_scale_func is not None:
             scale = self.config.grad_scale_func(scale)
-        # The losses of single tokens are added up then, as the router adds up its own.
+        # With per-token loss the losses of tokens are summed, as the router sums its own.
         parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
         for chunk in scaled:
             chunk.set_aux_loss_scale(scale / parts)

@@ -1,7 +1,7 @@
-"""What Megatron's users find written on a parameter: how it is split, over which ranks its gradient is summed, where
-that gradient stands.
+"""Attributes of parameters under Megatron's names, and the matrices that a parameter contains.
 
-Only these functions know the attributes' names; everything else asks `param_facts`.
+The attributes say how a parameter is split, over which ranks its gradient is summed, and where that gradient is. Only
+the functions of this file use their names.
 """
 
 import math
@@ -11,17 +11,19 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-# What wrappers write, which is not stored or copied with a parameter: nobody wraps the other one.
+# Attributes that a wrapper sets. They are neither stored nor copied with a parameter, since the copy is not wrapped.
 _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
 
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """tensor_model_parallel: each rank of the tensor-parallel group holds other elements, cut along partition_dim in
-    partition_stride pieces; otherwise all hold the same. sequence_parallel: a rank's gradient covers a part of the
-    tokens or heads, and the ranks' are to be summed. is_expert: the groups are those of expert layers.
-    shared_embedding: another pipeline stage has this weight too, their gradients are to be summed. shared: the other
-    stage owns it, this one has a copy.
+    """How a parameter is distributed.
+
+    tensor_model_parallel: ranks of the tensor-parallel group hold different elements, split along partition_dim in
+    partition_stride pieces; otherwise all hold the same. sequence_parallel: the gradient of a rank covers a part of the
+    tokens or heads, so it is summed over ranks. is_expert: the groups are those of expert layers. shared_embedding:
+    another pipeline stage has this weight too, so their gradients are summed. shared: the other stage owns the weight,
+    and this one has a copy.
     """
 
     tensor_model_parallel: bool = False
@@ -34,7 +36,7 @@ class ParamFacts:
 
 
 def param_facts(param: Tensor) -> ParamFacts:
-    """The facts of a parameter: any shape and dtype; of one that nobody marked, the defaults."""
+    """Returns the attributes of a parameter: any shape and dtype. Without attributes they are the defaults."""
     marks = vars(param)
     return ParamFacts(
         tensor_model_parallel=marks.get("tensor_model_parallel", False),
@@ -48,12 +50,12 @@ def param_facts(param: Tensor) -> ParamFacts:
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Writes how a parameter is split; tensor: any shape and dtype. A later call replaces an earlier one's."""
+    """Sets how a parameter is split, or replaces it; tensor: any shape and dtype."""
     vars(tensor).update(tensor_model_parallel=is_parallel, partition_dim=dim, partition_stride=stride)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Writes on one tensor how another is split; both: any shape and dtype."""
+    """Copies how a tensor is split to another one; both: any shape and dtype."""
     facts = param_facts(source_tensor)
     set_tensor_model_parallel_attributes(
         destination_tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
@@ -61,85 +63,85 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
-    """Writes on a parameter what is written on another, by layers and users; both: any shape and dtype."""
+    """Copies the attributes of layers and users to another parameter; both: any shape and dtype."""
     vars(destination).update(_marks_in(vars(source)))
 
 
 def mark_partial_gradient(param: nn.Parameter | None, *, partial: bool = True) -> None:
-    """Writes `sequence_parallel` on a parameter, if there is one: any shape and dtype."""
+    """Sets `sequence_parallel` of a parameter, any shape and dtype; does nothing for None."""
     if param is not None:
         vars(param).update(sequence_parallel=partial)
 
 
 def mark_expert(param: nn.Parameter) -> None:
-    """Writes on a parameter, any shape and dtype, that its gradient is reduced over the expert-data-parallel group."""
+    """Marks a parameter, any shape and dtype, whose gradient is reduced over the expert-data-parallel group."""
     vars(param).update(allreduce=False)
 
 
 def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
-    """Writes on a tied weight, any shape and dtype, that two pipeline stages have it; is_copy: the other owns it."""
+    """Marks a tied weight, any shape and dtype, of two pipeline stages; is_copy: the other stage owns it."""
     vars(param).update(shared=is_copy, shared_embedding=True)
 
 
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
-    """Writes where a parameter's gradients add up; grad: [*parameter shape], floating point."""
+    """Sets the tensor that accumulates a parameter's gradients; grad: [*parameter shape], floating point."""
     vars(param).update(main_grad=grad)
     _store_marks_alone(param)
 
 
 def clear_main_grad(param: nn.Parameter) -> None:
-    """Takes that back from a parameter, any shape and dtype, with what kernels wrote of it."""
-    # set_grad_owner takes that one back.
+    """Removes main_grad of a parameter, any shape and dtype, with the attributes that kernels set."""
+    # set_grad_owner removes grad_owner.
     for name in _OF_WRAPPERS - {"grad_owner"}:
         vars(param).pop(name, None)
 
 
 def has_main_grad(param: nn.Parameter) -> bool:
-    """Whether a data-parallel wrapper keeps the gradients of a parameter, any shape and dtype."""
+    """Whether a data-parallel wrapper accumulates the gradients of a parameter, any shape and dtype."""
     return "main_grad" in vars(param)
 
 
 def mark_gradients_pass(param: nn.Parameter) -> None:
-    """Writes on a parameter, any shape and dtype, that a wrapper has it and keeps none of its gradients."""
+    """Marks a parameter, any shape and dtype, as wrapped without a persistent gradient."""
     vars(param).update(gradients_pass=True)
     _store_marks_alone(param)
 
 
 def gradients_pass(param: Tensor) -> bool:
-    """Whether a data-parallel wrapper has a parameter, any shape and dtype, and keeps none of its gradients."""
+    """Whether a parameter, any shape and dtype, is wrapped without a persistent gradient."""
     return bool(vars(param).get("gradients_pass", False))
 
 
 def is_wrapped(param: nn.Parameter) -> bool:
-    """Whether a data-parallel wrapper has taken a parameter, any shape and dtype."""
+    """Whether a data-parallel wrapper manages a parameter, any shape and dtype."""
     return has_main_grad(param) or gradients_pass(param)
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """A parameter's gradient, any shape and dtype: main_grad where a data-parallel wrapper gave it one, else grad."""
+    """Returns the gradient of a parameter, any shape and dtype: main_grad of a wrapper if it has one, else grad."""
     main_grad: Tensor | None = vars(param).get("main_grad")
     return param.grad if main_grad is None else main_grad
 
 
 def added_to_main_grad(param: nn.Parameter) -> bool:
-    """Whether a kernel added this step's gradient of a parameter, any shape and dtype, to its main_grad itself."""
+    """Whether a kernel has added this step's gradient of a parameter, any shape and dtype, to its main_grad."""
     return bool(vars(param).get("grad_added_to_main_grad", False))
 
 
 def clear_added_to_main_grad(param: nn.Parameter) -> None:
-    """Takes that mark back from a parameter, any shape and dtype, before the next step."""
+    """Resets added_to_main_grad of a parameter, any shape and dtype, before the next step."""
     vars(param).update(grad_added_to_main_grad=False)
 
 
 def has_grad_beside_main_grad(param: nn.Parameter) -> bool:
-    """Whether `grad` of such a parameter, any shape and dtype, holds what its other uses gave, and not rubbish."""
+    """Whether `grad` of such a parameter, any shape and dtype, is valid: the gradient of its other uses."""
     return bool(vars(param).get("zero_out_wgrad", False))
 
 
 def _store_marks_alone(param: nn.Parameter) -> None:
-    # torch.save and pickle read this attribute (torch._utils._get_obj_state). Bound to the dictionary, which then lives
-    # until it is collected: bound to the parameter it would keep that alive, and torch.utils.swap_tensors, of
-    # Module.to, refuses tensors with weak references.
+    # torch.save and pickle read this attribute (torch._utils._get_obj_state). It is bound to the dictionary, which
+    # lives until the garbage collector runs. Bound to the parameter it would keep the parameter alive, and a weak
+    # reference would make torch.utils.swap_tensors, which Module.to uses, raise.
     vars(param)["__getstate__"] = partial(_marks_in, vars(param))
 
 
@@ -149,10 +151,10 @@ def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MatrixWindow:
-    """A strided window [*rows, columns] of a contiguous parameter: outputs are rows, inputs are columns.
+    """A matrix within a contiguous parameter, as a strided window [*rows, columns]: rows are outputs, columns inputs.
 
-    shape, stride, offset (elements from the parameter's first): as for torch.as_strided. Several dimensions of rows
-    stand for the rows of all of them together.
+    An optimizer that works on matrices, such as Muon, must treat it as one matrix. shape, stride, offset (in elements):
+    as for torch.as_strided. Several dimensions of rows together are the rows of the matrix.
     """
 
     shape: tuple[int, ...]
@@ -161,18 +163,18 @@ class MatrixWindow:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Number of rows and of columns."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     def view_of(self, tensor: Tensor) -> Tensor:
-        """The window as a view of `tensor`: contiguous, any shape of the parameter's size, any dtype -> [*shape]."""
+        """Returns the window as a view [*shape] of `tensor`: contiguous, any shape and dtype, the parameter's size."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @runtime_checkable
 class HasWeightMatrices(Protocol):
-    """A module with a parameter that holds several matrices, or one that lies transposed."""
+    """A module with a parameter that contains several matrices, or a transposed one."""
 
     def weight_matrices(self) -> dict[str, list[MatrixWindow]]:
-        """The matrices of those parameters that are not one [outputs, inputs] as they are, by name in the module."""
+        """Returns the matrices of the parameters that are not one matrix [outputs, inputs], by name in the module."""
         ...

@@ -1,6 +1,6 @@
-"""Random-number streams by name, and functions that run again in backward instead of keeping their tensors.
+"""Seeds of the random-number streams, and functions that are recomputed in backward instead of saving tensors.
 
-Which parts of a model run again is decided in transformer/recompute.py.
+The streams themselves are in device/rng.py. transformer/recompute.py selects the parts of a model to recompute.
 """
 
 import functools
@@ -25,7 +25,7 @@ from megatron.core.device import (
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
-# Far from the seeds of neighbouring ranks and from the default stream's.
+# Large offsets, so that seeds differ from those of neighboring ranks and of the default stream.
 _MODEL_PARALLEL_OFFSET, _EXPERT_PARALLEL_OFFSET = 2718, 1024
 
 
@@ -44,9 +44,9 @@ def get_cuda_rng_tracker(
 
 
 def numbers_of_each_rank(group: ProcessGroup | None, *, dropout: float) -> Callable[[], AbstractContextManager[None]]:
-    """A context inside which each rank of the group draws numbers of its own; without dropout, or ranks, it is empty.
+    """Returns a context in which the ranks of a group draw different numbers; empty without dropout or other ranks.
 
-    Outside of it the ranks draw the same numbers, as they must for what they all hold.
+    Outside of it the ranks draw the same numbers, as replicated tensors require.
     """
     return get_cuda_rng_tracker().fork if dropout > 0 and group_size(group) > 1 else nullcontext
 
@@ -61,9 +61,9 @@ def model_parallel_cuda_manual_seed(
     ep_rank: int | None = None,
     etp_rank: int | None = None,
 ) -> None:
-    """Seeds the default stream, which the ranks of a tensor-parallel group share, and streams of each rank's own.
+    """Seeds the default stream, equally for the ranks of a tensor-parallel group, and named streams for each rank.
 
-    tp_rank, ep_rank, etp_rank: None is parallel_state's. Raises ValueError for Megatron's other trackers.
+    tp_rank, ep_rank, etp_rank: None means those of parallel_state. Raises ValueError for Megatron's other trackers.
     """
     tracker = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng=use_cudagraphable_rng)
     groups = existing_process_groups()
@@ -78,7 +78,7 @@ def model_parallel_cuda_manual_seed(
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """function(*args), of which the arguments alone are kept; backward runs it again. args: any shape and dtype."""
+    """Returns function(*args) and saves only the arguments; backward recomputes it. args: any shape and dtype."""
     if distribute_saved_activations:
         raise ValueError("distribute_saved_activations is True: every rank keeps the arguments whole, must be False")
     return recompute(function, *args)
@@ -91,14 +91,14 @@ def recompute(
     draws_numbers: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Does what `checkpoint` does. around: a context for the second run. Dropout draws the same numbers in both runs.
+    """Runs a function as `checkpoint` does, with keywords. Dropout draws the same numbers in both runs.
 
-    draws_numbers: False where nothing is drawn: then no generator is asked for its state, which takes time, and which
-    the capture of a CUDA graph forbids.
-    args, kwargs: tensors of any shape and dtype, or anything else. A parameter's gradient comes once, complete, as
-    without recompute: autograd sees one graph, the second run only fills in what it saved.
+    around: a context for the second run. draws_numbers: False if the function draws no random numbers. Generator states
+    are then not read, which takes time and is forbidden during the capture of a CUDA graph. args, kwargs: tensors of
+    any shape and dtype, or anything else. As without recompute, the gradient of a parameter is computed once: autograd
+    has one graph, and the second run only provides the saved tensors.
     """
-    # Without gradients nothing would be saved, and states would be kept in vain.
+    # Without gradients there is nothing to recompute, and no reason to store states.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     second_run = _SecondRun(get_cuda_rng_tracker().get_states() if draws_numbers else None, around)
@@ -113,27 +113,27 @@ def recompute(
 
 
 class CheckpointWithoutOutput:
-    """A function whose output is dropped once it was used; its consumer's backward gets it computed anew.
+    """A function whose output is freed after its use, and recomputed for the backward of its consumer.
 
-    1. checkpoint: output = function(*args). Of its tensors only the arguments are kept.
-    2. The caller computes something from the output: that keeps the output, which is still there.
-    3. discard_output_and_register_recompute: frees the output's memory, until the gradient of the result arrives.
+    1. checkpoint: output = function(*args). Saves only the arguments.
+    2. The caller computes a result from the output, which autograd saves.
+    3. discard_output_and_register_recompute: frees the memory of the output until the gradient of the result is ready.
     """
 
     def __init__(self, *, draws_numbers: bool = True) -> None:
-        """draws_numbers: as `recompute` takes it."""
+        """draws_numbers: as in `recompute`."""
         self._draws_numbers = draws_numbers
         self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
         self._num_saved = 0
         self._saved: dict[int, Tensor] = {}
-        # Storages, not tensors: a tensor would hold the graph that holds this object, and none would ever be freed.
+        # Storages, since a tensor would reference the graph that references this object, and neither would be freed.
         self._outputs: list[torch.UntypedStorage] = []
         self._output_bytes: list[int] = []
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """run_function(*args): a tensor or a tuple of them, any shape and dtype; args: tensors, or anything else.
+        """Returns run_function(*args): one or more tensors, any shape and dtype. args: tensors, or anything else.
 
-        Intermediate tensors that the function reads must be among args, since only these are kept for the second run.
+        Tensors with a graph that the function reads must be arguments, since only these are saved for the second run.
         """
         if not torch.is_grad_enabled():
             return run_function(*args)
@@ -143,17 +143,17 @@ class CheckpointWithoutOutput:
             output = run_function(*args)
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
         self._output_bytes = [storage.nbytes() for storage in self._outputs]
-        # By object: without memory all addresses are one.
+        # Compares storage objects, since the addresses of empty storages are equal.
         arguments = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
         if any(storage._cdata in arguments for storage in self._outputs):
-            # An identity: its output is kept with its arguments, there is nothing to drop.
+            # The output shares memory with a saved argument, so there is nothing to free.
             self._outputs, self._output_bytes = [], []
         return output
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Frees the output until backward reaches hook_tensor: any shape, float dtype, computed from the output.
 
-        All of the output's gradients must come through hook_tensor, and nobody else may read the output meanwhile.
+        All gradients of the output must flow through hook_tensor, and the output must not be read in between.
         """
         if not self._outputs or not hook_tensor.requires_grad:
             return
@@ -166,14 +166,14 @@ class CheckpointWithoutOutput:
         return self._num_saved - 1
 
     def _take(self, number: int) -> Tensor:
-        # Nobody discarded the output: then the function's own backward comes first.
+        # If the output was not discarded, the backward of the function runs before any hook.
         self._refill(None)
         if number not in self._saved:
             raise RuntimeError("backward came a second time to a part that recomputes its output: it can run only once")
         return self._saved.pop(number)
 
     def _refill(self, grad: Tensor | None) -> None:
-        """The second run: `_saved` is filled, and the outputs' memory; everything else is let go."""
+        """Recomputes the function: fills `_saved` and the memory of the outputs, and drops everything else."""
         if self._second_run is None:
             return
         second_run, self._second_run = self._second_run, None
@@ -181,7 +181,7 @@ class CheckpointWithoutOutput:
         for storage, num_bytes, tensor in zip(self._outputs, self._output_bytes, fresh):
             if storage.nbytes() == 0:
                 storage.resize_(num_bytes)
-                # By storage: a write through a tensor would count as a change of what the consumer saved.
+                # Copies storages, since a write to a tensor would change the version that the consumer saved.
                 storage.copy_(tensor.untyped_storage())
         self._outputs, self._output_bytes = [], []
 
@@ -198,23 +198,23 @@ class CheckpointWithoutOutput:
 
 
 class _RngSnapshot:
-    """The random-number states of the moment it is made."""
+    """The states of all random-number generators at its creation."""
 
     def __init__(self) -> None:
         self._default, self._streams = rng_state_bytes(default_device()), get_cuda_rng_tracker().get_states()
 
     @contextmanager
     def drawn_again(self) -> Iterator[None]:
-        """Inside, the same numbers are drawn once more; afterwards all streams go on where they were."""
+        """Repeats the random numbers inside the block; afterwards all streams continue from where they were."""
         with _default_stream_kept(), _SecondRun(self._streams, nullcontext):
             set_rng_state_bytes(self._default, default_device())
             yield
 
 
 class _SecondRun:
-    """Named streams as they were in the first run, and what the caller wants around the second. May be used again.
+    """Context of the second run: the streams of the first run, and the context of the caller. Reusable.
 
-    streams: None leaves them alone.
+    streams: None leaves the streams unchanged.
     """
 
     def __init__(self, streams: RngStates | None, around: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -234,18 +234,19 @@ class _SecondRun:
 
 
 class _Kept:
-    """Arguments of a function, tensors among them as autograd keeps them: hooks on saved tensors may move them."""
+    """Arguments of a function; tensors are saved by autograd, so hooks on saved tensors may move them."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         anchor = torch.empty(0, dtype=torch.float32, requires_grad=True)
         tensors = [value for value in args if isinstance(value, Tensor)]
-        # Its node holds the tensors; nothing ever runs its backward. In torch 2.11 the node alone loses them.
+        # The node of this output references the tensors, and its backward never runs. In torch 2.11 they would be lost
+        # if only the node were kept.
         self._output = _SaveTensors.apply(anchor, *tensors)
         self._others = [None if isinstance(value, Tensor) else (value,) for value in args]
         self._needs_grad = [tensor.requires_grad for tensor in tensors]
 
     def detached(self) -> list[Any]:
-        """The arguments without their graphs; any shape and dtype."""
+        """Returns the arguments without their graphs: any shape and dtype."""
         saved = (
             value.detach().requires_grad_(needs)
             for value, needs in zip(self._output.grad_fn.saved_tensors, self._needs_grad)

@@ -40,14 +40,14 @@ class TokenizerConfig:
 
     vocab_size: int | None = config_field(
         None,
-        help="Number of token ids of the model, end of document included, before padding; unset: the tokenizer's. "
-        "NullTokenizer needs it, TikTokenizer cuts its vocabulary there.",
+        help="Number of token ids of the model, including the end of document, before padding; unset: the "
+        "tokenizer's. NullTokenizer requires it, and TikTokenizer truncates its vocabulary to it.",
         at_least=1,
     )
     tokenizer_type: str | None = config_field(
         None,
         help="ByteLevelTokenizer needs no file, NullTokenizer reads ids, GPT2BPETokenizer reads --vocab-file and "
-        "--merge-file and is taken where both are given, the others read --tokenizer-model.",
+        "--merge-file and is the default if both are given, the others read --tokenizer-model.",
         choices=AVAILABLE,
     )
     tokenizer_model: str | None = config_field(
@@ -57,10 +57,10 @@ class TokenizerConfig:
     vocab_file: str | None = config_field(None, help="The vocab.json of GPT2BPETokenizer.")
     merge_file: str | None = config_field(None, help="The merges.txt of GPT2BPETokenizer.")
     tiktoken_pattern: str | None = config_field(
-        None, help="How TikTokenizer cuts text; there is one way.", choices=("v2",)
+        None, help="How TikTokenizer splits text before merging.", choices=("v2",)
     )
     null_tokenizer_eod_id: int | None = config_field(
-        None, help="End-of-document id of NullTokenizer; by default the last one.", at_least=0
+        None, help="End-of-document id of NullTokenizer; unset: the last id.", at_least=0
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of self-attention: heads, groups, norms, windows, kernels. The model has the type of positions."""
+"""Settings of self-attention and of multi-latent attention. The model has the type of positions."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +89,38 @@ class AttentionConfig:
         return (self.window_size[0], self.window_size[1]) if has_window else None
 
 
+@dataclass(kw_only=True)
+class MLAConfig:
+    """Settings of latent attention, which replace key/value groups. They require multi_latent_attention."""
+
+    cli_group: ClassVar[str] = "multi-latent attention"
+
+    multi_latent_attention: bool = config_field(
+        False, help="Compute keys and values of all heads from one narrow vector per token, as in DeepSeek's models."
+    )
+    q_lora_rank: int | None = config_field(
+        None,
+        help="Width to which queries are first projected; unset: they are computed from the hidden state.",
+        at_least=1,
+    )
+    kv_lora_rank: int = config_field(
+        32, help="Width of the vector from which keys and values are computed.", at_least=1
+    )
+    qk_head_dim: int = config_field(128, help="Channels of each query and key head without rotation.", at_least=1)
+    qk_pos_emb_head_dim: int = config_field(
+        64, help="Additional channels of each query head with rotation; all heads share one such key.", at_least=2
+    )
+    v_head_dim: int = config_field(128, help="Width of each value head.", at_least=1)
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+    @property
+    def qk_width(self) -> int:
+        """Returns the width of each query and key head."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
 def parse_window_size(word: str) -> tuple[int, int]:
     """Parses LEFT,RIGHT, with or without parentheses, as two integers. Raises ValueError for anything else."""
     parts = word.strip().strip("()[]").split(",")
@@ -146,4 +178,34 @@ def validate_window(config: AttentionConfig, *, num_layers: int) -> None:
     if isinstance(freq, list) and (len(freq) != num_layers or not set(freq) <= {0, 1}):
         raise ValueError(
             f"window_attn_skip_freq is {freq}: must have a 1 (window) or 0 (none) for each of {num_layers} layers"
+        )
+
+
+def validate_mla(
+    config: MLAConfig,
+    *,
+    num_attention_heads: int,
+    num_query_groups: int | None,
+    add_qkv_bias: bool,
+    rotary_interleaved: bool,
+) -> None:
+    """Raises ValueError for widths without latent attention, and for settings that it does not support."""
+    if not config.multi_latent_attention:
+        for name, default in vars(MLAConfig()).items():
+            if vars(config)[name] != default:
+                raise ValueError(f"{name} is {vars(config)[name]}: needs multi_latent_attention")
+        return
+    if config.qk_pos_emb_head_dim % 2:
+        raise ValueError(f"qk_pos_emb_head_dim is {config.qk_pos_emb_head_dim}: must be even, channels rotate in pairs")
+    if num_query_groups not in (None, num_attention_heads):
+        raise ValueError(
+            f"num_query_groups is {num_query_groups} and multi_latent_attention is True: each of the "
+            f"{num_attention_heads} heads has keys of its own, must be unset"
+        )
+    if add_qkv_bias:
+        raise ValueError("add_qkv_bias is True and multi_latent_attention is True: its projections have no biases")
+    if rotary_interleaved:
+        raise ValueError(
+            "rotary_interleaved is True and multi_latent_attention is True: its neighbouring channels rotate against "
+            "each other anyway, must be False"
         )

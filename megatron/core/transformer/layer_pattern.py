@@ -1,6 +1,6 @@
 """Patterns that say layer by layer what a layer has: ([0]+[1]*3)*2 as text to a list of integers.
 
-What the integers mean is said where they are used: experts in moe/moe_config.py, windows in attention_config.py.
+The meaning of the integers is documented with their fields: experts in moe_config.py, windows in attention_config.py.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Low-rank adapters of linear layers: y = W x + alpha / r * B A x, with W frozen (Hu et al., LoRA, 2021).
 
-Which layers have them is lora_specs.py's, those of grouped experts are moe/experts.py's; what a checkpoint
-without adapters gives is training's.
+models/gpt/gpt_layer_specs.py selects the layers that have them. Adapters of grouped experts are in moe/experts.py.
+megatron/training loads checkpoints without adapters.
 """
 
 import math

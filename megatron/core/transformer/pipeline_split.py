@@ -1,6 +1,6 @@
-"""Which layers each pipeline stage holds: from settings to a number of layers a part, pure.
+"""The number of layers of each pipeline stage and chunk, computed from the settings; pure.
 
-Part c * stages + s is chunk c of stage s: parts in this order are the model. Building them is the block's work.
+Part c * stages + s is chunk c of stage s; the parts in this order make up the model. transformer_block.py builds them.
 """
 
 import re
@@ -12,7 +12,7 @@ _GROUP = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)|\(([^()]*)\)(?!\*)"
 
 
 def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int]:
-    """Number of layers of each part, [stages x chunks]. Raises ValueError where settings do not come to num_layers."""
+    """Returns the number of layers of each part: [stages x chunks]. Raises ValueError if the sum is not num_layers."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     accounted = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
@@ -34,7 +34,7 @@ def layers_per_part(config: ModelParallelConfig, *, num_layers: int) -> list[int
 
 
 def validate_pipeline_split(config: ModelParallelConfig, *, num_layers: int) -> None:
-    """Raises ValueError where the layers cannot be cut into stages, or groups of microbatches are too small."""
+    """Raises ValueError if the layers cannot be divided into stages, or if groups of microbatches are too small."""
     layers_per_part(config, num_layers=num_layers)
     group_size, stages = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
     if group_size is not None and group_size < stages:
@@ -45,17 +45,17 @@ def validate_pipeline_split(config: ModelParallelConfig, *, num_layers: int) -> 
 
 
 def layer_offset(counts: list[int], part: int) -> int:
-    """Layers before the part's first."""
+    """Returns the number of layers before a part."""
     return [0, *accumulate(counts)][part]
 
 
 def mtp_layers_in_layout(layout: str) -> int:
-    """Layers of multi-token prediction that a layout string places. Raises ValueError where it is not one."""
+    """Returns the number of multi-token prediction layers in a layout string. Raises ValueError if it is invalid."""
     return _parts_of_layout(layout)[-1].count("m")
 
 
 def num_parts_in_layout(layout: str) -> int:
-    """Stages x chunks that a layout string describes. Raises ValueError where it is not one."""
+    """Returns stages x chunks of a layout string. Raises ValueError if it is invalid."""
     return len(_parts_of_layout(layout))
 
 
@@ -123,7 +123,7 @@ def _from_layout(layout: str, num_parts: int, *, num_layers: int) -> list[int]:
 
 
 def _parts_of_layout(layout: str) -> list[str]:
-    """One string of letters a part: "Et*2|tL" -> ["Ett", "tL"]."""
+    """Returns the letters of each part: "Et*2|tL" -> ["Ett", "tL"]."""
     text = layout.replace(",", "").replace(" ", "")
     while (match := _GROUP.search(text)) is not None:
         group, times, letter, letter_times, alone = match.groups()

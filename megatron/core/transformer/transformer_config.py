@@ -1,4 +1,4 @@
-"""TransformerConfig: flat for users, inherited from small dataclasses per topic; experts' in moe/moe_config.py."""
+"""TransformerConfig: flat for users, inherited from small dataclasses per topic; experts' in moe_config.py."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,16 @@ from megatron.core.model_parallel_config import (
     validate_parallel_layout,
     validate_precision,
 )
-from megatron.core.transformer.attention_config import AttentionConfig, validate_attention, validate_context_parallel
+from megatron.core.transformer.attention_config import (
+    AttentionConfig,
+    MLAConfig,
+    validate_attention,
+    validate_context_parallel,
+    validate_mla,
+)
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
 from megatron.core.transformer.lora_config import LoRAConfig, validate_lora, validate_lora_targets
-from megatron.core.transformer.mla_config import MLAConfig, validate_mla
 from megatron.core.transformer.moe_config import (
     MoEConfig,
     layers_with_experts,

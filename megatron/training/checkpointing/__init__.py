@@ -1,4 +1,4 @@
-"""Checkpoints of a training run; re-exports only."""
+"""Checkpoints of a training run: saving, loading, and their folders; this module only re-exports."""
 
 from megatron.training.checkpointing.folder import (
     check_save_folder,

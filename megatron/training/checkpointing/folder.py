@@ -1,6 +1,6 @@
-"""The --save and --load folders: one folder per iteration and a tracker file that names the latest.
+"""The --save and --load folders: one folder for each iteration, and a tracker file that names the latest.
 
-What is in a checkpoint is decided in checkpointing.py, how it gets to disk in core/dist_checkpointing.
+saving.py defines the content of a checkpoint, and core/dist_checkpointing writes it.
 """
 
 import os
@@ -18,17 +18,17 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE, read_manife
 from megatron.core.group_collectives import all_ranks_agree
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# What the tracker holds instead of a number for weights to start from.
+# Tracker text for initial weights, in place of a number.
 RELEASE = "release"
-# Beside checkpoints: what came with a model of another format, for the way back (tools/hugging_face).
+# Next to checkpoints: files of a model in another format, kept for the conversion back (tools/hugging_face).
 COMPANION_FOLDER = "hugging_face"
-# Seven digits and, after ten million steps, more; not so many that no number is meant.
+# Seven digits, or more after ten million steps, up to the largest 64-bit numbers.
 _ITERATION = r"iter_([0-9]{7,18})"
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint to load; iteration 0 for a release, which is weights to start from."""
+    """A checkpoint to load; iteration 0 for a release, which provides initial weights."""
 
     path: Path
     iteration: int
@@ -37,34 +37,34 @@ class FoundCheckpoint:
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    """Path of the file that holds the latest iteration, in digits, or "release"."""
+    """Returns the path of the file that holds the latest iteration in digits, or "release"."""
     return os.path.join(checkpoints_path, TRACKER_FILE)
 
 
 def iteration_folder(checkpoints_path: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is."""
+    """Returns the folder of the checkpoint of an iteration."""
     return Path(checkpoints_path) / f"iter_{iteration:07d}"
 
 
 def read_tracker(root: Path) -> str | None:
-    """The text of the tracker in the folder `root`, whatever it says; None where there is none."""
+    """Returns the text of the tracker in the folder `root`, valid or not; None if there is none."""
     tracker = root / TRACKER_FILE
     return tracker.read_text(encoding="utf-8", errors="replace").strip() if tracker.is_file() else None
 
 
 def iteration_of_text(text: str) -> int | None:
-    """The iteration that a tracker with this text names; None if it names none."""
-    # Not isdecimal, which accepts digits of other scripts, nor more digits than any number of steps has.
+    """Returns the iteration that a tracker with this text names, or None."""
+    # Not isdecimal, which accepts digits of other scripts. Limited to the digits of a 64-bit number.
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag: str = "--save") -> None:
-    """Makes the folder of `flag` and writes to it for a try: a run learns before its first step that it cannot save.
+    """Creates the folder of `flag` and tests that it is writable, so that a run fails before its first step.
 
     Collective over `group` (None: all ranks); raises ValueError on every rank.
     """
     with all_ranks_agree(group):
-        # Every rank tries, because every rank will write. The name is one that the next save cleans up after a kill.
+        # Every rank tries, because every rank will write. After a kill, the next save removes a file of this name.
         probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
         if probe.parent.exists() and not probe.parent.is_dir():
             raise ValueError(f"{flag} {path} cannot be written: it is a file, must be a folder")
@@ -79,9 +79,9 @@ def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag
 def refuse_checkpoints_of_another_run(
     save: str, *, continued_from: str | None, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises ValueError on every rank if a run that starts anew would overwrite what is in its --save folder.
+    """Raises ValueError on every rank if a new run would overwrite checkpoints in its --save folder.
 
-    continued_from: the --load folder of a run that goes on with its steps, which may replace its own checkpoints.
+    continued_from: the --load folder of a run that continues its steps, which may replace its own checkpoints.
     """
     if is_same_folder(continued_from, save):
         return
@@ -95,7 +95,7 @@ def refuse_checkpoints_of_another_run(
 
 
 def clean_save_folder(path: str) -> None:
-    """Removes what killed saves left in a --save folder."""
+    """Removes leftovers of killed saves from a --save folder."""
     if Path(path).is_dir():
         folders.remove_incomplete(
             Path(path), name=rf"{_ITERATION}|{RELEASE}|{COMPANION_FOLDER}|probe|{re.escape(TRACKER_FILE)}"
@@ -103,9 +103,9 @@ def clean_save_folder(path: str) -> None:
 
 
 def prune(path: str, *, latest: int, interval: int | None) -> None:
-    """Deletes the checkpoints before `latest`, which is complete, but for those whose iteration divides by `interval`.
+    """Deletes complete checkpoints before `latest`, except those whose iteration is a multiple of `interval`.
 
-    None deletes nothing.
+    `latest` must be complete. None deletes nothing.
     """
     for iteration in complete_iterations(Path(path)):
         if interval is not None and iteration < latest and iteration % interval:
@@ -113,17 +113,17 @@ def prune(path: str, *, latest: int, interval: int | None) -> None:
 
 
 def write_tracker(path: str, iteration: int) -> None:
-    """Names `iteration` as the latest; call when its checkpoint is complete."""
+    """Names `iteration` as the latest; call once its checkpoint is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), str(iteration))
 
 
 def write_release_tracker(path: str) -> None:
-    """Names the checkpoint in the folder `release` as the one to start from; call when it is complete."""
+    """Names the checkpoint in the folder `release` as the one to start from; call once it is complete."""
     folders.replace_text(Path(get_checkpoint_tracker_filename(path)), RELEASE)
 
 
 def carry_companions(load: str, save: str) -> None:
-    """Copies what lies beside the checkpoints of `load` to those of `save`, where nothing does yet."""
+    """Copies the companion files of the checkpoints in `load` to `save`, unless that has some."""
     source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
     if source.is_dir() and not target.exists():
         with folders.atomic_folder(target) as temporary:
@@ -131,27 +131,26 @@ def carry_companions(load: str, save: str) -> None:
 
 
 def is_same_folder(path: str | None, other: str | None) -> bool:
-    """Whether both are given and name one folder."""
+    """Whether both paths are given and refer to the same folder."""
     return path is not None and other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
 def find_checkpoint(
     load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None
 ) -> FoundCheckpoint | None:
-    """The checkpoint of --ckpt-step, else the tracker's, else the newest that is whole; None if the folder has none.
+    """Returns the checkpoint of --ckpt-step, else the tracker's, else the newest complete one; None if there is none.
 
-    damaged: iterations that turned out not to be whole, and why: others are taken. Raises ValueError if that of the
-    step is not whole, or if there are checkpoints and none of them is.
+    damaged: iterations found to be damaged, with reasons; they are skipped. Raises ValueError if the one of --ckpt-step
+    is incomplete, or if there are checkpoints but none is complete.
     """
     root, problems = _root(load), dict(damaged or {})
     if step is not None:
         return _named(root, f"--ckpt-step is {step}", iteration=step)
-    # A copy of one iteration folder has no tracker, nor has a run that was killed within its first save.
+    # A copied iteration folder has no tracker, and neither has a run killed during its first save.
     tracker, text = root / TRACKER_FILE, read_tracker(root)
     if text == RELEASE:
         return FoundCheckpoint(folders.find_checkpoint(root / RELEASE), 0, is_release=True)
     wanted = None if text is None else iteration_of_text(text)
-    candidates = complete_iterations(root)
     if wanted is not None and wanted not in problems:
         problem = _problem(root, wanted)
         if problem is None:
@@ -163,26 +162,23 @@ def find_checkpoint(
         why = f"{tracker} holds {text[:40]!r}: must be an iteration number or {RELEASE!r}"
     else:
         why = f"{tracker} names iteration {wanted}: {problems[wanted]}"
-    return _other(root, why, candidates=_by_preference(candidates, wanted), problems=problems)
+    # Newest first. A tracker may have been set back on purpose, so later iterations are the last resort.
+    by_preference = sorted(complete_iterations(root), key=lambda one: (wanted is not None and one > wanted, -one))
+    return _other(root, why, candidates=by_preference, problems=problems)
 
 
 def _root(load: str) -> Path:
     root = Path(load)
     if root.exists() and not root.is_dir():
         raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
-    # Starting from scratch because the user went one folder too deep would be a costly surprise.
+    # The user went one folder too deep; silently starting from scratch would be a costly surprise.
     if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     return root
 
 
-def _by_preference(iterations: list[int], wanted: int | None) -> list[int]:
-    # The newest. A tracker may have been set back on purpose: what came later is then the last resort.
-    return sorted(iterations, key=lambda iteration: (wanted is not None and iteration > wanted, -iteration))
-
-
 def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
-    """The first candidate that is whole; what was wrong with those before it is in its notice."""
+    """Returns the first complete candidate, with the problems of the skipped ones in its notice."""
     for iteration in candidates:
         if iteration not in problems:
             problem = _problem(root, iteration)
@@ -195,14 +191,14 @@ def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, s
             problems[iteration] = problem
         if problems[iteration] not in why:
             why = f"{why}; {problems[iteration]}"
-    # Never from scratch where there was something: a person has to decide that.
+    # Never start from scratch where checkpoints were; that is for the user to decide.
     if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
         raise ValueError(f"{why}; complete iterations: none")
     return None
 
 
 def _problem(root: Path, iteration: int) -> str | None:
-    """What is wrong with a checkpoint, as far as one can tell without reading its tensors; None if nothing is."""
+    """Describes what is wrong with a checkpoint, without reading its tensors; None if nothing is found."""
     try:
         folder = folders.find_checkpoint(iteration_folder(root, iteration))
         files = read_manifest(folder)
@@ -215,19 +211,19 @@ def _problem(root: Path, iteration: int) -> str | None:
 
 
 def complete_iterations(root: Path) -> list[int]:
-    """Iterations that have a complete checkpoint, ascending."""
+    """Returns the iterations that have a complete checkpoint, in ascending order."""
     matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
     iterations = {int(match[1]) for match in matches if match is not None}
-    # Of names with more zeros than the format has, no one would know which is meant.
+    # Excludes folders with extra leading zeros, which iteration_folder would not find.
     return sorted(one for one in iterations if folders.is_complete(iteration_folder(root, one)))
 
 
-def _named(root: Path, who: str, *, iteration: int) -> FoundCheckpoint:
+def _named(root: Path, source: str, *, iteration: int) -> FoundCheckpoint:
     try:
         return FoundCheckpoint(folders.find_checkpoint(iteration_folder(root, iteration)), iteration)
     except ValueError as error:
         others = ", ".join(map(str, complete_iterations(root))) or "none"
-        raise ValueError(f"{who}: {error}; complete iterations: {others}") from error
+        raise ValueError(f"{source}: {error}; complete iterations: {others}") from error
 
 
 def _entries(root: Path) -> list[Path]:

@@ -1,6 +1,6 @@
-"""Random-number state of each rank, as it was and as rows of a few tensors in a checkpoint.
+"""Random-number generators of a rank: seeding, capture and restore, and their rows in a checkpoint.
 
-Seeding a run lives elsewhere.
+The generators are those of Python, NumPy and torch, and the streams of the tensor-parallel tracker.
 """
 
 import math
@@ -15,13 +15,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 _PREFIX = "rng."
-# In the order of rng_state_bytes; the second only where there is a GPU.
+# In the order of rng_state_bytes; "cuda" only with a GPU.
 _TORCH = ("torch", "cuda")
 # All generators of this rank, by name: each [N], on the CPU, int64, float64 or uint8.
 RngState = dict[str, torch.Tensor]
 
 
-def seed_copies(seed: int, groups: ProcessGroupCollection) -> None:
+def seed_generators(seed: int, groups: ProcessGroupCollection) -> None:
+    """Seeds every generator identically on all data-parallel replicas and pipeline stages, to draw equal weights."""
     seed_all(seed)
     model_parallel_cuda_manual_seed(
         seed, tp_rank=group_rank(groups.tp), ep_rank=group_rank(groups.ep), etp_rank=group_rank(groups.expt_tp)
@@ -29,20 +30,21 @@ def seed_copies(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def seed_ranks(seed: int, groups: ProcessGroupCollection) -> None:
-    """Gives each copy of the model, and each part of sequences and layers, its own dropout.
+    """Gives each replica, context-parallel rank and pipeline stage its own dropout; call after drawing the weights.
 
-    Tensor-parallel ranks go on sharing the default stream. Called once the weights, equal on all copies, are drawn.
+    Tensor-parallel ranks still share the default stream.
     """
-    seed_copies(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
+    seed_generators(seed + 1_000_003 * group_rank(groups.dp_cp) + 100_003 * group_rank(groups.pp), groups)
 
 
 def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
-    """This rank's generators as rows of [data, pipeline, context, tensor parallel size, N] tensors, on the CPU: int64,
-    float64 and uint8.
+    """Returns this rank's generators as rows of global tensors.
+
+    The tensors are [data, pipeline, context, tensor parallel size, N], on the CPU, int64, float64 or uint8.
     """
     axes = (groups.dp, groups.pp, groups.cp, groups.tp)
     sizes, place = tuple(map(group_size, axes)), tuple(map(group_rank, axes))
-    # Rows of one tensor, not keys with a rank in them: whoever loads sees by the shape whether they are his.
+    # Rows of one tensor, not a key for each rank: a load detects another layout by the shape.
     return [
         ShardedTensor(_PREFIX + name, row.view(1, 1, 1, 1, -1), (*sizes, row.numel()), (*place, 0))
         for name, row in capture_rng().items()
@@ -50,14 +52,14 @@ def rng_sharded_state(groups: ProcessGroupCollection) -> list[ShardedTensor]:
 
 
 def load_rng(loaded: list[ShardedTensor]) -> None:
-    """Sets this rank's generators from what rng_sharded_state made and `load` filled."""
+    """Sets this rank's generators from the filled tensors of rng_sharded_state."""
     restore_rng({tensor.key.removeprefix(_PREFIX): tensor.data.view(-1) for tensor in loaded})
 
 
 def restore_rng(rows: RngState) -> None:
-    """Sets this rank's generators to what capture_rng gave, as often as wanted."""
+    """Sets this rank's generators to a state from capture_rng, which can be restored any number of times."""
     python, numpy_state, gauss = rows["python"].tolist(), rows["numpy"].numpy(), rows["gauss"].tolist()
-    # 3 is the format of the Mersenne twister's state since Python 3.2.
+    # 3 is the version of the Mersenne Twister state since Python 3.2.
     random.setstate((3, tuple(python), None if math.isnan(gauss[0]) else gauss[0]))
     keys, (position, has_gauss) = numpy_state[:-2].astype(numpy.uint32), numpy_state[-2:].tolist()
     numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss[1]))
@@ -68,15 +70,15 @@ def restore_rng(rows: RngState) -> None:
 
 
 def same_rng(one: RngState, other: RngState) -> bool:
-    """Whether nothing was drawn between two calls of capture_rng."""
-    # By bytes: "gauss" has NaN for nothing.
+    """Whether two captured states are equal, i.e. nothing was drawn between them."""
+    # By bytes, because "gauss" uses NaN for an absent value.
     return one.keys() == other.keys() and all(
         torch.equal(state.view(torch.uint8), other[name].view(torch.uint8)) for name, state in one.items()
     )
 
 
 def capture_rng() -> RngState:
-    """This rank's generators: Python's, numpy's, torch's and the device's, and the streams of the tracker."""
+    """Captures this rank's generators: Python's, NumPy's, torch's, the device's, and the tracker's streams."""
     _, python, python_gauss = random.getstate()
     numpy_state = numpy.random.get_state(legacy=False)
     keys, position = numpy_state["state"]["key"], numpy_state["state"]["pos"]
@@ -86,10 +88,10 @@ def capture_rng() -> RngState:
         for kind, state in zip(_TORCH, states, strict=False)
     }
     return {
-        # By way of numpy, which takes 625 numbers in a fraction of the time that torch.tensor does.
+        # Through NumPy, which converts 625 numbers much faster than torch.tensor.
         "python": torch.from_numpy(numpy.array(python, dtype=numpy.int64)),
         "numpy": torch.from_numpy(numpy.append(keys.astype(numpy.int64), [position, numpy_state["has_gauss"]])),
-        # Both generators keep the second of a pair of normal numbers; NaN stands for Python's "none kept".
+        # Both generators cache the second of a pair of normal numbers; NaN encodes Python's empty cache.
         "gauss": torch.tensor(
             [math.nan if python_gauss is None else python_gauss, numpy_state["gauss"]], dtype=torch.float64
         ),

@@ -1,4 +1,7 @@
-"""RunState"""
+"""The state of a run that checkpoints hold, as boxes of tensors: model weights, optimizer and scheduler.
+
+rng_state.py has the random-number generators and train_state.py the counters. Optimizers provide their own state.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing import (
@@ -24,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class CheckpointedOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer: tensors by logical piece, the rest as JSON."""
+    """Interface of an optimizer to checkpoints: tensors by logical piece, and the rest as JSON."""
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]: ...
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> AbstractContextManager[list[ShardedTensor]]: ...
@@ -34,7 +38,7 @@ class CheckpointedOptimizer(Protocol):
 
 
 class CheckpointedScheduler(Protocol):
-    """What a checkpoint needs of a scheduler: its state as JSON."""
+    """Interface of a scheduler to checkpoints: its state as JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -42,7 +46,7 @@ class CheckpointedScheduler(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """The objects whose state a checkpoint holds."""
+    """The objects whose state a checkpoint holds, and their process groups."""
 
     model: Sequence[torch.nn.Module]
     optimizer: CheckpointedOptimizer | None
@@ -50,16 +54,16 @@ class RunState:
     groups: ProcessGroupCollection
 
     def pieces(self) -> dict[str, list[LogicalPiece]]:
-        """Logical pieces of all parameters."""
+        """Returns the logical pieces of all parameters."""
         return {name: pieces for chunk in self.model for name, pieces in model_logical_pieces(chunk).items()}
 
     def frozen_keys(self) -> set[str]:
-        """Keys of the parameters that the optimizer does not step, on any rank or stage. Collective."""
-        # By name: a rank may hold nothing of a parameter but rows of padding, and has to know of it all the same.
+        """Returns the keys of parameters that the optimizer does not update, on any rank or stage. Collective."""
+        # By name, because a rank that holds only padding rows of a parameter must also know its key.
         return union_over_model(self._keys(trained=False), self.groups)
 
     def trained_keys(self) -> set[str]:
-        """Keys of this stage's parameters that the optimizer steps, whoever owns their state."""
+        """Returns the keys of this stage's parameters that the optimizer updates, on whichever rank."""
         return self._keys(trained=True)
 
     def _keys(self, *, trained: bool) -> set[str]:
@@ -70,10 +74,11 @@ class RunState:
 
 
 class ModelWeights:
-    """tensors: to save, or to load in place; all in the dtype that modules compute in.
+    """Parameters and buffers of model chunks as the boxes that a checkpoint holds, in the dtype of the modules.
 
-    Where shards are kept in more digits than that, the boxes are copies: those of the optimizer's masters, which are
-    the shards, count for a run that goes on. For others, `take_loaded`.
+    tensors: boxes to save, or to load in place. If FSDP2 shards are kept in a wider dtype, the boxes are copies.
+    Training continues from the wider values in the optimizer's master weights, which are the shards. A load without the
+    optimizer calls `copy_to_shards`.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], *, allow_cast: bool = False) -> None:
@@ -85,8 +90,8 @@ class ModelWeights:
             else:
                 self.tensors += model_sharded_tensors(chunk, allow_cast=allow_cast)
 
-    def take_loaded(self) -> None:
-        """Makes shards what was loaded into copies of them."""
+    def copy_to_shards(self) -> None:
+        """Copies loaded boxes to the shards they were made from."""
         for copy, flat in self._copies:
             flat.copy_(copy)
 
@@ -102,7 +107,7 @@ class ModelWeights:
 
 
 def frozen_tensors(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:
-    """The parameters of this rank that no optimizer steps, any shape and dtype, as views."""
+    """Returns views of the parameters of this rank that no optimizer updates, any shape and dtype."""
     tensors = []
     for chunk in chunks:
         pieces = model_logical_pieces(chunk)
@@ -116,3 +121,8 @@ def frozen_tensors(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:
             if not param.requires_grad:
                 tensors += sharded_tensors(pieces[canonical_name(name)], param.detach())
     return tensors
+
+
+def is_rank_0() -> bool:
+    """Whether this rank writes trackers and common files: rank 0, or a process on its own."""
+    return not dist.is_initialized() or dist.get_rank() == 0

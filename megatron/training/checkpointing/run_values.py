@@ -1,6 +1,6 @@
-"""The command line of a run inside its checkpoints: stored as JSON, compared on load, taken over where asked.
+"""JSON values of a run in its checkpoints: validated on load, compared with the run's arguments, or adopted by it.
 
-Finding the checkpoint is checkpoint_folder.py's work; tensors are not looked at here.
+folder.py finds the checkpoint; tensors are not handled here.
 """
 
 import argparse
@@ -18,16 +18,16 @@ from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
-# Arguments that follow from others, which models are built from.
+# Derived arguments that models are built from.
 _DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 _ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
-# Of MODEL_SHAPE_DESTS, those that are neither a shape nor a meaning of stored weights.
+# Arguments in MODEL_SHAPE_DESTS that affect neither the shape nor the meaning of stored weights.
 _NOT_IN_WEIGHTS = (
-    "group_query_attention",  # num_query_groups says it
+    "group_query_attention",  # implied by num_query_groups
     "layernorm_epsilon",
     "rotary_base",
-    # A model is trained further with another of these, for longer texts.
+    # Changed when a model is trained further on longer texts.
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
@@ -49,18 +49,18 @@ _NOT_IN_WEIGHTS = (
     "moe_router_group_topk",
     "moe_router_group_score",
     "moe_router_topk_scaling_factor",
-    "untie_embeddings_and_output_weights",  # tied_weights.py makes one of two, or two of one
-    # A model without adapters may begin some: check_adapters.
+    "untie_embeddings_and_output_weights",  # partial_load.py converts between the two
+    # A model may start new adapters, see check_adapters.
     *_ADAPTERS,
 )
-# A model with another value of one of these has other weights, or weights of another meaning.
+# A different value means different weights, or weights with a different meaning.
 _SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
-# Sinkhorn is no loss but a way to choose and weigh experts, in evaluation too; its flag has one coefficient a type.
+# Sinkhorn is not a loss: it selects and weights experts, also in evaluation. Its flag has a coefficient for each type.
 _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
-# The optimizer's state is that of these values.
+# Arguments that determine the optimizer's state.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
-# Optimizers that go on from each other's state: they differ in where it lies.
+# Optimizers with interchangeable state, which differ only in where they keep it.
 _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
@@ -68,7 +68,7 @@ _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
 def load_run_values(folder: Path) -> dict[str, Any]:
-    """The JSON part of a training run's checkpoint; raises ValueError if something else wrote the checkpoint."""
+    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run."""
     values = load_common(folder)
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
@@ -104,12 +104,12 @@ def _check_optimizer(optimizer: Any, scheduler: Any) -> None:
 
 
 def _is_scaler(scaler: Any) -> bool:
-    """The trackers count down as well: hysteresis is below 0 after more bad steps than it allows."""
+    """Whether a value is the state of a loss scaler; its trackers may be negative after many bad steps."""
     return isinstance(scaler, dict) and all(map(_is_number, scaler.values())) and scaler.get("scale", 1) > 0
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
-    """Raises ValueError naming one of a run's arguments that no flag leaves so, by its type; others are passed over."""
+    """Raises ValueError naming a stored argument whose type its flag cannot produce; ignores unknown ones."""
     for name, value in args.items():
         flag = flag_table().by_dest.get(name)
         if name in _DERIVED:
@@ -120,12 +120,12 @@ def check_arguments(args: Mapping[str, Any]) -> None:
 
 
 def _may_be(flag: Flag, value: Any) -> bool:
-    """Whether a flag may have left this value in the arguments, by its type; bounds are checked where it is used."""
+    """Whether a flag can produce a value of this type; bounds are checked where the value is used."""
     if value is None:
         return True
     if flag.constant is not None:
         return isinstance(value, bool)
-    # Values of other types have parsers of their own, and are checked by the configuration that takes them.
+    # Other types have their own parsers, and the configuration that uses the value checks it.
     if flag.type_name not in (*_NUMBERS, "str"):
         return not isinstance(value, (dict, bool))
     items = value if flag.takes_list and isinstance(value, list) else [value]
@@ -133,7 +133,7 @@ def _may_be(flag: Flag, value: Any) -> bool:
 
 
 def _what_may_be(flag: Flag) -> str:
-    """The values that _may_be allows, in words; None is there for every flag."""
+    """Describes the values other than None that _may_be accepts."""
     if flag.constant is not None:
         return "bool"
     if flag.type_name not in (*_NUMBERS, "str"):
@@ -148,7 +148,7 @@ def _is_of(type_name: str, value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer, 0 or more, of a size that a counter has."""
+    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
@@ -161,26 +161,26 @@ def _require(holds: bool, name: str, *, value: Any, right: str) -> None:
         raise ValueError(f"{name} is {value!r:.80}: must be {right}")
 
 
-# Compare with the run, or take over.
+# Compare with the run, or adopt.
 
 
 def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
-    """All arguments; what JSON cannot hold becomes text."""
-    # There and back, so that values compare equal to those of a checkpoint (tuples become lists).
+    """Returns all arguments as JSON values; other values become text."""
+    # Round trip, so that values compare equal to stored ones (tuples become lists).
     return json.loads(json.dumps(vars(args), default=str))
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """Sets the arguments of `args` that say which model it is to those of the checkpoint in args.load.
+    """Sets the arguments of `args` that define the model to those of the checkpoint in args.load.
 
-    For --use-checkpoint-args: call between parse_args and validate_args, on every rank by itself. Raises ValueError
-    if there is no checkpoint.
+    For --use-checkpoint-args: call between parse_args and validate_args on every rank; not collective. Raises
+    ValueError if there is no checkpoint.
     """
     found = find_checkpoint(args.load, step=args.ckpt_step)
     if found is None:
         raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
     stored = load_run_values(found.path)["args"]
-    # The checkpoint wins over the command line, also where both speak: that is what the flag says.
+    # The checkpoint overrides the command line, as the flag promises.
     vars(args).update(model_arguments(stored, here=vars(args)))
     for name in ("hidden_dropout", "attention_dropout"):
         here = vars(args).get(name)
@@ -195,21 +195,22 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint's arguments that make a run with the arguments `here` compute its model.
+    """Returns the stored arguments that a run with the arguments `here` needs to compute the checkpoint's model.
 
-    These are MODEL_SHAPE_DESTS, the vocabulary of a model that knows more ids than its tokenizer, and the way of
-    balancing where only one of the two uses Sinkhorn. Adapters that the run begins stay its own, and so do experts that
-    it makes of a dense model. An older checkpoint lacks newer arguments: it was trained with the defaults.
+    These are MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
+    type if only one of the two uses Sinkhorn. The run keeps its own adapters if it starts new ones, and its own experts
+    if it makes them from a dense model. Arguments newer than the checkpoint keep their defaults, with which it was
+    trained.
     """
     different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
     names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
-    # Of a tokenizer without a file it is no more than its size, which the run gives.
+    # NullTokenizer has no file; its vocabulary size is an argument of the run.
     if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
         names = (*names, "vocab_size")
-    # Taken over, a checkpoint without adapters would turn --lora-rank off, and the run would train every weight.
+    # Adopting the absence of adapters would turn --lora-rank off, and the run would train all weights.
     if here.get("lora_rank") is not None and stored.get("lora_rank") is None:
         names = tuple(name for name in names if name not in _ADAPTERS)
-    # And a dense one the experts that are to begin as its feed-forward layers.
+    # Likewise a dense checkpoint must not turn off the experts that start from its layers.
     if here.get("moe_use_upcycling") and stored.get("num_experts") is None:
         names = tuple(name for name in names if name != "num_experts" and not name.startswith("moe_"))
     return {name: stored[name] for name in names if name in stored}
@@ -220,28 +221,23 @@ def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
 
 
 def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments that make the checkpoint's model another one than this run's."""
+    """Raises ValueError naming the arguments that make the checkpoint's model differ from this run's."""
     differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
     if differences:
-        words = ", ".join(differences.values())
-        raise ValueError(f"checkpoint of another model: {words}; {_advice(list(differences))}")
+        details = ", ".join(differences.values())
+        raise ValueError(f"checkpoint of another model: {details}; {_advice(list(differences))}")
 
 
 def _advice(names: list[str]) -> str:
     advice = [] if names == ["unpadded_vocab_size"] else ["--use-checkpoint-args takes its values"]
-    # The vocabulary comes with the tokenizer, which --use-checkpoint-args leaves to the run.
+    # --use-checkpoint-args does not include the tokenizer.
     if "unpadded_vocab_size" in names:
         advice.append("give the tokenizer of its run")
     return " and ".join(advice)
 
 
-def begins_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> bool:
-    """Whether a run with these arguments has adapters, and the one with the arguments `stored` had none."""
-    return vars(args).get("lora_rank") is not None and stored.get("lora_rank") is None
-
-
 def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError where the checkpoint's adapters are others than this run's, which may have the first ones."""
+    """Raises ValueError if the checkpoint has adapters that differ from this run's."""
     here = args_to_json(args)
     if stored.get("lora_rank") is None:
         return
@@ -255,25 +251,25 @@ def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
 
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments that make the checkpoint's optimizer state useless here."""
+    """Raises ValueError naming the arguments that make the checkpoint's optimizer state unusable here."""
     names: tuple[str, ...] = _SAME_OPTIMIZER
     if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
-        # Without momentum nothing was stored that a run with momentum could go on from.
+        # SGD without momentum stores no state for a run with momentum to continue from.
         names = (*names, "sgd_momentum")
     here = args_to_json(args)
     differences = _differences(here, stored, names=names)
     if {here.get("optimizer"), stored.get("optimizer")} == _SAME_STATES:
         del differences["optimizer"]
     if differences:
-        words = ", ".join(differences.values())
+        details = ", ".join(differences.values())
         raise ValueError(
-            f"checkpoint of another optimizer: {words}; with --no-load-optim or --finetune only its weights are "
+            f"checkpoint of another optimizer: {details}; with --no-load-optim or --finetune only its weights are "
             "loaded, and converted"
         )
 
 
 def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with defaults that depend on others filled in, and without those that have no effect."""
+    """Returns the arguments with dependent defaults filled in, and without those that have no effect."""
     model = dict(values)
     if not model.get("group_query_attention"):
         model["num_query_groups"] = model.get("num_attention_heads")
@@ -283,9 +279,9 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
         model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
     model["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear"))
     if model.get("multi_latent_attention"):
-        # It has widths of its own.
+        # MLA has its own head sizes.
         model["kv_channels"] = None
-    # The longest sequence is a shape only where positions are weights.
+    # The maximum sequence length is a shape only with learned positions.
     learned = model.get("position_embedding_type") == "learned_absolute"
     positions = model.get("max_position_embeddings") or model.get("seq_length")
     model["max_position_embeddings"] = positions if learned else None
@@ -293,14 +289,14 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> dict[str, str]:
-    # A name that one side lacks came with another version: then the tensors' shapes have the last word.
+    # An argument that one side lacks is from another version; then only the tensors' shapes are compared.
     different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
-    return {name: _in_words(name, here=here[name], stored=stored[name]) for name in different}
+    return {name: _describe(name, here=here[name], stored=stored[name]) for name in different}
 
 
-def _in_words(name: str, *, here: Any, stored: Any) -> str:
+def _describe(name: str, *, here: Any, stored: Any) -> str:
     flag = flag_table().by_dest.get(name)
-    # What is derived has no flag of its own.
+    # Derived arguments have no flag.
     option = _WITHOUT_FLAG.get(name, name) if flag is None else flag.flags[0]
     if flag is not None and flag.constant is not None:
         here, stored = ("on" if value == flag.constant else "off" for value in (here, stored))

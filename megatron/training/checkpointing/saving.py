@@ -1,4 +1,7 @@
-"""Saving"""
+"""Saving a training run: the content of its checkpoints, the tracker, and failed or background saves.
+
+core/dist_checkpointing writes the tensors, loading.py restores them, and folder.py names and finds the folders.
+"""
 
 import argparse
 import time
@@ -7,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import (
@@ -36,12 +38,13 @@ from megatron.training.checkpointing.run_state import (
     ModelWeights,
     RunState,
     frozen_tensors,
+    is_rank_0,
 )
 from megatron.training.checkpointing.run_values import args_to_json
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
-# Of a rank that ends by an error: for what it is writing, and for the other ranks' parts of the same checkpoint.
+# Time that a failing rank gives its own write, and other ranks' parts of the same checkpoint, to complete.
 _ABANDON_SECONDS = 30.0
 
 
@@ -58,8 +61,8 @@ def save_checkpoint(
 ) -> Path:
     """Writes config.save/iter_NNNNNNN and then the tracker; returns the folder, complete and on disk.
 
-    Collective over all ranks. pg_collection: None is parallel_state's. After a failure, which every rank raises,
-    earlier checkpoints and the tracker are as they were.
+    Collective over all ranks. pg_collection: None means the groups of parallel_state. A failure raises on every rank
+    and leaves earlier checkpoints and the tracker unchanged.
     """
     begin_save_checkpoint(
         iteration,
@@ -71,7 +74,7 @@ def save_checkpoint(
         config=config,
         pg_collection=pg_collection,
     ).finish()
-    assert config.save is not None, "begin_save_checkpoint has asked"
+    assert config.save is not None, "begin_save_checkpoint has checked it"
     return iteration_folder(config.save, iteration)
 
 
@@ -87,28 +90,29 @@ def begin_save_checkpoint(
     pg_collection: ProcessGroupCollection | None = None,
     staging: StagingMemory | None = None,
 ) -> PendingSave:
-    """As save_checkpoint, up to where the state may change again with `staging`; else to where nothing is written.
+    """Starts a save like save_checkpoint's, and returns while it is still pending. Collective over all ranks.
 
-    The tracker is written, and older checkpoints go, when this one is complete.
+    With `staging`, the state may change on return. Without it nothing is written before PendingSave.finish, until which
+    the state must not change. The tracker is written, and older checkpoints are deleted, once this one is complete.
     """
     if config.save is None:
         raise ValueError("a checkpoint needs --save: give the folder for the checkpoints")
     save: str = config.save
-    parts = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
-    tensors, values = _content(parts, config)
+    run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
+    tensors, values = _content(run, config)
     common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args), **values}
     folder = iteration_folder(save, iteration)
     with one_error_everywhere(f"cannot save checkpoint {folder}", None):
-        if _rank() == 0:
+        if is_rank_0():
             clean_save_folder(save)
 
     def make_latest() -> None:
-        # Only when it is complete: a tracker must never name what is not.
+        # Called on completion: a tracker must never name an incomplete checkpoint.
         write_tracker(save, iteration)
         try:
             prune(save, latest=iteration, interval=config.save_retain_interval)
         except OSError as error:
-            print_rank_0(f"WARNING: a checkpoint that --save-retain-interval does not keep cannot be deleted: {error}")
+            print_rank_0(f"WARNING: cannot delete a checkpoint that --save-retain-interval does not keep: {error}")
 
     return dist_checkpointing.begin_save(
         tensors,
@@ -120,58 +124,59 @@ def begin_save_checkpoint(
     )
 
 
-def _content(parts: RunState, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
-    """All tensors of the checkpoint, and the JSON state of the same objects."""
-    tensors, frozen = ModelWeights(parts.model).tensors, parts.frozen_keys()
-    with_optimizer = parts.optimizer is not None and not config.no_save_optim
-    # What is left out is written down, so that a load can say which flag it needs instead of naming tensors.
+def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTensor], dict[str, Any]]:
+    """Returns the tensors of the checkpoint, and the JSON state of the same objects."""
+    tensors, frozen = ModelWeights(run.model).tensors, run.frozen_keys()
+    with_optimizer = run.optimizer is not None and not config.no_save_optim
+    # Records what is left out, so that a load can name the flag it needs instead of missing tensors.
     values: dict[str, Any] = {"contents": {"optimizer": with_optimizer, "rng": not config.no_save_rng}}
-    if parts.optimizer is not None and with_optimizer:
-        stepped, with_state = _optimizer_tensors(parts, parts.optimizer, has_frozen=bool(frozen))
+    if run.optimizer is not None and with_optimizer:
+        stepped, with_state = _optimizer_tensors(run, run.optimizer, has_frozen=bool(frozen))
         tensors += stepped
         frozen -= with_state
-        values["optimizer"] = parts.optimizer.state_dict()
-        values["scheduler"] = None if parts.scheduler is None else parts.scheduler.state_dict()
+        values["optimizer"] = run.optimizer.state_dict()
+        values["scheduler"] = None if run.scheduler is None else run.scheduler.state_dict()
     if not config.no_save_rng:
-        tensors += rng_sharded_state(parts.groups)
+        tensors += rng_sharded_state(run.groups)
     return tensors, {**values, "frozen": sorted(frozen)}
 
 
 def _optimizer_tensors(
-    parts: RunState, optimizer: CheckpointedOptimizer, *, has_frozen: bool
+    run: RunState, optimizer: CheckpointedOptimizer, *, has_frozen: bool
 ) -> tuple[list[ShardedTensor], set[str]]:
-    """The optimizer's state, and the keys of the parameters that have some. Collective where has_frozen.
+    """Returns the optimizer's state, and the keys of the parameters that have any. Collective if has_frozen.
 
-    With fresh state of frozen parameters that share a stored tensor with trained ones, as experts do: of a tensor for
-    all of them, which is stored whole, some may be frozen.
+    Frozen parameters that share a stored tensor with trained ones, such as experts, contribute fresh state, because the
+    tensor is stored whole.
     """
-    tensors = optimizer.sharded_state(parts.pieces())
+    tensors = optimizer.sharded_state(run.pieces())
     if not has_frozen:
         return tensors, set()
     own = {(tensor.key, tensor.data.dtype) for tensor in tensors}
-    # Of every expert's shards, wherever they are.
-    of_all = union_over_model(set().union(*gather_objects(own, parts.groups.expt_dp)), parts.groups)
-    return tensors + fresh_state(frozen_tensors(parts.model), of_all), {parameter_key(key) for key, _ in of_all}
+    # Includes the shards of all experts, on any rank.
+    with_state = union_over_model(set().union(*gather_objects(own, run.groups.expt_dp)), run.groups)
+    return tensors + fresh_state(frozen_tensors(run.model), with_state), {parameter_key(key) for key, _ in with_state}
 
 
 class RunSaves:
-    """Its methods are collective but for `abandon`; each of them first ends the save under way, if any.
+    """Saves of a run: at most one is pending, and a failed periodic save does not end training.
 
-    on_save: called with the iteration on every rank, once its checkpoint is complete and on disk.
+    All methods except `abandon` are collective. `save` and `save_last` first finish a pending save. on_save: called
+    with the iteration on every rank, once its checkpoint is complete and on disk.
     """
 
     def __init__(self, *, in_background: bool, on_save: Callable[[int], None]) -> None:
         self._staging = StagingMemory() if in_background else None
         self._on_save = on_save
-        # Iteration, save, and when it began.
+        # Iteration, save, and start time.
         self._pending: tuple[int, PendingSave, float] | None = None
-        # The newest checkpoint that this run has written.
+        # Iteration of the newest checkpoint that this run has written.
         self.latest: int | None = None
-        # From the start of the last periodic save until it was on disk; in the background, steps ran meanwhile.
+        # Duration of the last periodic save until it was on disk, including steps that ran during it.
         self.seconds: float | None = None
 
     def save(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
-        """A checkpoint from which the run goes on: where it cannot be written, training does, and a line says why."""
+        """Writes a periodic checkpoint. If it fails, a warning is printed and training continues."""
         self.finish()
         start = time.perf_counter()
         try:
@@ -185,19 +190,19 @@ class RunSaves:
             print_rank_0(f"  scheduled an async checkpoint save at iteration {iteration:7d}")
 
     def save_last(self, iteration: int, begin: Callable[[StagingMemory | None], PendingSave]) -> None:
-        """The checkpoint that a run leaves behind: raises CheckpointError on every rank where it cannot be written."""
+        """Writes the final checkpoint of a run; raises CheckpointError on every rank if that fails."""
         self.finish()
-        # Nothing is left to do meanwhile: no copy.
+        # No staging copy, because no training remains to overlap with.
         begin(None).finish()
-        self._note(iteration)
+        self._complete(iteration)
 
     def poll(self) -> None:
-        """After each step: ends a save whose files are complete. Costs nothing where none is under way."""
+        """Finishes a pending save if its files are complete; call after each step. Free if no save is pending."""
         if self._pending is not None and self._pending[1].ranks_are_done():
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the save under way, if any, is complete, or has failed."""
+        """Waits until a pending save is complete or has failed."""
         if self._pending is None:
             return
         (iteration, pending, start), self._pending = self._pending, None
@@ -207,21 +212,17 @@ class RunSaves:
             _warn(error)
         else:
             self.seconds = time.perf_counter() - start
-            self._note(iteration)
+            self._complete(iteration)
 
     def abandon(self) -> None:
-        """At the end of a run that an error has ended: what the threads are about to complete is not lost. Local."""
+        """Gives background threads some time to complete when an error ends the run. Local."""
         if self._pending is not None:
             self._pending[1].abandon(seconds=_ABANDON_SECONDS)
 
-    def _note(self, iteration: int) -> None:
+    def _complete(self, iteration: int) -> None:
         self.latest = iteration
         self._on_save(iteration)
 
 
 def _warn(error: CheckpointError) -> None:
-    print_rank_0(f"WARNING: {error}: earlier checkpoints are as they were, and the next save tries again")
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    print_rank_0(f"WARNING: {error}: earlier checkpoints are unchanged, and the next save tries again")

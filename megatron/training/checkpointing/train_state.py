@@ -1,6 +1,6 @@
-"""TrainState: the counters that a training run moves on and a checkpoint carries over.
+"""TrainState: the counters that a training run advances and a checkpoint stores.
 
-Weights, optimizer and random-number state are elsewhere; this is what a log line or the data order needs.
+Weights, optimizer and random-number state are in run_state.py and rng_state.py.
 """
 
 import dataclasses
@@ -11,12 +11,13 @@ from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
-    """Where a run is; every field is the same on all ranks.
+    """Progress of a run; every field is equal on all ranks.
 
-    iteration: training steps done. consumed_train_samples, consumed_valid_samples: the data position, over all ranks.
-    skipped_iterations: steps without an update since the start (fp16 overflow); nan_iterations: those with a loss that
-    was not finite. evaluated_iteration: the step after which the validation split was last evaluated. learned_sizes: to
-    what the run grew buffers and pages of its experts, and why. recent_losses: those that a spike is told by.
+    iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position over all ranks.
+    skipped_iterations: steps without an update since the start (loss-scale overflow). nan_iterations: steps with a
+    non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
+    to which the run grew the experts' buffers and pages, with reasons. recent_losses: reference for the detection of
+    loss spikes.
     """
 
     iteration: int = 0
@@ -29,13 +30,13 @@ class TrainState:
     learned_sizes: LearnedSizes = LearnedSizes()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Returns all fields as JSON values."""
         return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what state_dict gave; a field that is not in `state` keeps its value.
+        """Restores the result of state_dict; fields absent from `state` keep their values.
 
-        Raises ValueError, with nothing changed, for a value that state_dict does not give.
+        Raises ValueError, with nothing changed, for a value that state_dict cannot produce.
         """
         taken: dict[str, Any] = {}
         for field in dataclasses.fields(self):

@@ -1,4 +1,4 @@
-"""Configuration fields: what validate_fields lets through and how it words what it does not."""
+"""Configuration fields: values that validate_fields accepts, and its messages for others."""
 
 from dataclasses import dataclass
 from typing import Any

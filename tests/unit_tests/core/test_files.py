@@ -1,4 +1,4 @@
-"""A replaced file is there whole, or as it was before, and nothing lies beside it."""
+"""A replaced file has its complete new content or its old one, and no temporary file remains."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from megatron.core.files import replaced_file
 
 
-def test_a_file_takes_its_place_at_the_end_and_only_where_all_went_well(tmp_path: Path) -> None:
+def test_a_file_is_replaced_at_the_end_and_only_without_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for content in (b"first", b"second"):
         before = path.read_bytes() if path.exists() else None
@@ -29,6 +29,6 @@ def test_two_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_missing_folder_raises_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="a.partial-"), replaced_file(tmp_path / "none" / "a"):
         pass

@@ -1,4 +1,4 @@
-"""Boxes against marks in a small array, logical pieces of modules, and flat ranges of random parameters."""
+"""Boxes compared with counts in a small array, logical pieces of modules, and flat ranges of random parameters."""
 
 import math
 from random import Random
@@ -65,14 +65,14 @@ def test_disjoint_parts_are_those_of_a_comparison_of_all_pairs(case):
 
 @pytest.mark.slow
 def test_twenty_thousand_boxes_of_any_shape_are_no_quadratic_work():
-    # Of a stacked tensor [experts, rows, columns]: shards by rows of some ranks and by columns of others.
+    # A stacked tensor [experts, rows, columns]: some ranks shard by rows and others by columns.
     rows = [Box((expert, 4 * row, 0), (1, 4, 4096)) for expert in range(100) for row in range(100)]
     columns = [Box((expert, 0, 40 * column), (1, 400, 40)) for expert in range(100, 200) for column in range(102)]
     rest = [Box((expert, 0, 4080), (1, 400, 16)) for expert in range(100, 200)]
     boxes = rows + columns + rest + [Box((0, 0, 0), (1, 400, 4096))]
     parts = disjoint_parts(boxes)
     assert sum(part.volume for _, part in parts) == 200 * 400 * 4096
-    assert len(parts) == len(boxes) - 100  # the whole first expert holds its hundred shards
+    assert len(parts) == len(boxes) - 100  # the box of the first expert contains its hundred shards
 
 
 @given(box_lists(max_boxes=2).filter(lambda case: len(case[1]) == 2))
@@ -94,7 +94,7 @@ def test_equal_boxes_give_one_part():
 
 
 class GatedMLP(torch.nn.Module):
-    """fc1 holds gate rows over up rows, and says so."""
+    """A module whose fc1 holds gate rows over up rows."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class GatedMLP(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """Two gated experts whose gates are stored as one stacked tensor: the outer description wins."""
+    """Two gated experts whose gates are stored as one stacked tensor, which overrides the experts' own description."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class Stack(torch.nn.Module):
 
 
 class Wrapper(torch.nn.Module):
-    """Stands for DDP and its kin."""
+    """A wrapper such as DDP."""
 
     def __init__(self, module):
         super().__init__()
@@ -180,7 +180,7 @@ def test_wrong_descriptions_are_refused():
 
 
 def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
-    """Elements of a parameter as our modules store one, and its pieces."""
+    """Draws the number of elements of a parameter and its pieces, as modules of the framework store one."""
     kind = random.choice(["as it is", "gated", "grouped", "experts", "padded", "scalar"])
     a, b, c, d = (random.randint(1, 5) for _ in range(4))
     if kind == "as it is":
@@ -198,11 +198,11 @@ def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
         )
         return a * group, [q, k, v]
     if kind == "experts":
-        # a experts, transposed, gate beside up; the stored tensors have one expert more before them.
+        # a experts, transposed, gate next to up; the stored tensors have one more expert before them.
         strides, stored = (2 * b * c, 1, 2 * b), (a + 1, b, c)
         return 2 * a * b * c, [LogicalPiece(f"k{i}", (a, b, c), strides, i * b, stored, (1, 0, 0)) for i in range(2)]
     if kind == "padded":
-        # b rows of padding; the rank may have nothing else.
+        # b rows of padding, possibly all that the rank has.
         rows = random.choice([0, a])
         return (rows + b) * c, [LogicalPiece("k", (rows, c), (c, 1), 0, (a + d, c), (d if rows else a + d, 0))]
     return 1, [identity_piece("k", ())]
@@ -217,7 +217,7 @@ def test_boxes_of_all_ranks_hold_each_stored_element_once_and_load_in_place(seed
     cuts = sorted([0, numel, *(random.randint(0, numel) for _ in range(random.randint(0, 5)))])
     loaded = torch.zeros(numel + 7, dtype=torch.int64)
     for start, end in zip(cuts, cuts[1:], strict=False):
-        # Inside something larger, as a shard is.
+        # Inside a larger buffer, as a shard is.
         flat = torch.zeros(end - start + 9, dtype=torch.int64)[5 : 5 + end - start]
         flat.copy_(parameter[start:end])
         boxes = range_tensors(pieces, flat, start=start)
@@ -233,7 +233,7 @@ def test_boxes_of_all_ranks_hold_each_stored_element_once_and_load_in_place(seed
     covered = torch.zeros(numel, dtype=torch.int64)
     for piece in pieces:
         window = Box(piece.global_offset, piece.shape).relative_to(whole(piece.global_shape))
-        # Sums: an element that two boxes hold would be twice what it is.
+        # Sums detect overlaps: an element in two boxes would count twice.
         assert torch.equal(stored[piece.key][window], piece.view_of(parameter))
         assert stored[piece.key].sum() == piece.view_of(parameter).sum()
         piece.view_of(covered).fill_(1)
@@ -241,6 +241,6 @@ def test_boxes_of_all_ranks_hold_each_stored_element_once_and_load_in_place(seed
 
 
 def test_a_window_that_is_in_no_order_of_memory_is_refused() -> None:
-    # Rows 3 apart, columns 2 apart: each row starts inside the one before.
+    # Rows 3 apart, columns 2 apart: each row starts inside the previous one.
     with pytest.raises(ValueError, match="logical piece k: no order of dimensions"):
         range_views([LogicalPiece("k", (2, 3), (3, 2), 0, (2, 3), (0, 0))], torch.zeros(8), start=0)

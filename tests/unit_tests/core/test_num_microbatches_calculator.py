@@ -1,4 +1,4 @@
-"""Batch sizes of a run, constant and growing."""
+"""Global batch sizes of a run, constant and increasing, and their microbatches."""
 
 import random
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay against values worked out by hand."""
+"""Learning rate and weight decay compared with values computed by hand."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import (
 
 
 class Groups:
-    """An optimizer, as far as a schedule sees it."""
+    """A stand-in for an optimizer, with parameter groups."""
 
     def __init__(self, *groups):
         self.param_groups = list(groups) or [{}]

@@ -1,4 +1,4 @@
-"""Process groups against a naive enumeration, for many sizes and orders, on torch's fake process group."""
+"""Process groups compared with a plain enumeration, for many sizes and orders, on torch's fake process group."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Groups that users leave out are parallel_state's; a rank alone is said so; sizes are the configuration's."""
+"""Omitted groups are those of parallel_state, ALONE is a single rank, and sizes must match the configuration."""
 
 import copy
 import pickle

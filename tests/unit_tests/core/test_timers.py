@@ -1,4 +1,4 @@
-"""Timers: they add up, run on across a reading, obey their level, and print ranks' times as users know them."""
+"""Timers accumulate, continue after a reading, respect their level, and print times in Megatron's format."""
 
 import pytest
 

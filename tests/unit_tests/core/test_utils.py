@@ -1,4 +1,4 @@
-"""The helpers that scripts import by name: what counts as a wrapper around a model."""
+"""Helpers that scripts import by name, with wrapped models."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.unit_tests.core.optimizer.reference import wrap
 
 
 class ModelWithAPartNamedModule(nn.Module):
-    """A user's model."""
+    """A model of a user."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,9 +63,9 @@ def document(folder: Path) -> Mapping[str, Any]:
 
 def shown(folder: Path) -> str:
     """The notice of the page, as a reader sees it."""
-    text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text())
+    text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text(), flags=re.DOTALL)
     assert text is not None
-    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2]))}"
+    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2])).strip()}"
 
 
 def suggestion(line: str) -> tuple[tuple[str, ...], float]:

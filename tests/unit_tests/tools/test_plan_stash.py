@@ -17,12 +17,17 @@ from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import Rung, walk
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
-from tests.browser import PICTURE_PROBLEMS, needs_browser, opened_browser
+from tests.browser import (
+    FIGURE_PROBLEMS,
+    embedded_figures,
+    needs_browser,
+    opened_browser,
+    without_plotly,
+)
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
 from tools.plan_stash import main, read_flags, stash_plan
-from tools.stash_plan_page import NAMES, as_page
-from tools.stash_plan_words import paste
+from tools.stash_report import NAMES, as_page, paste
 
 FLAGS: Flags = {
     "num-layers": 4,
@@ -201,15 +206,15 @@ def test_the_link_to_the_host_is_that_of_the_planned_device(
 def test_the_page_shows_rungs_against_factors_and_needs_no_network(tmp_path: Path) -> None:
     words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--plan-host-factors", "0", "0.3"]
     plan = stash_plan(read_flags(argv(*words)))
-    text = as_page(plan)
-    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert "src=" not in text and "<script" not in text and "<link" not in text
+    text = without_plotly(as_page(plan))
+    assert re.findall(r"https?://", text) == [] and "src=" not in text and "<link" not in text
+    tips = {tip for figure in embedded_figures(text) for trace in figure["data"] for tip in trace["customdata"]}
     shares = [(one.flags, rung, share) for one in plan.table for rung, share in one.shares.items() if share > 0]
     assert len(shares) > 48
     for flags, rung, share in shares:
-        # Of each column's parts the mouse tells factor, rung and share.
+        # Hovering over a part of a column shows factor, recompute level and share.
         factor = flags.moe_paged_stash_buffer_size_factor_cuda
-        assert f"<title>{factor:g}: {NAMES[rung]} {100 * share:.4g} % of the steps" in text
+        assert any(tip.startswith(f"{factor:g}: {NAMES[rung]} {100 * share:.4g} % of the steps; ") for tip in tips)
     assert all(escape(paste(one.flags)).split(" --")[-1] in text for one in plan.recommended.values())
 
 
@@ -220,11 +225,13 @@ def test_a_browser_shows_the_page_readably(tmp_path: Path) -> None:
     words = ["--skew", "zipf:0.8", "--plan-steps", "20", "--page", str(path), "--plan-host-factors", "0", "0.3"]
     assert main(argv(*words)) == 0
     with opened_browser(tmp_path) as tab:
-        tab.open(path.as_uri(), width=1200)
-        assert [*tab.evaluate(PICTURE_PROBLEMS), *tab.problems] == [] and tab.requests == [path.as_uri()]
-        # Panels without and with pages on the host, memory, costs and spills.
-        assert tab.evaluate("document.querySelectorAll('svg').length") == 5
-        assert tab.evaluate("document.documentElement.scrollWidth") == 1200
+        for width in (390, 1200):
+            tab.open(path.as_uri(), width=width)
+            assert [*tab.evaluate(FIGURE_PROBLEMS), *tab.problems] == []
+            assert {url for url in tab.requests if not url.startswith(("data:", "blob:"))} == {path.as_uri()}
+            # Panels of each page size without and with pages on the host, memory, costs and spills.
+            assert tab.evaluate("document.querySelectorAll('.plot .main-svg .barlayer').length") == 2 * 3 + 3
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
 
 
 @pytest.mark.slow

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.pages import page
 from tests.browser import needs_browser, opened_browser
 from tests.counts import slow, soak_only
 from tests.unit_tests.tools.report_logs import PAGE_FACTS, POOL, RECORD, STASH, write_log
 from tools import report
 from tools.report_figures import DASHES, MAX_POINTS, make_figures, smoothed, thinned
-from tools.report_memory import memory_section
-from tools.report_stash import stash_section
+from tools.report_sections import memory_section, stash_section
 from tools.run_log import MAX_BINS, LayerTable, Series, read_run
 
 EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size throughput step-time
@@ -50,7 +50,7 @@ def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, l
 def test_the_page_of_two_runs_has_every_diagram_of_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int, layers: int
 ) -> None:
-    monkeypatch.setattr(report, "get_plotlyjs", lambda: "")
+    monkeypatch.setattr(page, "plotly_script", lambda: "")
     folders = [write_log(tmp_path / name, num_steps, layers=layers, **RECORD) for name in "ab"]
     output = tmp_path / "r.html"
     assert report.main([*map(str, folders), "--output", str(output)]) == 0
@@ -77,9 +77,7 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
     assert figures["loss"]["traces"][0]["y"][4] is None and run.num_unreadable == 1
     marks = figures["loss"]["traces"][-1]
     assert (marks["name"], marks["x"]) == ("skipped", [5, 7])
-    assert "1 lines of" in report.page([run], javascript="") and "There is no run.json" in report.page(
-        [run], javascript=""
-    )
+    assert "1 lines of" in report.page([run]) and "There is no run.json" in report.page([run])
     (tmp_path / "empty").mkdir()
     (tmp_path / "started").mkdir()
     (tmp_path / "started" / "steps.jsonl").touch()
@@ -100,14 +98,14 @@ def test_logs_cut_short_or_without_steps(tmp_path: Path, capsys) -> None:
 def test_a_field_of_another_shape_costs_its_line_alone(tmp_path: Path, fields: str) -> None:
     run = read_run(write_log(tmp_path / "a", 3, extra=f'{{"iteration": 4, {fields}}}\n{{"iteration": {2**70}}}\n'))
     assert run.num_unreadable == (1 if "null" in fields else 2) and run.steps.tolist() == [1, 2, 3]
-    assert "Loss" in report.page([run], javascript="")
+    assert "Loss" in report.page([run])
 
 
 @pytest.mark.parametrize("held", [{}, {"stages": 3}, {"stages": {"a": {}}}, {"stages": {"0": 3}}, {"rank_0": [1]}])
 def test_bytes_that_nobody_can_read_are_not_shown(tmp_path: Path, held: dict[str, Any]) -> None:
     line = json.dumps({"iteration": 4, "lm_loss": 1.0, "held": held})
     run = read_run(write_log(tmp_path / "a", 3, extra=line + "\n", **RECORD))
-    assert memory_section(run) is None and '"memories":[null]' in report.page([run], javascript="")
+    assert memory_section(run) is None and '"memories":[null]' in report.page([run])
 
 
 PLANNED = {"parameters": 2000, "gradients": 4000, "masters": 0, "moments": 8000, "pages": 640}
@@ -125,7 +123,7 @@ PLAN: dict[str, Any] = {
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
     folder = write_log(tmp_path / "a", 3, **RECORD)
     section = memory_section(read_run(folder))
-    assert "There is no plan.json beside the log" in section["notes"][0] and section["rows"][0]["predicted"] == ""
+    assert "There is no plan.json next to the log" in section["notes"][0] and section["rows"][0]["predicted"] == ""
     (folder / "plan.json").write_text(json.dumps(PLAN))
     section = memory_section(read_run(folder))
     rows = {row["name"]: row for row in section["rows"]}
@@ -138,9 +136,9 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     }
     # Of the second stage's ranks one holds 100 bytes more than was said.
     assert rows["parameters"]["difference"] == "+100 bytes (+5.0%)" and rows["parameters"]["first"] == "1.953 KiB"
-    assert rows["activations at their fullest"]["predicted"] == "12 bytes" and "masters" not in rows
-    assert rows["most resident, with Python and libraries"]["difference"] == ""
-    time = rows["time of a step, median (on cpu)"]
+    assert rows["activations at their peak"]["predicted"] == "12 bytes" and "masters" not in rows
+    assert rows["peak resident, with Python and libraries"]["difference"] == ""
+    time = rows["step time, median (on cpu)"]
     assert (time["predicted"], time["measured"], time["difference"]) == ("0.08 s", "0.1 s", "+25%")
     (folder / "plan.json").write_text(json.dumps({**PLAN, "step": {"seconds": 0.08, "device": "H100"}}))
     last = memory_section(read_run(folder))["rows"][-1]
@@ -157,7 +155,7 @@ def test_a_gpu_s_peak_is_set_beside_all_that_was_predicted(tmp_path: Path) -> No
     for sizes in (run.held["rank_0"], run.held["max"], *run.held["stages"].values()):
         sizes["peak_allocated"] = 20_000
     section = memory_section(run)
-    (row,) = (row for row in section["rows"] if row["name"] == "most allocated at once")
+    (row,) = (row for row in section["rows"] if row["name"] == "peak allocated")
     assert row["difference"] == f"+{20_000 - 14_652:,} bytes (+36.5%)"
     assert section["stages"][0]["measured"]["rest"] == 20_000 - 14_640
 
@@ -180,7 +178,7 @@ def test_a_plan_of_something_else_is_told_on_the_page(tmp_path: Path, text: str,
     folder = write_log(tmp_path / "a", 3, **RECORD)
     (folder / "plan.json").write_bytes(text.encode(errors="surrogateescape"))
     section = memory_section(read_run(folder))
-    assert words in section["notes"][0] and "plan.json is left out: " in section["notes"][0]
+    assert words in section["notes"][0] and "plan.json is ignored: " in section["notes"][0]
     assert all(row["predicted"] == "" for row in section["rows"]) and section["stages"][0]["measured"]
 
 

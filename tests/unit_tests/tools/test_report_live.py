@@ -20,17 +20,14 @@ from tests.browser import Page, needs_browser, opened_browser
 from tests.harness import launch_on_ranks
 from tests.unit_tests.tools.report_logs import HELD, PAGE_FACTS, RECORD, write_log
 from tools import report
-from tools.report_changes import changes
-from tools.report_live import MAX_VERSIONS, LiveReport
-from tools.report_server import ReportServer
-from tools.run_follower import RunFollower
-from tools.run_log import LogReader, read_run
+from tools.report_server import MAX_VERSIONS, LiveReport, ReportServer, changes
+from tools.run_log import LogReader, RunFollower, read_run
 
 LINE = '{{"iteration": {step}, "lm_loss": {loss}, "consumed_samples": {step}, "stray_{step}": 1}}\n'
 
 
 def applied(old: Any, change: list[Any] | None) -> Any:
-    """What report_live.js does."""
+    """Applies changes as report_live.js does."""
     if change is None:
         return old
     if change[0] == "=":
@@ -141,9 +138,9 @@ def test_pages_of_any_version_come_to_the_same_content(tmp_path: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path, *, javascript: str = "var plotly;") -> Iterator[ReportServer]:
+def serving(folder: Path) -> Iterator[ReportServer]:
     live = LiveReport([folder], report.page_content)
-    with ReportServer(("127.0.0.1", 0), live, assets=report.live_assets(javascript)) as server:
+    with ReportServer(("127.0.0.1", 0), live, assets=report.live_assets()) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         yield server
@@ -181,7 +178,7 @@ def test_only_the_pages_own_paths_are_answered(tmp_path: Path) -> None:
             "secret",
             "steps.jsonl",
             "run.json",
-            "report_page.html",
+            "report_page.html.jinja",
             "../a/secret",
             "..%2fa%2fsecret",
             "%2e%2e/a/secret",
@@ -329,7 +326,7 @@ def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -
     log, whole = folder / "steps.jsonl", write_log(tmp_path / "whole", 12, **RECORD) / "steps.jsonl"
     lines = whole.read_text().splitlines(keepends=True)
     (folder / "run.json").write_text(whole.with_name("run.json").read_text())
-    with serving(folder, javascript=str(report.get_plotlyjs())) as server, opened_browser(tmp_path) as page:
+    with serving(folder) as server, opened_browser(tmp_path) as page:
         page.open(server.url, width=1200, height=800)
         page.wait_for("document.body.innerText.includes('has no steps.jsonl')")
         log.write_text("".join(lines[:12]))

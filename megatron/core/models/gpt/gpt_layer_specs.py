@@ -1,16 +1,17 @@
-"""Specs of GPT's layers: which classes a dense or mixture-of-experts layer is made of; sizes come from the config."""
+"""Specs of GPT layers: the classes of a dense or mixture-of-experts layer, with or without adapters."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.lora_specs import with_adapters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.lora import LoRAColumnParallelLinear, LoRAReplicatedLinear, LoRARowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import GroupedMLP, GroupedMLPSubmodules, SequentialMLP
+from megatron.core.transformer.moe.experts import ExpertAdapter, GroupedMLP, GroupedMLPSubmodules, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe_config import layers_with_experts
@@ -26,15 +27,21 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+_ADAPTED = {
+    ColumnParallelLinear: LoRAColumnParallelLinear,
+    ReplicatedLinear: LoRAReplicatedLinear,
+    RowParallelLinear: LoRARowParallelLinear,
+}
+
 
 def get_gpt_decoder_block_spec(
     config: TransformerConfig, use_transformer_engine: bool = False
 ) -> TransformerBlockSubmodules:
-    """One layer spec per layer, dense or with experts as moe_layer_freq says, and the final norm.
+    """Returns the spec of each layer, dense or with experts according to moe_layer_freq, and of the final norm.
 
-    use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec; raises ValueError for what it does not have.
+    use_transformer_engine: see get_gpt_layer_with_transformer_engine_spec. Raises ValueError for unsupported settings.
     """
-    # Two specs serve all layers: a spec is a description, building copies nothing from it.
+    # Layers share two specs, which building does not change.
     attention = config.qk_layernorm, config.multi_latent_attention
     layer = get_gpt_layer_local_spec
     if use_transformer_engine:
@@ -56,9 +63,9 @@ def get_gpt_mtp_block_spec(
     spec: TransformerBlockSubmodules | ModuleSpec,
     use_transformer_engine: bool = False,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers of multi-token prediction, of the kind of the last layer of `spec`; None where there are none.
+    """Returns the specs of multi-token prediction layers, which equal the last layer of `spec`; None without any.
 
-    use_transformer_engine: as old scripts give it; what their transformer layers are is said by `spec`.
+    use_transformer_engine: ignored, since `spec` determines the layers.
     """
     if not config.mtp_num_layers:
         return None
@@ -75,8 +82,10 @@ def get_gpt_layer_local_spec(
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
 ) -> ModuleSpec:
-    """A layer of torch's own kernels; with experts where num_experts is given, with norms of queries and keys where
-    qk_layernorm is set, with latent attention where multi_latent_attention is.
+    """Returns the spec of a layer with the kernels of torch.
+
+    num_experts: None for a dense layer. qk_layernorm: normalize queries and keys. multi_latent_attention: use latent
+    attention.
     """
     submodules = get_gpt_layer_local_submodules(num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
@@ -88,10 +97,10 @@ def get_gpt_layer_with_transformer_engine_spec(
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
 ) -> ModuleSpec:
-    """As get_gpt_layer_local_spec, with Transformer Engine's norms, attention core and linear layers; experts and
-    shared experts are this project's own. Raises ValueError, an ImportError too, where the package is missing.
+    """Returns the spec of a layer with the norms, attention core and linear layers of Transformer Engine.
 
-    multi_latent_attention: must be False.
+    Experts and shared experts are those of get_gpt_layer_local_spec. multi_latent_attention: must be False. Raises an
+    error that is both a ValueError and an ImportError if the package is missing.
     """
     if multi_latent_attention:
         raise ValueError("multi_latent_attention is True: layers of Transformer Engine do not have it here")
@@ -121,7 +130,7 @@ def get_gpt_layer_local_submodules(
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
 ) -> TransformerLayerSubmodules:
-    """The parts of get_gpt_layer_local_spec's layer, for scripts that replace some."""
+    """Returns the parts of get_gpt_layer_local_spec's layer, for scripts that replace some of them."""
     norm = Norm if qk_layernorm else None
     return TransformerLayerSubmodules(
         input_layernorm=Norm,
@@ -166,16 +175,34 @@ def _latent_attention(norm: type | None) -> ModuleSpec:
 
 
 def get_mlp_module_spec(num_experts: int | None = None, moe_grouped_gemm: bool = False) -> ModuleSpec:
-    """A dense feed-forward layer, or a mixture of experts with grouped or sequential experts."""
+    """Returns the spec of a dense feed-forward layer, or of a mixture of grouped or sequential experts."""
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
     if num_experts is None:
         return dense
-    # The sequential experts are dense layers; the grouped ones have no parts to choose but adapters.
+    # Sequential experts are dense layers. Grouped experts have no replaceable parts except adapters.
     experts = ModuleSpec(SequentialMLP, submodules=dense.submodules)
     if moe_grouped_gemm:
         experts = ModuleSpec(GroupedMLP, submodules=GroupedMLPSubmodules())
-    # Built only where the configuration gives it a width.
+    # Built only if the configuration sets its width.
     shared_experts = ModuleSpec(SharedExpertMLP, submodules=dense.submodules)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared_experts))
+
+
+def with_adapters(spec: Any, targets: list[str]) -> Any:
+    """Returns a spec, or a dataclass of specs, with low-rank adapters on the linear layers of these names."""
+    if isinstance(spec, ModuleSpec):
+        return replace(spec, submodules=with_adapters(spec.submodules, targets))
+    if not is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    names = [part.name for part in fields(spec)]
+    if isinstance(spec, GroupedMLPSubmodules):
+        # Grouped weights are not linear layers, so their adapters are modules of their own.
+        return replace(spec, **{name: ExpertAdapter for name in names if name in targets})
+    changed = {}
+    for name in names:
+        value = vars(spec)[name]
+        is_target = name in targets and isinstance(value, type)
+        changed[name] = _ADAPTED.get(value, value) if is_target else with_adapters(value, targets)
+    return replace(spec, **changed)

@@ -1,4 +1,4 @@
-"""Small corpora for the tests of this folder. Holds no tests."""
+"""Small corpora for the tests of this folder. Contains no tests."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ VOCABULARY = NullTokenizer(1000)
 
 
 def write_corpus(prefix: Path, num_documents: int = 40, longest: int = 30, seed: int = 0) -> list[np.ndarray]:
-    """A .bin/.idx pair of random documents; returns them."""
+    """Writes a .bin/.idx pair of random documents and returns the documents."""
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, 999, rng.integers(0, longest + 1)) for _ in range(num_documents)]
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
@@ -22,7 +22,7 @@ def write_corpus(prefix: Path, num_documents: int = 40, longest: int = 30, seed:
 
 
 def dataset_config(prefix: Path | None, **changes) -> GPTDatasetConfig:
-    """A configuration over one pair, or of made-up data."""
+    """Returns a configuration for one pair, or for mock data."""
     blend = None if prefix is None else ([str(prefix)], None)
     values = {"sequence_length": 8, "blend": blend, "split": "8,1,1", "tokenizer": VOCABULARY}
     return GPTDatasetConfig(**{**values, **changes})

@@ -1,4 +1,4 @@
-"""Blends keep their shares at every point, splits cover the corpus, and the builder acts alike on all ranks."""
+"""Blends keep their shares at every point, splits cover the corpus, and the builder agrees on all ranks."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Batches: the same at any resume, with any number of workers, and workers that leave the rest of the job alone."""
+"""Batches are equal after a resume and for any number of workers, and workers do not disturb the job."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def datasets(folder: Path):
-    """Builds data sets of about 50, 12 and 12 samples."""
+    """Builds datasets of about 50, 12 and 12 samples."""
     write_corpus(folder / "a")
     config = DataConfig(seq_length=8, data_path=[str(folder / "a")], split="4,1,1")
     return build_train_valid_test_datasets(config, VOCABULARY, sizes=[24, 12, 6], seed=7)

@@ -1,4 +1,4 @@
-"""Masks and positions at the borders of documents, and loss masks beside the tokens, against naive loops."""
+"""Masks and positions at the borders of documents, and stored loss masks, compared with plain loops."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def sample(tokens: np.ndarray, **options) -> dict[str, torch.Tensor]:
 
 
 def naive(tokens: list[int]) -> tuple[list[list[bool]], list[float], list[int]]:
-    """Forbidden [S][S], loss mask and positions, token by token."""
+    """Computes the attention mask [S][S], loss mask and positions token by token."""
     document, place, documents, positions = 0, 0, [], []
     for token in tokens:
         documents.append(document)

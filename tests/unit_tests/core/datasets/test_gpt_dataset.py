@@ -1,4 +1,4 @@
-"""Samples against the token stream they are cut from, the index cache, and made-up data."""
+"""Samples compared with the token stream they are cut from, the index cache, and mock data."""
 
 import json
 import os

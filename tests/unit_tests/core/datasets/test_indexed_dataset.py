@@ -1,4 +1,4 @@
-"""The .bin/.idx format: golden bytes, round trips, and what damaged files say."""
+"""The .bin/.idx format: golden bytes, round trips, and errors for damaged files."""
 
 import os
 import pickle

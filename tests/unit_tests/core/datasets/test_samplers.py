@@ -1,4 +1,4 @@
-"""Which samples a rank gets: exact resume, and global batches that keep their samples on any layout."""
+"""Samples of each rank: exact resume, and global batches with the same samples on any layout."""
 
 import itertools
 

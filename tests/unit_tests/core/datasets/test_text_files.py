@@ -1,4 +1,4 @@
-"""Documents of text files: nothing lost, nothing added, bad lines named."""
+"""Documents of text files are complete and unchanged, and bad lines are reported."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What CudaGraphs asks of torch, in which order, with a torch.cuda that only notes it; no GPU takes part."""
+"""The calls of CudaGraphs to torch and their order, recorded by a stand-in for torch.cuda, without a GPU."""
 
 import gc
 from collections.abc import Iterator

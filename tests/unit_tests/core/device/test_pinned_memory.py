@@ -1,4 +1,4 @@
-"""Pinned memory has its exact size, and is registered and returned once, against a runtime that only keeps account."""
+"""Pinned memory has its exact size, and is registered and released once, with a stand-in for the CUDA runtime."""
 
 import gc
 import mmap
@@ -20,7 +20,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Runtime:
-    """What torch.cuda.cudart() returns: keeps the registered bytes by address. status: of the next calls."""
+    """A stand-in for torch.cuda.cudart() that records registered bytes by address. status: result of the next calls."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""trace_range names functions in traces, and enters no range while nobody traces."""
+"""trace_range marks functions in traces, and enters no range without a profiler."""
 
 import threading
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""What a save finds beside its target and what it leaves alone."""
+"""Files next to the target of a save: what it removes, and what it leaves unchanged."""
 
 import os
 

@@ -25,7 +25,7 @@ def offers_of(ranks):
 
 
 def save_as(ranks, folder):
-    """What begin_save does with a process group, one simulated rank after the other."""
+    """Saves as begin_save does with a process group, simulating one rank after another."""
     written, metadata = assign_writes(offers_of(ranks))
     files = {}
     for rank, (items, writes) in enumerate(zip(ranks, written, strict=True)):
@@ -110,5 +110,5 @@ def test_ranks_that_disagree_are_named(ranks, message):
 def test_boxes_outside_their_tensor_are_refused():
     with pytest.raises(ValueError, match="exceeds the global tensor"):
         ShardedTensor("k", ROWS, (4, 3), (3, 0))
-    with pytest.raises(ValueError, match="as many offsets"):
+    with pytest.raises(ValueError, match="needs one offset"):
         ShardedTensor("k", ROWS, (4, 3), (0,))

@@ -1,4 +1,4 @@
-"""Saves beside training in one process: what is stored is the state at their begin, and who fails changes nothing."""
+"""Background saves in one process: they store the state at their start, and a failed save changes nothing."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def values(number):
     weight = torch.arange(600, dtype=torch.float32).view(20, 30) + number
     return [
         ShardedTensor.whole("weight", weight),
-        # A window of other memory, of another dtype.
+        # A window of larger memory, with another dtype.
         ShardedTensor.whole("moment", (weight + 1).bfloat16()[1::2, 3:7]),
         ShardedTensor.whole("step", torch.tensor(number)),
         ShardedTensor.whole("flags", torch.tensor([True, False, True])),
@@ -52,7 +52,7 @@ def change(state):
 
 @pytest.fixture
 def held_back(monkeypatch):
-    """An event before which no data file is written."""
+    """Returns an event that data files wait for."""
     may_write, write = threading.Event(), saving.write_pieces
 
     def wait_and_write(path, contents, helper):
@@ -109,7 +109,7 @@ def test_staging_memory_is_used_again(tmp_path):
 
 
 def test_both_ways_of_saving_write_the_same_files(tmp_path):
-    # Pieces of two sizes: the large ones are summed up by a second thread where a save does not run beside training.
+    # Pieces of two sizes: a blocking save computes the checksums of the large ones on a second thread.
     sizes = [storage._SHARED_BYTES // 4 * (1 + index % 2) for index in range(12)]
     state = values(3) + [ShardedTensor.whole(f"{index}", torch.rand(size)) for index, size in enumerate(sizes)]
     save(state, tmp_path / "a", common={"number": 3})
@@ -121,7 +121,7 @@ def test_both_ways_of_saving_write_the_same_files(tmp_path):
 
 
 class RefusingOs:
-    """The os module, but for its n-th call that changes anything, which fails as on a full disk."""
+    """The os module, except that its n-th modifying call fails as on a full disk."""
 
     CHANGES = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink")
 
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_at_any_moment_is_one_error_and_leaves_the_earlier_c
         monkeypatch.undo()
         if refusing.left > 0:
             break
-        # When the rename is done, deleting the old one may still fail: the new one is there.
+        # After the rename, only the deletion of the old checkpoint can fail; the new one exists.
         holds_new = load(values(-1), tmp_path / "c")["number"] == 2
         assert_holds(tmp_path / "c", 2 if holds_new else 1)
         save(values(1), tmp_path / "c", common={"number": 1})

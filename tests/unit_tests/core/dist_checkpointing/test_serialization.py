@@ -1,4 +1,4 @@
-"""Checkpoints in one process without a process group: exact, verified, atomic under kills."""
+"""Checkpoints in one process without a process group: exact, verified, and atomic under kills."""
 
 import os
 import pickle
@@ -33,7 +33,7 @@ def state_of(value):
 
 
 def load_value(folder):
-    """The value that the checkpoint was made of, after checking that it is whole."""
+    """Returns the value that the checkpoint was made from, after checking that it is complete."""
     state = state_of(-1)
     common = load(state, folder)
     value = int(state["rest"][0].data)
@@ -208,7 +208,7 @@ def die_at_every_event(folder):
 
 @pytest.mark.slow
 def test_a_kill_at_any_file_access_leaves_a_whole_checkpoint_and_the_next_save_cleans_up(tmp_path):
-    # In a process of its own: a fork of pytest's would carry its threads' locks.
+    # In a separate process, because a fork of pytest would inherit the locks of its threads.
     assert run_on_ranks(die_at_every_event, 1, tmp_path / "c", backend=None)[0] > 15
     assert os.listdir(tmp_path) == ["c"]
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_the_first_format_loads_in_other_boxes():
         ShardedTensor("decoder.layers.0.weight", weight, (8, 6), (2, 0)),
         ShardedTensor.whole("optimizer.exp_avg.decoder.layers.0.weight", moment),
     ]
-    # Written by two processes, before manifests had pieces.
+    # Written by two processes in format version 1, whose manifest lists no pieces.
     assert load([wanted, rest, flags], Path(__file__).parent / "format_1") == {"iteration": 7}
     assert torch.equal(weight, values[2:6]) and torch.equal(moment, values.bfloat16())
     assert rest[0].data == 7 and rest[1].data == {"python": [3, None]} and flags.data.tolist() == [True, False, True]

@@ -29,7 +29,7 @@ FORMAT_1 = Path(__file__).parent / "format_1"
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Sizes in bytes of the memory that is read into, in order."""
+    """Records the sizes in bytes of the memory that is read into, in order."""
     sizes, bytes_of = [], storage.bytes_of
 
     def note(tensor):
@@ -47,10 +47,10 @@ BOUND = 64 << 10
 @pytest.mark.parametrize(
     ("box", "dtype", "most_bytes"),
     [
-        # Rows of a contiguous target of the same dtype go straight to where they belong.
+        # Rows are read directly into a contiguous target of the same dtype.
         (Box((100, 0), (300, COLUMNS)), torch.float32, 300 * COLUMNS * 4),
         (Box((100, 0), (300, COLUMNS)), torch.float64, 300 * COLUMNS * 4),
-        # Of columns whole rows are read, some of them at a time.
+        # A window of columns reads whole rows, a few at a time.
         (Box((0, 17), (ROWS, 3)), torch.float32, ROWS * COLUMNS * 4),
         (Box((7, 17), (20, 30)), torch.bfloat16, 20 * COLUMNS * 4),
     ],
@@ -94,7 +94,7 @@ def folder(tmp_path):
 
 
 def change_piece(folder, number, **changes):
-    """Other facts about a piece of w."""
+    """Changes facts about a piece of w in the manifest."""
     value = json.loads((folder / "manifest.json").read_text())
     pieces = [piece for piece in value["files"]["__0_0.distcp"]["pieces"] if piece["key"] == "w"]
     pieces[number].update(changes)

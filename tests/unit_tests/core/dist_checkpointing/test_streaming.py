@@ -1,4 +1,4 @@
-"""A checkpoint that is written box by box is what others are, and boxes that do not fill their tensors are refused."""
+"""Checkpoints written box by box equal others, and boxes that do not fill their tensors are refused."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, load, 
 
 
 def halves(key: str, tensor: torch.Tensor) -> list[ShardedTensor]:
-    """A tensor as two boxes along its first dimension."""
+    """Splits a tensor into two boxes along its first dimension."""
     middle = len(tensor) // 2
     offsets = ((0, tensor[:middle]), (middle, tensor[middle:]))
     return [ShardedTensor(key, part, tuple(tensor.shape), (start, 0)) for start, part in offsets]

@@ -1,4 +1,4 @@
-"""Streams of random numbers by name, and functions that run twice."""
+"""Named random-number streams, and functions that are recomputed."""
 
 from typing import Any
 

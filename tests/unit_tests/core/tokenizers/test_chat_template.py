@@ -1,4 +1,4 @@
-"""Chats become the text, tokens and assistant marks that transformers gives; without marks in the template too."""
+"""Chats have the same text, tokens and assistant marks as in transformers, also without marks in the template."""
 
 import json
 from pathlib import Path

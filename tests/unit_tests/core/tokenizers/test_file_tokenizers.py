@@ -1,4 +1,4 @@
-"""SentencePiece, tiktoken and GPT-2 tokenizers give what their libraries give, and say what is wrong with a file."""
+"""SentencePiece, tiktoken and GPT-2 tokenizers agree with their libraries, and report errors of files."""
 
 import base64
 import json
@@ -43,7 +43,7 @@ def build(kind: str, path: Path, merges: Path | None = None, **fields: int) -> B
 
 @pytest.fixture(scope="module")
 def pieces(files: dict[str, Path]) -> dict[str, BaseTokenizer]:
-    """The tokenizers over SentencePiece, by name."""
+    """Returns the SentencePiece tokenizers by name."""
     return {kind: build(kind, files["model"]) for kind in SENTENCEPIECE}
 
 
@@ -64,7 +64,7 @@ def test_sentencepiece_ids_are_the_librarys(pieces: dict[str, BaseTokenizer], se
 
 @pytest.fixture(scope="module")
 def tik(files: dict[str, Path]) -> dict[str, BaseTokenizer]:
-    """The tokenizers over tiktoken, by the form of their file."""
+    """Returns the tiktoken tokenizers by the format of their file."""
     return {form: build("TikTokenizer", files[form]) for form in ("json", "tiktoken")}
 
 

@@ -1,4 +1,4 @@
-"""Round trips and special ids of the tokenizers, and what a wrong configuration says."""
+"""Round trips and special ids of the tokenizers, and errors for wrong configurations."""
 
 import json
 import pickle
@@ -16,7 +16,7 @@ from megatron.core.tokenizers.tokenizer import END_OF_TEXT, ByteLevelTokenizer
 
 
 def write_tokenizer(folder: Path, special: list[str], config: object = None) -> Path:
-    """A byte-level BPE with the given special tokens, and its tokenizer_config.json if asked for."""
+    """Writes a byte-level BPE with these special tokens, and its tokenizer_config.json if given."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Small vocabularies of every kind, made on the spot; no test here."""
+"""Writes small vocabularies of every kind. Contains no tests."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ TEXT = ["hello world, hello hello", "the quick brown fox jumps over the lazy dog
 
 
 def write_sentencepiece(path: Path, **settings: object) -> Path:
-    """A byte-fallback BPE of some 300 pieces: <unk>, <s>, </s> are 0, 1, 2, there is no pad."""
+    """Trains a byte-fallback BPE of about 300 pieces: <unk>, <s>, </s> are 0, 1, 2, and there is no pad."""
     model = io.BytesIO()
     wanted = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
     sentencepiece.SentencePieceTrainer.train(
@@ -26,13 +26,13 @@ def write_sentencepiece(path: Path, **settings: object) -> Path:
 
 
 def ranks() -> list[bytes]:
-    """256 bytes and some words, in the order of their ranks."""
+    """Returns 256 bytes and some words, in the order of their ranks."""
     words = [b"th", b"he", b"the", b" the", b"ell", b"ello", b"hello", b" w", b"or", b" wor", b"20", b"HE"]
     return [bytes([byte]) for byte in range(256)] + words
 
 
 def write_tiktoken(path: Path) -> Path:
-    """Megatron's JSON list where the name ends in .json, OpenAI's lines elsewhere."""
+    """Writes Megatron's JSON list if the name ends in .json, else OpenAI's lines."""
     pairs = [(rank, base64.b64encode(token).decode()) for rank, token in enumerate(ranks())]
     if path.suffix == ".json":
         path.write_text(json.dumps([{"rank": rank, "token_bytes": text, "token_str": ""} for rank, text in pairs]))
@@ -42,7 +42,7 @@ def write_tiktoken(path: Path) -> Path:
 
 
 def write_gpt2(folder: Path) -> tuple[Path, Path]:
-    """vocab.json and merges.txt of a byte-level BPE with <|endoftext|>."""
+    """Writes vocab.json and merges.txt of a byte-level BPE with <|endoftext|>."""
     library = ByteLevelBPETokenizer()
     library.train_from_iterator(TEXT * 3, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""How many layers each part of a pipeline gets, and which settings do not come to the number of layers."""
+"""Numbers of layers of each pipeline part, and errors for settings that do not add up to all layers."""
 
 from typing import Any
 

@@ -123,20 +123,26 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def counted_storage() -> Any:
-    """Inside, the first element is the most bytes that tensors of torch.empty have had at one time."""
-    peak, live, empty = [0], [0], torch.empty
+    """Inside, the first element is the most bytes that tensors of torch.empty and of files have had at one time."""
+    peak, live, empty, read = [0], [0], torch.empty, TensorFiles.read
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        live[0] += tensor.nbytes
+        peak[0] = max(peak[0], live[0])
+        weakref.finalize(tensor.untyped_storage(), lambda size=tensor.nbytes: live.__setitem__(0, live[0] - size))
+        return tensor
 
     def counting(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor = empty(*arguments, **options)
         # What torch.save is asked about, whose memory nobody touches.
         if sys._getframe(1).f_code.co_name == "_frame":
             return tensor
-        live[0] += tensor.nbytes
-        peak[0] = max(peak[0], live[0])
-        weakref.finalize(tensor.untyped_storage(), lambda size=tensor.nbytes: live.__setitem__(0, live[0] - size))
-        return tensor
+        return count(tensor)
 
-    with patch("torch.empty", counting):
+    with (
+        patch("torch.empty", counting),
+        patch.object(TensorFiles, "read", lambda files, name: count(read(files, name))),
+    ):
         yield peak
 
 
@@ -161,7 +167,7 @@ def test_a_missing_shard_or_tensor_is_named(tmp_path: Path, capsys: pytest.Captu
     shard.unlink()
     assert f"{hub} has no {shard.name}" in told(capsys, hub, tmp_path / "run")
     shard.write_bytes(content[:-10])
-    assert f"{shard} is truncated" in told(capsys, hub, tmp_path / "run")
+    assert f"{shard} is no safetensors file, or is truncated or corrupt" in told(capsys, hub, tmp_path / "run")
     tensors = load_file(sorted(hub.glob("*.safetensors"))[0])
     first = sorted(tensors)[0]
     shard.write_bytes(content)

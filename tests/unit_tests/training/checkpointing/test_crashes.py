@@ -1,6 +1,6 @@
 """Kills at every write of a save, and damage to every piece: a complete checkpoint always loads.
 
-It is the one that was reported saved, or a later one.
+It is the one that was reported as saved, or a later one.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.unit_tests.training.small_run import SmallRun
 
 
 def save_iteration(folder, iteration, *, staging=None):
-    """As a training run does, with tensors that several ranks share."""
+    """Saves as a training run does, with tensors that several ranks share."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rows = ShardedTensor("rows", torch.full((2, 30), float(iteration)), (2 * size, 30), (2 * rank, 0))
     if rank == 0:
@@ -49,7 +49,7 @@ def save_iteration(folder, iteration, *, staging=None):
 
 
 def loaded_iteration(folder):
-    """What a run would go on from, read whole."""
+    """Returns the iteration that a run would continue from, after loading all tensors."""
     found = find_checkpoint(str(folder))
     copy = torch.tensor(-1)
     assert load(ShardedTensor.whole("copy", copy), found.path) == {"iteration": found.iteration}
@@ -74,13 +74,13 @@ def end_child(pid):
 
 
 def save_and_die(folder, iteration, *, number, in_background):
-    """Whether a forked process that ends at its n-th write said that it had saved, and whether it ended well."""
+    """Whether a forked process killed at its n-th write had reported a save, and whether it exited normally."""
     said = folder.with_name("said")
     said.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         killing = disk.os = KillingOs(number)
-        # What deletes folders goes past that.
+        # Deletions of folders bypass that module.
         sys.addaudithook(lambda event, _: killing.count() if event in ("os.remove", "os.rmdir") else None)
         save_iteration(folder, iteration, staging=StagingMemory() if in_background else None)
         said.write_text(str(iteration))
@@ -99,7 +99,7 @@ def die_at_every_write(folder, in_background):
         assert found in ((saved + 1,) if said else (saved, saved + 1)), (number, found, saved)
         saved = found
         if ended_well:
-            # What the kills have left is gone.
+            # The leftovers of the kills are gone.
             assert sorted(os.listdir(folder)) == [f"iter_{saved:07d}", "latest_checkpointed_iteration.txt"]
             return kills
         kills += 1
@@ -109,7 +109,7 @@ def die_at_every_write(folder, in_background):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "beside training"])
 def test_a_kill_at_any_write_loses_nothing_that_was_said_to_be_saved(tmp_path, in_background):
-    # In a process of its own: a fork of pytest's would carry its threads' locks.
+    # In a separate process, because a fork of pytest would inherit the locks of its threads.
     assert run_on_ranks(die_at_every_write, 1, tmp_path / "saved", in_background, backend=None)[0] > 40
 
 
@@ -126,7 +126,7 @@ def child_rank(folder, *, rank, iteration, kill_at, store):
         save_iteration(folder, iteration, staging=StagingMemory())
         os._exit(0)
     finally:
-        # The other rank is gone: what torch says of that is of no interest.
+        # Ignores torch's errors about the killed rank.
         os._exit(1)
 
 
@@ -175,7 +175,7 @@ def test_a_flipped_bit_in_any_tensor_names_it_and_the_checkpoint_before_is_taken
     assert len(pieces) > 10
     for index, (name, piece) in enumerate(pieces):
         whole = (folder / name).read_bytes()
-        # At its begin, its end, and somewhere between, in what is no element as well.
+        # At the start, the end, and a random place in between, which need not be an element.
         flip(
             folder / name, (piece.start, piece.end - 1, piece.start + piece.num_bytes * index // len(pieces))[index % 3]
         )

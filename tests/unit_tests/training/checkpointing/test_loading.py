@@ -1,4 +1,4 @@
-"""Save and resume of a run in one process: bit for bit, and each flag takes what it says."""
+"""Save and resume of a run in one process, bit for bit, and the effect of each flag."""
 
 import argparse
 import errno
@@ -30,7 +30,7 @@ def test_resume_at_any_step_continues_bit_for_bit(tmp_path, dtype, step):
     folder = whole.save(tmp_path)
     expected = whole.train(4).snapshot()
     resumed = SmallRun(dtype=dtype)
-    random.gauss(0, 1), numpy.random.normal()  # generators elsewhere than in the saved run
+    random.gauss(0, 1), numpy.random.normal()  # generators in another state than in the saved run
     assert resumed.load(tmp_path) == step
     assert_equal(resumed.train(4).snapshot(), expected)
     assert folder == tmp_path / f"iter_{step:07d}"
@@ -171,9 +171,9 @@ def test_a_run_that_goes_on_from_an_earlier_step_of_its_folder_has_that_as_the_l
     run = SmallRun().train(2)
     run.save(tmp_path)
     run.train(2).save(tmp_path)
-    # A run that saves elsewhere, and one that only evaluates, leave the folder as it is.
+    # A run that saves elsewhere, and one that only evaluates, leave the tracker unchanged.
     for other in ({"save": str(tmp_path / "other")}, {}):
         assert SmallRun().load(tmp_path, ckpt_step=2, **other) == 2 and SmallRun().load(tmp_path) == 4
     assert SmallRun().load(tmp_path, ckpt_step=2, save=str(tmp_path)) == 2
-    # As a restart does, and a step that goes back.
+    # As after a restart or a rollback.
     assert SmallRun().load(tmp_path) == 2

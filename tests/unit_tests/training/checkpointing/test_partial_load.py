@@ -1,4 +1,4 @@
-"""Each value of --dist-ckpt-strictness, for keys that the checkpoint lacks and for keys that the run does not take."""
+"""Each value of --dist-ckpt-strictness, for keys that only the run or only the checkpoint has."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.unit_tests.training.small_run import SmallRun
 
 
 def with_bias(run):
-    """The run with one more buffer than others have."""
+    """Adds a buffer to the run that others do not have."""
     run.model.module.register_buffer("later_bias", torch.full((2,), 5.0))
     return run
 
@@ -52,11 +52,11 @@ def test_a_lacking_parameter_starts_with_fresh_state(tmp_path, capsys):
 def test_a_key_that_nothing_takes_is_said_or_refused(tmp_path, strictness, capsys):
     with_bias(SmallRun()).train(1).save(tmp_path)
     if strictness == "raise_all":
-        with pytest.raises(ValueError, match="raise_all: nothing in this run takes later_bias of the checkpoint"):
+        with pytest.raises(ValueError, match="raise_all: this run does not use later_bias of the checkpoint"):
             load(SmallRun(), tmp_path, strictness)
     else:
         assert load(SmallRun(), tmp_path, strictness) == 1
-    said = "Nothing in this run takes later_bias of the checkpoint." in capsys.readouterr().out
+    said = "This run does not use later_bias of the checkpoint." in capsys.readouterr().out
     assert said == (strictness == "log_all")
 
 

@@ -1,4 +1,4 @@
-"""The JSON part of a training run's checkpoint: of the types that a run writes, or refused by name."""
+"""The JSON part of a training run's checkpoint: values of the wrong type are refused by name."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_value_of_another_type_is_named_before_anything_is_loaded(saved, place
     whole = (saved / "common.json").read_text()
     values = json.loads(whole)
     *path, last = place.split(".")
-    # Parts of these are not told apart.
+    # The parts of these values are not distinguished.
     named = next((whole for whole in ("scheduler", "learned_sizes", "optimizer.grad_scaler") if whole in place), place)
     holder = values
     for name in path:

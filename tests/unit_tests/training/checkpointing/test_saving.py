@@ -1,4 +1,4 @@
-"""What becomes of the saves of a run: said once they are complete, one at a time, and a failed one ends no training."""
+"""Saves of a run: reported once complete, at most one pending, and a failed one does not end training."""
 
 import os
 
@@ -11,7 +11,7 @@ from tests.save_threads import join_save_threads
 
 
 class Run:
-    """Counts steps and saves its count."""
+    """Counts steps and saves the count."""
 
     def __init__(self, folder, *, in_background):
         self.folder, self.iteration, self.said = folder, 0, []
@@ -34,7 +34,7 @@ def run(request, tmp_path):
 
 
 class FullDisk:
-    """The os module, but for writes."""
+    """The os module, except for writes."""
 
     def __getattr__(self, name):
         return getattr(os, name)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
-from megatron.core.models.gpt.lora_specs import with_adapters
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec, with_adapters
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module

@@ -1,11 +1,14 @@
-"""A plan of the paged stash in words and as JSON; what is planned is tools/plan_stash.py's."""
+"""Reports a plan of the paged stash as text, as JSON and as an HTML page. tools/plan_stash.py makes the plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
+from megatron.pages.figures import Bar, Figure, Panel, stacked_bars, stacked_columns
+from megatron.pages.page import render
 from megatron.planner.stash.costs import StageCosts
 from megatron.planner.stash.outlook import Needs, Outlook
 from megatron.planner.stash.stages import PlannedRun, StashFlags
@@ -13,6 +16,8 @@ from megatron.planner.stash.walk import Rung, StageSteps, Walk
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.flags import flag_table
 
+_TEMPLATE = Path(__file__).with_name("stash_report.html.jinja")
+# Names of the recompute levels in the printed tables, on the page, and of the goal to reach none beyond.
 RUNGS = {
     Rung.DEVICE: "device",
     Rung.HOST: "spills",
@@ -21,18 +26,44 @@ RUNGS = {
     Rung.NO_PAGES: "void: pages",
     Rung.OVER_CAPACITY: "void: rows",
 }
+NAMES = {
+    Rung.DEVICE: "every page on the device",
+    Rung.HOST: "pages spilled to the host",
+    Rung.ACT: "act recomputed",
+    Rung.GATE_UP: "gate_up recomputed",
+    Rung.NO_PAGES: "discarded: too few pages",
+    Rung.OVER_CAPACITY: "discarded: more rows than the buffers hold",
+}
 GOALS = {
     Rung.DEVICE: "every page on the device",
     Rung.HOST: "at most spilled to the host",
     Rung.ACT: "at most act recomputed",
     Rung.GATE_UP: "at most gate_up recomputed, none void",
 }
+# From green to red. Light and dark alternate, so that color-blind readers tell stacked parts apart.
+_LEVEL_COLORS = {
+    Rung.DEVICE: "#2a9d62",
+    Rung.HOST: "#9ccbe8",
+    Rung.ACT: "#edc948",
+    Rung.GATE_UP: "#e07b1f",
+    Rung.NO_PAGES: "#a50f15",
+    Rung.OVER_CAPACITY: "#6f6f78",
+}
+_MEMORY = {"pages on the device": "#4e79a7", "whole buffers": "#f28e2b", "pages on the host": "#bab0ac"}
+_TIMES = {
+    "experts forward": "#93c1ea",
+    "experts backward": "#4a86c0",
+    "to pages and back": "#59a14f",
+    "to the host and back": "#b07aa1",
+    "act recomputed": "#edc948",
+    "gate_up recomputed": "#e15759",
+}
 
 
 @dataclass(frozen=True)
 class StashPlan:
-    """All that is said. given: the run with its own flags, which grows; table: what lacks with other factors; costs: of
-    the recommended ones.
+    """A plan. given: the run with its own flags, which grows; table: the outlook with other factors; recommended: the
+    sufficient flags by recompute level; costs: of the recommended flags, by stage.
     """
 
     run: PlannedRun
@@ -95,8 +126,37 @@ def as_json(plan: StashPlan) -> dict[str, Any]:
     }
 
 
+def as_page(plan: StashPlan) -> str:
+    """Returns the plan as an HTML page. Raises MissingPackageError without the packages that pages need."""
+    run, steps = plan.run, len(plan.needs.rows)
+    verdict, *reasons = plan.reasons
+    return render(
+        _TEMPLATE,
+        title="Plan of the paged stash",
+        verdict=verdict,
+        reasons=reasons,
+        facts=[
+            ["Pipeline stages", f"{len(run.stages)}; layers with experts: {len(run.layers)}"],
+            ["Experts", f"{run.ranks.num_experts}, shared by {run.ranks.num_sharing} ranks"],
+            ["Step", f"micro-batches: {run.num_microbatches}, of {run.ranks.tokens:,} tokens per rank"],
+            ["Routing", f"{plan.source}, {steps:,} steps"],
+            ["Device", f"{plan.device}, {plan.host_gb_s:g} GB/s to the host"],
+        ],
+        guesses=plan.guesses,
+        wanted=f"{100 * plan.wanted:g}%",
+        wanted_exactly=f"{plan.wanted:.4%}",
+        needs={"rows": _needs_rows(plan, (0.5, plan.wanted, 1.0)), "note": needs_note(plan)},
+        levels=_levels(plan),
+        recommended=_recommended(plan),
+        memory=_memory(plan),
+        device=plan.device,
+        costs=_cost_bars(plan),
+        spills=_spills(plan),
+    )
+
+
 def paste(flags: StashFlags) -> str:
-    """The flags of a stash as a command line has them."""
+    """Returns the flags of a stash as command-line words."""
     return (
         f"--moe-paged-stash --moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g} "
         f"--moe-paged-stash-page-size {flags.moe_paged_stash_page_size} "
@@ -113,15 +173,21 @@ def needs_note(plan: StashPlan) -> str:
 
 
 def _needs_lines(plan: StashPlan) -> list[str]:
-    rows = [
-        ("--moe-expert-rank-capacity-factor", plan.needs.rows),
-        ("--moe-paged-stash-buffer-size-factor-cuda", plan.needs.pages),
-    ]
-    shares = (plan.wanted, 0.5, 1.0)
-    cells = [["needed", f"p{100 * plan.wanted:g}", "median", "most"]]
-    cells += [[name, *(f"{rounded_up(factor_at(one, of.tolist())):.2f}" for one in shares)] for name, of in rows]
-    lines = _columns(cells)
+    head = ["needed", f"p{100 * plan.wanted:g}", "median", "most"]
+    lines = _columns([head, *_needs_rows(plan, (plan.wanted, 0.5, 1.0))])
     return lines + ([note] if (note := needs_note(plan)) else [])
+
+
+def _needs_rows(plan: StashPlan, shares: Sequence[float]) -> list[list[str]]:
+    """Returns each flag with the values that suffice for these shares of the steps."""
+    needs = {
+        "--moe-expert-rank-capacity-factor": plan.needs.rows,
+        "--moe-paged-stash-buffer-size-factor-cuda": plan.needs.pages,
+    }
+    return [
+        [flag, *(f"{rounded_up(factor_at(share, factors.tolist())):.2f}" for share in shares)]
+        for flag, factors in needs.items()
+    ]
 
 
 def _given_lines(plan: StashPlan) -> list[str]:
@@ -204,7 +270,7 @@ def _cost_lines(plan: StashPlan) -> list[str]:
 
 
 def _stage_numbers(stage: StageSteps) -> list[int]:
-    """Pages and the most held of both tiers, and tensors recomputed."""
+    """Returns the pages and the most pages held on each tier, and the numbers of recomputed tensors."""
     layouts = [layout for of_step in stage.layouts for layout in of_step]
     return [
         max(layout.device_pages for layout in layouts),
@@ -214,6 +280,116 @@ def _stage_numbers(stage: StageSteps) -> list[int]:
         int(stage.counters[Counter.DROPPED_GATE_UP].max()),
         int(stage.counters[Counter.DROPPED_ACT].max()),
     ]
+
+
+def _levels(plan: StashPlan) -> dict[str, Any] | None:
+    """Returns a figure for each page size, by factor of host pages."""
+    if not plan.table:
+        return None
+    used = [rung for rung in Rung if any(one.shares[rung] for one in plan.table)]
+    tiers = []
+    for host in sorted({one.flags.moe_paged_stash_buffer_size_factor_cpu for one in plan.table}):
+        rows = [one for one in plan.table if one.flags.moe_paged_stash_buffer_size_factor_cpu == host]
+        panels = [
+            Panel(
+                f"pages of {size:,} token{'s' if size > 1 else ''}",
+                [_column(one, used) for one in rows if one.flags.moe_paged_stash_page_size == size],
+            )
+            for size in sorted({one.flags.moe_paged_stash_page_size for one in rows})
+        ]
+        figures = stacked_columns(
+            panels,
+            {NAMES[rung]: _LEVEL_COLORS[rung] for rung in used},
+            x_axis="factor of device pages",
+            y_axis="% of the steps",
+            limit=(100 * plan.wanted, f"wanted: {100 * plan.wanted:g}%"),
+        )
+        title = f"Pages on the host: factor {host:g}" if host else "No pages on the host"
+        tiers.append({"title": title, "figures": figures})
+    return {"capacity": f"{plan.table[0].flags.moe_expert_rank_capacity_factor:g}", "tiers": tiers}
+
+
+def _column(one: Outlook, used: Sequence[Rung]) -> Bar:
+    shares = {NAMES[rung]: 100 * one.shares[rung] for rung in used}
+    return Bar(f"{one.flags.moe_paged_stash_buffer_size_factor_cuda:g}", shares, f"{_short_mib(one.device_bytes)} MiB")
+
+
+def _recommended(plan: StashPlan) -> list[dict[str, str]]:
+    steps, split = len(plan.needs.rows), " --moe-paged-stash-buffer-size-factor-cuda"
+    found = []
+    for rung, one in plan.recommended.items():
+        reached = f"{round(one.share_up_to(rung) * steps):,} of {steps:,} steps"
+        sizes = (
+            f"{_short_mib(one.device_bytes)} MiB of pages on the device, {_short_mib(one.host_bytes)} MiB on the host"
+        )
+        # Two lines that a shell reads as one.
+        flags = f" \\\n {split}".join(paste(one.flags).split(split))
+        name = NAMES[rung] if rung is Rung.DEVICE else f"{NAMES[rung]} at most"
+        found.append({"goal": f"{name}: {reached}, {sizes}", "flags": flags})
+    return found
+
+
+def _memory(plan: StashPlan) -> dict[str, Any] | None:
+    """Returns a figure of the stage that holds the most, without a stash and with the recommended flags."""
+    stages = {rung: max(of, key=lambda one: one.footprint.static_bytes) for rung, of in plan.costs.items() if of}
+    if not stages:
+        return None
+    first = next(iter(stages.values()))
+    bars = [_memory_bar("no stash", pages=0, buffers=first.footprint.static_bytes, host=0)]
+    for rung, stage in stages.items():
+        pages, buffers = stage.footprint.arena_bytes, stage.footprint.working_set_bytes
+        bars.append(_memory_bar(NAMES[rung], pages=pages, buffers=buffers, host=plan.recommended[rung].host_bytes))
+    return {"stage": first.stage, "figure": stacked_bars(bars, _MEMORY, axis="MiB at the peak of a step")}
+
+
+def _memory_bar(label: str, *, pages: int, buffers: int, host: int) -> Bar:
+    sizes = dict(zip(_MEMORY, (size / 2**20 for size in (pages, buffers, host)), strict=True))
+    return Bar(label, sizes, f"{_short_mib(pages + buffers)} MiB")
+
+
+def _cost_bars(plan: StashPlan) -> Figure | None:
+    times = {rung: _largest_times(of) for rung, of in plan.costs.items() if of}
+    if not times:
+        return None
+    first = next(iter(times.values()))
+    alone = {name: first[name] for name in ("experts forward", "experts backward")}
+    bars = [Bar("experts alone", alone, f"{sum(alone.values()):.3g} ms")]
+    for rung, found in times.items():
+        extra = {name: value for name, value in found.items() if name not in alone}
+        bars.append(Bar(NAMES[rung], extra, f"{sum(extra.values()):.3g} ms"))
+    return stacked_bars(bars, _TIMES, axis="milliseconds per step")
+
+
+def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
+    """Returns milliseconds by the names of _TIMES."""
+    columns = {
+        "experts forward": [one.forward for one in stages],
+        "experts backward": [one.backward for one in stages],
+        "to pages and back": [one.stash for one in stages],
+        "to the host and back": [2 * one.spill for one in stages],
+        "act recomputed": [one.act for one in stages],
+        "gate_up recomputed": [one.gate_up for one in stages],
+    }
+    return {name: 1e3 * max(values) for name, values in columns.items()}
+
+
+def _spills(plan: StashPlan) -> Figure | None:
+    """Returns the time of each configuration's spills one way. The limit is the shorter of the experts' passes."""
+    spilling = [one for one in [*plan.table, *plan.recommended.values()] if one.spilled_bytes]
+    stages = next(iter(plan.costs.values()), [])
+    if not spilling or not stages:
+        return None
+    hides = 1e3 * min(min(one.forward, one.backward) for one in stages)
+    bars = []
+    for one in spilling:
+        flags, seconds = one.flags, one.spilled_bytes / (plan.host_gb_s * 1e9)
+        label = (
+            f"{flags.moe_paged_stash_page_size}: {flags.moe_paged_stash_buffer_size_factor_cuda:g} + "
+            f"{flags.moe_paged_stash_buffer_size_factor_cpu:g}"
+        )
+        bars.append(Bar(label, {"one way": 1e3 * seconds}, f"{_short_mib(one.spilled_bytes)} MiB"))
+    limit = (hides, f"experts' forward: {hides:.3g} ms")
+    return stacked_bars(bars, {"one way": "#b07aa1"}, axis="milliseconds per step", limit=limit)
 
 
 def _stage(stage: StageSteps) -> dict[str, Any]:
@@ -256,6 +432,11 @@ def _flags(flags: StashFlags) -> dict[str, Any]:
 
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f}"
+
+
+def _short_mib(num_bytes: float) -> str:
+    size = num_bytes / 2**20
+    return f"{size:,.1f}" if size >= 10 else f"{size:.3g}"
 
 
 def _columns(cells: Sequence[Sequence[str]]) -> list[str]:

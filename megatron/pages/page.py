@@ -1,0 +1,55 @@
+"""Renders a jinja2 template as one HTML file that needs no other: styles, plotly and figures are embedded.
+
+Knows no page: a page's template and numbers are kept where the numbers are computed.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+# Requirement by package, as in the extra `report` of pyproject.toml.
+_PACKAGES = {"jinja2": "jinja2>=3.1", "plotly": "plotly>=6"}
+
+
+class MissingPackageError(ImportError):
+    """A package that pages need is not installed."""
+
+
+def require_packages() -> None:
+    """Raises MissingPackageError naming the packages that are not installed."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        install = " ".join(f"'{_PACKAGES[name]}'" for name in missing)
+        raise MissingPackageError(
+            f"the page needs {' and '.join(missing)}: pip install {install}, or this project's extra report"
+        )
+
+
+def render(template: Path, **values: Any) -> str:
+    """Returns the page of a template, which usually extends frame.html.jinja.
+
+    Values are escaped wherever the template inserts them. Templates may call source(name), the text of a file of the
+    template's folder or of this one, and plotly_script(). Raises MissingPackageError.
+    """
+    require_packages()
+    import jinja2
+    from markupsafe import Markup
+
+    loader = jinja2.FileSystemLoader([template.parent, FOLDER])
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    # NaN is no JSON. Keys stay in order: the order of facts on a page.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.globals["source"] = lambda name: Markup(loader.get_source(environment, name)[0])
+    environment.globals["plotly_script"] = lambda: Markup(plotly_script())
+    return environment.get_template(template.name).render(values)
+
+
+def plotly_script() -> str:
+    """Returns the source of plotly.js, about 4.5 MB. Raises MissingPackageError."""
+    require_packages()
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
