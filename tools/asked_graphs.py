@@ -1,4 +1,4 @@
-"""CUDA graphs that a command line asks for, for the tools that look at it without a GPU."""
+"""CUDA graphs requested by a command line, for tools that examine it without a GPU."""
 
 import argparse
 import atexit
@@ -24,7 +24,9 @@ _WRITTEN = ("save", "load", "tensorboard_dir", "record_routing")
 
 @dataclass(frozen=True)
 class Asked:
-    """Flags of graphs in a command line. modules: those of local, none for its default."""
+    """CUDA graph flags of a command line. modules: parts of a layer captured by --cuda-graph-impl local; None means its
+    default.
+    """
 
     impl: str = "full_iteration"
     modules: tuple[str, ...] = ()
@@ -35,20 +37,20 @@ class Asked:
         return f"--cuda-graph-impl {self.impl}{modules}" + " --optimizer-cuda-graph" * self.with_optimizer
 
     def give_to(self, args: argparse.Namespace) -> None:
-        """Writes them into parsed flags."""
+        """Writes the flags into parsed arguments."""
         args.cuda_graph_impl, args.cuda_graph_warmup_steps = self.impl, WARMUP_STEPS
         args.cuda_graph_modules, args.optimizer_cuda_graph = list(self.modules), self.with_optimizer
 
 
 def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
-    """Returns the graphs that a command line and its --config ask for, and its other settings, as a file:
-    flags of graphs are refused without a GPU, or with what is to be explained.
+    """Returns the requested graphs, and the other settings as a file. Flags of graphs are refused on a machine without
+    a GPU.
     """
     args, table = parse_args(argv=argv), flag_table()
     impl = "local" if args.cuda_graph_impl == "local" else Asked.impl
     asked = Asked(impl, tuple(args.cuda_graph_modules), args.optimizer_cuda_graph)
     args.cuda_graph_impl, args.cuda_graph_modules, args.optimizer_cuda_graph = "none", [], False
-    # The launcher's, which parsing reads anew; as a setting it is the planner's.
+    # Parsing reads the world size of the launcher. As a setting it would be the planner's.
     args.world_size = table.by_dest["world_size"].default
     with NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(config_text(args, table=table, script_dests=frozenset()))
@@ -57,20 +59,20 @@ def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
 
 
 def refusals_of_flags(args: argparse.Namespace, asked: Asked) -> list[str]:
-    """Why no such graph can be had, as far as flags say it; `args` has what is asked for from now on."""
+    """Returns why the flags rule out the requested graphs. Afterwards `args` requests them."""
     asked.give_to(args)
     return [*check_graphs(args)]
 
 
 def failures_of(graph: StepGraph) -> list[str]:
-    """Errors that ended a capture."""
+    """Returns the errors that aborted a capture."""
     if isinstance(graph, CudaGraphManager):
         return [f"{name} failed: {failure}" for name, failure in graph.failures.items()]
     return [] if graph.failure is None else [f"the passes failed: {graph.failure}"]
 
 
 def send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
-    """Makes all-to-all dispatchers send padded rows, as on a GPU; on the CPU the host reads their number instead."""
+    """Makes all-to-all dispatchers send padded rows, as on a GPU. On the CPU the host would read the number of rows."""
     for module in (module for chunk in model for module in chunk.modules()):
         dispatcher = vars(module).get("token_dispatcher")
         if isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher):
@@ -78,7 +80,7 @@ def send_as_a_gpu_does(model: Sequence[nn.Module]) -> None:
 
 
 def leave_files_alone(args: argparse.Namespace) -> None:
-    """Data is made up, and nothing is loaded or written."""
+    """Selects mock data, and disables loading and writing of files."""
     for name in (*_DATA, *_WRITTEN):
         vars(args)[name] = None
     args.mock_data, args.log_progress, args.profile, args.record_memory_history = True, False, False, False

@@ -1,12 +1,12 @@
-"""The configurations of the table in docs/cuda_graphs.md, as small as they can be, and what is promised of each.
+"""The configurations of the table in docs/cuda_graphs.md, as small as possible, with the expected result of each.
 
-For write_capture_table.py, and the test that looks at each of them anew. What a graph can hold is the lint's to say.
+Used by write_capture_table.py and by the test that examines each of them. graph_safety decides what a graph can hold.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# Names without dashes: a number, a word, a list of words, or True for a flag without a value; None: not given.
+# Flag names without dashes. Values: a number, a word, a list of words, True for a flag without a value, None if absent.
 Flags = dict[str, Any]
 
 DENSE: Flags = {
@@ -85,7 +85,7 @@ ROUTER: Flags = {
     "moe-router-enable-expert-bias": True,
 }
 JITTER: Flags = {"moe-input-jitter-eps": 0.1}
-# All that these models have, with a part of their layers windowed, or without experts.
+# The features of these models together, some layers with window attention or without experts.
 GPT_OSS: Flags = {
     "disable-bias-linear": None,
     "swiglu": None,
@@ -119,8 +119,9 @@ FLEX: Flags = STATIC | EP | {"moe-token-dispatcher-type": "flex", "bf16": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """flags: beyond those of `base`. is_whole: whether a whole iteration can be one graph. modules: what can be of each
-    layer under local. needs_gpu: nothing runs on the CPU, so that flags alone are looked at, and modules are not known.
+    """One row of the table. flags: added to those of `base`. is_whole: whether one graph can hold the whole iteration.
+    modules: parts of a layer that --cuda-graph-impl local can capture. needs_gpu: it does not run on the CPU, so that
+    only its flags are examined and modules are unknown.
     """
 
     base: Flags
@@ -132,12 +133,12 @@ class Configuration:
 
     @property
     def argv(self) -> list[str]:
-        """The command line, without what asks for a graph of the passes."""
+        """Returns the command line without a request for graphs of the forward and backward passes."""
         return words_of({**self.base, "global-batch-size": 2 * self.ranks, **self.flags})
 
 
 def words_of(flags: Flags) -> list[str]:
-    """As words of a command line."""
+    """Returns the flags as command-line words."""
     words: list[str] = []
     for name, value in flags.items():
         values = [] if value is True else value if isinstance(value, list) else [value]

@@ -1,10 +1,11 @@
-"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes in the place of CUDA graphs, and
-compares them bit for bit; for `check_capture.py --replay`. What a tape is, is graphs/tape.py's.
+"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes in place of CUDA graphs, and
+compares the results bit for bit. Used by `check_capture.py --replay`; core/graphs/ defines tapes.
 
-It shows what no look at a single step can: a number, list or flag of the host that changes from step to step, and that
-a graph would go on using as it was. Both run with --deterministic-mode.
-Compared are the reports of the steps, and in the end parameters, buffers and the optimizer's state. What is kept on the
-host alone, or in tensors that are neither, is not.
+Finds host values that change between steps, which the examination of a single step cannot find: a graph would keep
+using the captured number, list or flag. Both runs use --deterministic-mode.
+
+Compares the reports of the steps, and at the end parameters, buffers and optimizer states. Ignores state that is only
+on the host, or in other tensors.
 """
 
 import hashlib
@@ -32,14 +33,14 @@ from megatron.training.setup import setup_data, setup_run
 from megatron.training.training import train_step
 from tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 
-# What two equal runs need not share.
+# Fields in which two equal runs may differ.
 _OF_THE_MACHINE = frozenset({"seconds", "memory", "held", "notes", "stash"})
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """A rank's part of a run. steps: what their reports say, as text, in which NaN equals NaN. state: digests of
-    parameters, buffers and the optimizer's tensors, and its numbers, by name. failures: why there are no graphs.
+    """One rank's results of a run. steps: reports as text, in which NaN equals NaN. state: digests of parameters,
+    buffers and optimizer tensors, and the optimizer's numbers, by name. failures: why there are no graphs.
     """
 
     steps: list[dict[str, str]]
@@ -48,7 +49,7 @@ class _Trained:
 
 
 class _CountedTapes(TapeGraphs):
-    """Counts captures."""
+    """Tapes that count captures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +63,9 @@ class _CountedTapes(TapeGraphs):
 
 
 def differences_of_replay(argv: Sequence[str], num_steps: int) -> list[str]:
-    """Returns each rank's first difference between training from graphs and training without; none if all is well.
+    """Returns the first difference of each rank between training with and without graphs; empty if there is none.
 
-    Collective. num_steps: steps that are replayed, after some for warm-up.
+    Collective. num_steps: replayed steps, which follow the warm-up steps.
     """
     eager, replayed = _train(argv, num_steps, tapes=None), _train(argv, num_steps, tapes=_CountedTapes())
     found = []
@@ -87,7 +88,7 @@ def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) 
     """Trains the run, with tapes if given, and returns the results of each rank."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
-        # Other kernels for experts in fp32 are told by the host, on the CPU alone, where rows begin.
+        # On the CPU, other kernels for experts in fp32 need the row offsets on the host.
         args = initialize_megatron(argv=[*rest, "--deterministic-mode"], broadcast=broadcast)
         leave_files_alone(args)
         if tapes is not None:
@@ -116,7 +117,7 @@ def state_of(run: TrainingRun) -> dict[str, str]:
     named: dict[str, Tensor] = {}
     for index, chunk in enumerate(run.model):
         if isinstance(chunk, DistributedDataParallel):
-            # Parameters may still be on their way from the ranks that updated them.
+            # All-gathers of updated parameters may still be in flight.
             chunk.start_param_sync(force_sync=True)
         named |= {f"{index} {name}": tensor for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())}
     assert run.optimizer is not None, "a run that trains"

@@ -1,12 +1,13 @@
-"""Says without a GPU whether the passes of a training step can be one CUDA graph: `python tools/check_capture.py` with
-the flags of pretrain_gpt.py; with --optimizer-cuda-graph the optimizer's step too, and with --cuda-graph-impl local the
-parts of layers that --cuda-graph-modules names. Exit status 0: they can; 1: all that breaks it is printed.
-With --replay N it also trains N more steps from tapes, which do what graphs do, and compares: see capture_replay.py.
+"""Checks without a GPU whether one CUDA graph can hold a training step: `python tools/check_capture.py` with the flags
+of pretrain_gpt.py. With --optimizer-cuda-graph it includes the optimizer step, and with --cuda-graph-impl local it
+checks the parts of layers that --cuda-graph-modules names. Exit status: 0 if capture works, 1 if not; all reasons are
+printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares
+(capture_replay.py).
 
-Trains two steps on made-up tokens, and looks at the third as it would be captured; nothing is loaded or written. A
-layout needs its processes: start it with torchrun, as the training. What can be captured does not depend on sizes:
-where the model is too large for this machine append smaller ones, as the last of a flag counts.
-All runs on the CPU. Of code that chooses by device the CPU's choice is looked at, except in how experts' rows travel.
+Trains two steps on mock tokens and examines the third as if it was captured. Loads and writes no files. Start it with
+torchrun if the layout needs several processes. Sizes do not matter for capture: if the model is too large for this
+machine, append smaller sizes, because the last occurrence of a flag counts. Everything runs on the CPU. Where code
+chooses by device, it examines the CPU's choice, except for the transfer of expert rows.
 """
 
 import argparse
@@ -62,7 +63,7 @@ from tools.capture_replay import differences_of_replay  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the verdict on the command line `argv`, or the process's own, and exits with its status."""
+    """Prints the result for the command line `argv`, by default the process's own, and exits with its status."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--replay", type=int, default=0)
     own, argv = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -77,22 +78,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _say(verdict: str, found: Sequence[str]) -> None:
-    # All ranks know the same, and their group has ended.
+    # All ranks have the same result, and their process group is destroyed.
     if os.environ.get("RANK", "0") == "0":
         print("\n".join([verdict, *(f"{number}. {one}" for number, one in enumerate(found, 1))]), flush=True)
 
 
 def breaks_of(argv: Sequence[str]) -> list[str]:
-    """Returns what breaks the graphs of the command line on any rank: flags, operations with lines. Collective."""
+    """Returns what prevents the requested graphs on any rank: flags, and operations with their lines. Collective."""
     asked, rest = asked_of(argv)
     with ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast:
         args = initialize_megatron(argv=rest, broadcast=broadcast)
         refused = refusals_of_flags(args, asked)
         if asked.impl == "local":
             if refused:
-                # There may be no such parts.
+                # The model may have no such parts.
                 return refused
-            # What a part's backward gives to eager ones is what memory held, as nothing is replayed.
+            # Without a replay, gradients that a part passes to eager code are uninitialized memory.
             args.check_for_nan_in_loss_and_grad = False
         steps, optimizer, graphs = _setup(args)
         batches = _made_up_batches(args)
@@ -105,11 +106,11 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
 
 @dataclass
 class LintedGraphs:
-    """A GraphDevice that captures nothing: it runs the passes and collects what a graph could not hold."""
+    """A GraphDevice that captures nothing: it runs the passes and collects operations that a graph cannot hold."""
 
     regions: list[Region] = field(default_factory=list)
     _may_be_together: bool = False
-    _are_together: bool = False  # whether the next region goes on where the last one ended
+    _are_together: bool = False  # whether the next region continues the previous one
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
@@ -117,11 +118,11 @@ class LintedGraphs:
         yield
 
     def new_pool(self) -> None:
-        """Returns nothing: passes run in memory of their own."""
+        """Returns None: passes use ordinary memory."""
 
     @contextmanager
     def capturing(self, pool: None = None) -> Iterator["LintedGraphs"]:
-        """Runs its body and collects what a graph could not hold, as a new region."""
+        """Runs its body as a new region and collects operations that a graph cannot hold."""
         earlier = self.regions[-1] if self._are_together else None
         with collect_refusals(get_cuda_rng_tracker().generators(), goes_on_with=earlier) as region:
             self.regions.append(region)
@@ -130,7 +131,7 @@ class LintedGraphs:
 
     @contextmanager
     def capturing_together(self) -> Iterator[None]:
-        """Lets each region of the block continue with tensors of the one before."""
+        """Lets each region in its body use the tensors of the previous one."""
         self._may_be_together = True
         try:
             yield
@@ -138,10 +139,10 @@ class LintedGraphs:
             self._may_be_together = self._are_together = False
 
     def replay(self) -> None:
-        """Does nothing: the passes ran already in place of the capture."""
+        """Does nothing: the passes already ran instead of being captured."""
 
     def breaks(self, steps: StepRunner) -> list[str]:
-        """Returns the findings; called after the results have been used."""
+        """Returns the findings. Must be called after the results have been used."""
         assert steps.graph is not None and self.regions, "no step was looked at"
         failures = failures_of(steps.graph)
         steps.graph.drop_graphs()
@@ -178,7 +179,7 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
 
 
 def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """The microbatches of a step of this rank, as data iterators give them."""
+    """Returns this rank's microbatches of one step as data iterators."""
     leave_files_alone(args)
     groups, count = get_process_groups(), get_num_microbatches()
     plan = BatchPlan(
@@ -190,7 +191,7 @@ def _made_up_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     samples = count * plan.micro_batch_size * plan.dp_size
     datasets = pretrain_gpt.train_valid_test_datasets_provider([samples, 0, 0])
     iterator, _, _ = build_data_iterators(datasets, plan)
-    # Of stages that read nothing.
+    # Stages that read no data.
     return [] if iterator is None else [next(iterator) for _ in range(count)]
 
 

@@ -1,7 +1,8 @@
-"""Looks after checkpoints: `tools/checkpoint.py inspect | verify | diff | prune | convert | merge`, each with --help.
+"""Inspects and converts checkpoints: `tools/checkpoint.py inspect | verify | diff | prune | convert | merge`, each with
+--help.
 
-Exit status of verify: 1 if anything is damaged; of diff: 1 if a tensor differs, 2 if one cannot be read. What each
-format is, its module knows; this is the command line and what it prints.
+Exit status of verify: 1 if anything is damaged. Of diff: 1 if a tensor differs, 2 if one cannot be read. Has the
+command line and its output; each format has its own module.
 """
 
 import argparse
@@ -43,13 +44,13 @@ from tools.stored_checkpoints import (  # noqa: E402
     values_named,
 )
 
-# Formats by Megatron's words of --ckpt-format: a file for each rank, and the canonical one, which has two names;
-# weights by their names; models of transformers; what Megatron-Core itself writes under the name of torch_dist.
+# Formats, with the names of --ckpt-format where it has them: one file per rank; the canonical format, with two
+# names; weights in safetensors files; models of transformers; and Megatron-Core's own torch_dist.
 _CORE = "torch_dist_mcore"
 _LEGACY, _CANONICAL, _SAFETENSORS, _MEGATRON, _HUB = "torch", "torch_dist", "safetensors", "megatron", "hf"
-_AXES = ("tensor", "pipeline", "expert")  # along which older files are split
-_MOST_GIGABYTES = 1e6  # of one file: more than any disk has
-# Options of convert that say something with some formats of --from, or of --to, alone.
+_AXES = ("tensor", "pipeline", "expert")  # sharded axes of older files
+_MOST_GIGABYTES = 1e6  # largest file size, more than any disk has
+# Options of convert that apply only to some formats of --from, or of --to.
 _OF_SOURCE = {
     "--ckpt-step": (_LEGACY, _CANONICAL, _MEGATRON, _CORE),
     "--vocab-size": (_LEGACY, _CORE),
@@ -61,7 +62,7 @@ _OF_TARGET = {
     **{f"--target-{axis}-parallel-size": (_LEGACY,) for axis in _AXES},
     "--target-transformer-impl": (_LEGACY,),
 }
-# Of the arguments inside a checkpoint, those that say how it was made.
+# Arguments in a checkpoint that say how it was trained.
 _LAYOUT = (
     "world_size",
     "tensor_model_parallel_size",
@@ -74,20 +75,20 @@ _LAYOUT = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit status; raises SystemExit after one line that says what is wrong."""
+    """Runs a command and returns its exit status. Raises SystemExit after printing one line for a user error."""
     options = parse_options(argv)
     try:
         with exit_on_user_error():
             return int(options.run(options) or 0)
     except SystemExit as error:
-        # To a script, "cannot be read" is not "differs".
+        # Lets scripts tell unreadable checkpoints from different ones.
         if options.run is _diff and error.code == 1:
             raise SystemExit(2) from error
         raise
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """The command line of this tool."""
+    """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_inspect(commands.add_parser("inspect", help="what is in a checkpoint", allow_abbrev=False))
@@ -95,7 +96,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     _add_diff(commands.add_parser("diff", help="which tensors of two checkpoints differ", allow_abbrev=False))
     _add_prune(commands.add_parser("prune", help="delete old checkpoints", allow_abbrev=False))
     _add_convert(commands.add_parser("convert", help="weights from one format to another", allow_abbrev=False))
-    _add_merge(commands.add_parser("merge", help="low-rank adapters into the weights beside them", allow_abbrev=False))
+    _add_merge(commands.add_parser("merge", help="merge low-rank adapters into the weights", allow_abbrev=False))
     return parser.parse_args(argv)
 
 
@@ -211,7 +212,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _summary_of(found: Sequence[TensorDifference]) -> str:
-    # A tensor of one side, or of another shape, has no difference: 0 for it would say that its values are the same.
+    # Tensors of one side, or of different shapes, have no numeric difference. 0 would mean equal values.
     by_value, words = [one for one in found if not one.what], f"{len(found)} tensors differ"
     if not by_value:
         return f"{words}, none in its values alone"
@@ -220,7 +221,7 @@ def _summary_of(found: Sequence[TensorDifference]) -> str:
 
 
 def _print_values(console: Console, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -> None:
-    """What differs beside the tensors: arguments often do, so they do not count."""
+    """Prints differences other than tensors. Arguments often differ, so they do not change the exit status."""
     x, y = (
         {**one.common, **{f"args.{name}": value for name, value in values_named("args", one.common).items()}}
         for one in (a, other)
@@ -242,7 +243,7 @@ def _prune(options: argparse.Namespace) -> None:
 
 
 def _require_positive(counts: dict[str, int | None]) -> None:
-    """counts: by flag; None where it was not given."""
+    """Raises ValueError for a number that is not positive. counts: by flag, None if absent."""
     for flag, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}: must be 1 or more")
@@ -293,7 +294,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "--target-transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="whose names parameters get (default: transformer_engine)",
+        help="implementation whose parameter names are used (default: transformer_engine)",
     )
 
 
@@ -315,7 +316,7 @@ def _convert(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 
 def _require_taken(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Raises ValueError for an option that this conversion would not look at."""
+    """Raises ValueError for an option that this conversion ignores."""
     sides = (("--from", options.source, _OF_SOURCE), ("--to", options.target, _OF_TARGET))
     for side, found, taken in sides:
         for flag, formats in taken.items():
@@ -357,8 +358,8 @@ def _convert_core(options: argparse.Namespace) -> None:
         options.load, options.save, step=options.ckpt_step, vocab_size=options.vocab_size, settings=options.model_config
     )
     print(f"wrote {folder}")
-    print(f"left behind: {num_left} entries that are no weights, as the optimizer's state and that of generators")
-    print("go on with --no-load-optim --no-load-rng, or --finetune")
+    print(f"not converted: {num_left} entries that are no weights, such as optimizer and generator states")
+    print("continue with --no-load-optim --no-load-rng, or with --finetune")
 
 
 def _convert_files(options: argparse.Namespace) -> None:
@@ -384,7 +385,7 @@ def _convert_files(options: argparse.Namespace) -> None:
         folder = from_canonical(options.load, options.save, layout=layout, step=options.ckpt_step)
     print(f"wrote {folder}")
     if options.target != _SAFETENSORS:
-        print("the optimizer's state was left behind: go on with --no-load-optim --no-load-rng, or --finetune")
+        print("optimizer states are not converted: continue with --no-load-optim --no-load-rng, or with --finetune")
 
 
 def _export_safetensors(options: argparse.Namespace) -> Path:

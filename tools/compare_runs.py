@@ -1,7 +1,8 @@
-"""Says where the losses of two runs part: `python tools/compare_runs.py A B`, each a folder with a steps.jsonl.
+"""Finds the step where the losses of two runs diverge: `python tools/compare_runs.py A B`, each a folder with
+steps.jsonl.
 
-Exit status: 0 if no step that both have differs by more than --rtol (0: not by a bit), 1 if one does or no step is
-common, 2 if a log cannot be read. Fields of time and memory are not compared.
+Exit status: 0 if no common step differs by more than --rtol (0: bitwise), 1 if one does or there is no common step, 2
+if a log cannot be read. Fields of time and memory are not compared.
 """
 
 import argparse
@@ -20,7 +21,7 @@ if str(ROOT) not in sys.path:
 
 from tools.run_log import TIMINGS, RunLog, Series, read_run  # noqa: E402
 
-# What a step fixes first comes first: a field that parts explains those after it.
+# In the order in which a step computes them: a field that differs explains those after it.
 CAUSES = ("consumed_samples", "global_batch_size", "learning_rate", "weight_decay", "loss_scale", "lm_loss")
 LAST = ("grad_norm", "num_zeros", "params_norm", "skipped", "validation_loss", "test_loss")
 NUM_INTERVALS = 8
@@ -29,10 +30,10 @@ NOT_SET = "not set"
 
 @dataclass(frozen=True)
 class Difference:
-    """How a field differs over the steps that both runs have.
+    """The difference of one field over the steps that both runs have.
 
-    steps: common ones, [n] int64; a, b: values, [n] float64; parted: [n] bool, not the same bits;
-    relative: [n] float64, |a - b| / max(|a|, |b|), infinite where only one is a number.
+    steps: [n] int64; a, b: values, [n] float64; parted: [n] bool, true if the bits differ; relative: [n] float64, |a -
+    b| / max(|a|, |b|), infinite if only one of them is a number.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Difference:
 
     @property
     def first(self) -> int | None:
-        """The first step whose values are not the same bits."""
+        """The first step whose values differ in their bits."""
         return int(self.steps[self.parted.argmax()]) if self.parted.any() else None
 
     @property
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """The command line of this tool."""
+    """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,7 +91,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(a: RunLog, b: RunLog) -> list[Difference]:
-    """Each field that both logs have, in the order of a step; those of time are left out."""
+    """Returns each field that both logs have, in the order in which a step computes them, without fields of time."""
     common = [name for name in a.series if name in b.series and not name.startswith(TIMINGS)]
     return [_difference(name, a.series[name], other=b.series[name]) for name in sorted(common, key=_place_in_step)]
 
@@ -114,7 +115,7 @@ def _difference(name: str, one: Series, *, other: Series) -> Difference:
 
 
 def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
-    """Where the runs part, in one sentence and a line for each field that differs there."""
+    """Returns where the runs diverge: one sentence, and a line for each field that differs there."""
     common = np.intersect1d(a.steps, b.steps)
     if not common.size:
         return "No step is in both logs."
@@ -132,7 +133,7 @@ def headline(a: RunLog, b: RunLog, *, differences: list[Difference]) -> str:
 
 
 def print_sizes(console: Console, differences: list[Difference]) -> None:
-    """Per field the largest relative difference, then how that of the loss grows over the run."""
+    """Prints the largest relative difference of each field, then how that of the loss grows over the run."""
     parted = [one for one in differences if one.parted.any()]
     if not parted:
         return
@@ -155,7 +156,7 @@ def print_sizes(console: Console, differences: list[Difference]) -> None:
 
 
 def print_only_in_one(console: Console, runs: dict[str, RunLog]) -> None:
-    """Steps and fields that one log lacks, and lines that are unreadable."""
+    """Prints steps and fields that only one log has, and the number of unreadable lines."""
     for name, other_name in (("A", "B"), ("B", "A")):
         run, other = runs[name], runs[other_name]
         only = np.setdiff1d(run.steps, other.steps)
@@ -169,7 +170,7 @@ def print_only_in_one(console: Console, runs: dict[str, RunLog]) -> None:
 
 
 def steps_text(steps: np.ndarray) -> str:
-    """Steps in words; steps: [n], int64, rising."""
+    """Formats steps as text. steps: [n], int64, increasing."""
     if not steps.size:
         return "no steps"
     pieces = np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1)
@@ -179,7 +180,7 @@ def steps_text(steps: np.ndarray) -> str:
 
 
 def print_records(console: Console, records: dict[str, dict[str, Any]]) -> None:
-    """What run.json says differently of flags, environment and model."""
+    """Prints differences of flags, environment and model in run.json."""
     missing = [name for name, record in records.items() if not record]
     if missing:
         console.print(f"No run.json in {' and '.join(missing)}: flags and environment are not compared.")

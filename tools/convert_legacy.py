@@ -1,6 +1,6 @@
-"""Weights between Megatron's older files, one for each rank, and canonical checkpoints.
+"""Converts weights between Megatron's older checkpoints, with one file per rank, and canonical checkpoints.
 
-A rank's file is read and written by the model that this rank would have: its logical pieces say what is whose.
+Reads and writes each rank's file through the model that this rank would build, which knows its shards.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from tools.legacy_checkpoint import (
 )
 from tools.stored_checkpoints import checkpoint_of_load
 
-# Arguments that say how a file's model is laid out.
+# Arguments of the layout of a file's model.
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -57,13 +57,13 @@ _LAYOUT = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-# Of the arguments in a file, those that are not taken over: they are of the conversion, or of another program.
+# Arguments in a file that are not copied: they belong to the conversion, or to the other program.
 _OWN = ("load", "save", "rank", "world_size", "local_rank", "ckpt_format", "params_dtype", "moe_grouped_gemm")
 
 
 @dataclass(frozen=True)
 class TargetLayout:
-    """The numbers of ranks that files are written for. fused: parameter names as in Transformer Engine's layers."""
+    """Parallel sizes of the written files. fused: parameter names of Transformer Engine's layers."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -74,18 +74,18 @@ class TargetLayout:
 def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None) -> Path:
     """Writes the weights of older files as a canonical checkpoint; returns its folder.
 
-    vocab_size: tokens of the tokenizer, where the files' arguments do not say. Raises ValueError naming file, tensor or
-    argument where something is missing or does not fit, and the folder where it is there already; OSError where a file
-    cannot be read or written.
+    vocab_size: number of tokens of the tokenizer, if the arguments in the files lack it. Raises ValueError naming a
+    file, tensor or argument that is missing or does not fit, and the folder if it exists; OSError if a file cannot be
+    read or written.
     """
     files = legacy_files(find_legacy(load, step=step))
     first = read_legacy(next(iter(files.values())))
     folder = iteration_folder(save, first.iteration)
     if folder.exists():
-        # It may be a run's own, with the optimizer's state that older files do not give.
+        # The folder may be of a run, with optimizer states, which older files lack.
         raise ValueError(f"--save is {save}: {folder} is there already, and is not overwritten; give a new folder")
     args = _args_of_files(first, vocab_size)
-    # Before any group is made of the ranks that these files say there are.
+    # Before process groups of the number of ranks in these files are created.
     for name in _names_of_files(args):
         if name not in files:
             raise ValueError(f"{load} has no {name}/{MODEL_FILE}, of the {_layout_in_words(args)}")
@@ -97,7 +97,7 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
                 raise ValueError(f"{file.path} holds {len(file.chunks)} chunks of the model: must be {len(parts)}")
             for part, chunk in zip(parts, file.chunks, strict=True):
                 _fill(part, to_names_here(chunk, _facts(part, args)), path=file.path)
-                # Views of what is mapped from disk: nothing is read before it is written.
+                # Views of memory-mapped files: data is read when it is written.
                 tensors += model_sharded_tensors(part)
     dist_checkpointing.save(tensors, folder, common=common_of_weights(args, first.args, iteration=first.iteration))
     write_tracker(str(save), first.iteration)
@@ -105,10 +105,10 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
 
 
 def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | None = None) -> Path:
-    """Writes the weights of a canonical checkpoint as older files for a layout; returns their folder.
+    """Writes the weights of a canonical checkpoint as older files of a layout; returns their folder.
 
-    Raises ValueError where the model cannot be laid out so, or files of this iteration are there already; OSError where
-    one cannot be written. Nothing is left then.
+    Raises ValueError if the model does not fit the layout or files of this iteration exist; OSError if one cannot be
+    written. Leaves no files after an error.
     """
     found = checkpoint_of_load(load, step)
     stored = load_run_values(found.path)["args"]
@@ -130,7 +130,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
 
 
 def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
-    """Returns the common part of a checkpoint of weights alone. found: arguments of the program that trained them."""
+    """Returns the common part of a checkpoint with weights only. found: arguments of the program that trained them."""
     state = TrainState(iteration=iteration)
     state.load_state_dict({name: found.get(name) or 0 for name in ("consumed_train_samples", "consumed_valid_samples")})
     stored = args_to_json(args)
@@ -145,7 +145,7 @@ def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, ite
 
 
 def _names_of_files(args: argparse.Namespace) -> Iterator[str]:
-    """The folders of all ranks that have a file; who asks may stop at the first that is missing, of however many."""
+    """Yields the folder names of all ranks that have a file. Lazy, because callers stop at the first missing file."""
     stages, num_expert_ranks = args.pipeline_model_parallel_size, args.expert_model_parallel_size
     for tensor in range(args.tensor_model_parallel_size):
         for stage in range(stages):
@@ -160,7 +160,7 @@ def _num_files(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _rank_of_files(args: argparse.Namespace, rank: int) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Makes this process one of the ranks that have a file; yields its folder's name and its model chunks."""
+    """Makes this process one of the ranks that have a file; yields its folder name and its model chunks."""
     with fake_rank(args, rank, world_size=_num_files(args)) as groups:
         place = LegacyRank(group_rank(groups.tp), group_rank(groups.pp), group_rank(groups.ep))
         sizes = args.pipeline_model_parallel_size, args.expert_model_parallel_size
@@ -175,7 +175,7 @@ def _facts(part: nn.Module, args: argparse.Namespace) -> ChunkFacts:
 
 
 def _fill(part: nn.Module, state: Mapping[str, Tensor], *, path: Path) -> None:
-    """Gives a part of the model the tensors of a file, any shapes and dtypes, as its own memory."""
+    """Copies the tensors of a file, of any shape and dtype, into a part of the model."""
     wanted = part.state_dict()
     for name, tensor in wanted.items():
         if name not in state:
@@ -191,7 +191,7 @@ def _fill(part: nn.Module, state: Mapping[str, Tensor], *, path: Path) -> None:
 
 
 def _state(part: nn.Module) -> dict[str, Tensor]:
-    """Copies without what lies beside them in memory, which would be written too: any shapes and dtypes."""
+    """Returns copies of tensors of any shape and dtype. A view would be saved with its whole storage."""
     return {name: tensor.detach().clone() for name, tensor in part.state_dict().items()}
 
 
@@ -233,17 +233,17 @@ def _args_for_layout(stored: Mapping[str, Any], layout: TargetLayout) -> argpars
 
 
 def model_args(stored: Mapping[str, Any]) -> argparse.Namespace:
-    """Arguments of the model, in one process, with sequential experts, whose names every kind of file has."""
+    """Returns arguments of the model for one process, with sequential experts, because every format has their names."""
     args = parse_args(argv=[])
     vars(args).update(model_arguments(stored, here=vars(args)))
     args.params_dtype, args.moe_grouped_gemm = torch.float32, False
-    # Of flags that are checked it follows from others.
+    # Validated flags derive it from others.
     args.virtual_pipeline_model_parallel_size = None
     return args
 
 
 def json_values(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are numbers, text, or lists and dicts of them."""
+    """Returns the arguments that are numbers, strings, or lists and dicts of them."""
     return {name: value for name, value in args.items() if _is_json(value)}
 
 

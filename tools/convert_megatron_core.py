@@ -1,7 +1,7 @@
-"""Weights of Megatron-Core's own distributed checkpoints as canonical ones, a parameter at a time.
+"""Converts weights of Megatron-Core's own distributed checkpoints to canonical checkpoints, one parameter at a time.
 
-Format and damage are megatron_core_files.py's. Here: under which keys, and where in a stored tensor, a parameter of the
-model lies. Shape letters as in megatron/core/README.md, L layers.
+Maps each parameter of the model to keys and boxes of stored tensors. megatron_core_files.py reads and checks the files.
+Shape letters are those of megatron/core/README.md; L is the number of layers.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*)mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 _NORM = re.compile(rf"(.*)({'|'.join(re.escape(norm) for norm in FUSED_NORMS.values())})\.(weight|bias)")
 _GATED = re.compile(r".*linear_fc1\.(weight|bias)")
-# With these on, the same weights are another model, which there is none of here.
+# With these flags the same weights are a model that does not exist here.
 _OTHER_MODELS = (
     "layernorm_zero_centered_gamma",
     "apply_layernorm_1p",
@@ -46,9 +46,9 @@ _OTHER_MODELS = (
 
 @dataclass(frozen=True)
 class _Place:
-    """A box of a stored tensor with the shape of a parameter, or of its first or second half of rows.
+    """A box of a stored tensor with the shape of a parameter, or of the first or second half of its rows.
 
-    rows: which layer, or expert, or both, of how many each: sizes and offsets before those of the parameter.
+    rows: layer, expert, or both: sizes and offsets of the dimensions before those of the parameter.
     """
 
     key: str
@@ -56,7 +56,7 @@ class _Place:
     half: int | None = None
 
     def window(self, parameter: Tensor) -> ShardedTensor:
-        """parameter: any shape and dtype, is filled by reading the result."""
+        """Returns the box that reads into `parameter`, which has any shape and dtype."""
         part = parameter if self.half is None else parameter.chunk(2)[self.half]
         shape = tuple(part.shape)
         data = part.view(*(1 for _ in self.rows), *shape)
@@ -64,7 +64,7 @@ class _Place:
         return ShardedTensor(self.key, data, (*sizes, *shape), (*offsets, *(0 for _ in shape)))
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """The stored tensor's, for a parameter of any shape and dtype."""
+        """Returns the shape of the stored tensor for a parameter of any shape and dtype."""
         height = (parameter.shape[0] // (1 if self.half is None else 2),)
         return (*(size for _, size in self.rows), *height, *parameter.shape[1:])
 
@@ -72,10 +72,12 @@ class _Place:
 def from_megatron_core(
     load: Path, save: Path, *, step: int | None = None, vocab_size: int | None = None, settings: Path | None = None
 ) -> tuple[Path, int]:
-    """Writes the weights as a canonical checkpoint; returns its folder, and how many stored entries are no weights.
+    """Writes the weights as a canonical checkpoint; returns its folder and the number of stored entries that are no
+    weights.
 
-    vocab_size: tokens of the tokenizer, where the arguments do not say. settings: a YAML file with the model's flags,
-    where common.pt has no arguments. Raises ValueError naming file, tensor or argument that is missing or does not fit.
+    vocab_size: number of tokens of the tokenizer, if the arguments lack it. settings: a YAML file with the model's
+    flags, if common.pt has no arguments. Raises ValueError naming a file, tensor or argument that is missing or does
+    not fit.
     """
     files = MegatronCoreFiles.open(find_megatron_core(load, step=step))
     folder = save / RELEASE if files.iteration is None else iteration_folder(save, files.iteration)
@@ -123,7 +125,7 @@ def _args_of_files(files: MegatronCoreFiles, *, vocab_size: int | None, settings
 
 
 def _places_of_model(files: MegatronCoreFiles, model: nn.Module) -> dict[str, list[_Place]]:
-    """Where each parameter and buffer lies, by its name here; every weight of the files has an owner."""
+    """Returns the place of each parameter and buffer by its name here. Every stored weight must belong to one."""
     num_layers = len({found[1] for name, _ in model.named_parameters() if (found := _LAYER.fullmatch(name))})
     num_experts = len({found[2] for name, _ in model.named_parameters() if (found := _EXPERT.fullmatch(name))})
     places = {}
@@ -147,17 +149,19 @@ def _check_shape(files: MegatronCoreFiles, place: _Place, *, wanted: tuple[int, 
 
 
 def _places(name: str, files: MegatronCoreFiles, *, num_layers: int, num_experts: int) -> list[_Place]:
-    """The first way to store a parameter whose keys are there."""
+    """Returns the first way to store a parameter whose keys exist."""
     ways = list(_ways(name, num_layers=num_layers, num_experts=num_experts))
     for places in ways:
         if all(place.key in files.shapes for place in places):
             return places
-    # The last one spells the parameter as it is here.
+    # The last way uses the parameter's name here.
     raise ValueError(f"{files.folder} has no {ways[0][0].key}, which is {name} of the model of its arguments")
 
 
 def _ways(name: str, *, num_layers: int, num_experts: int) -> Iterator[list[_Place]]:
-    """All ways to store a parameter: layers stacked or not, a norm's two names, experts, gate and up likewise."""
+    """Yields all ways to store a parameter: layers stacked or not, both names of a norm, and the same for experts, gate
+    and up.
+    """
     for expert_key, expert_rows in _expert_keys(name, num_experts=num_experts):
         for norm_key in _norm_keys(expert_key):
             layer = _LAYER.fullmatch(norm_key)
@@ -182,7 +186,7 @@ def _expert_keys(name: str, *, num_experts: int) -> Iterator[tuple[str, tuple[tu
 def _norm_keys(name: str) -> Iterator[str]:
     norm = _NORM.fullmatch(name)
     if norm is not None:
-        # Under the name that it has inside the linear layer behind it also where it stands by itself.
+        # A separate norm may still be stored under its name inside the next linear layer.
         for linear, own in FUSED_NORMS.items():
             if own == norm[2]:
                 yield f"{norm[1]}{linear}.layer_norm_{norm[3]}"
@@ -190,14 +194,16 @@ def _norm_keys(name: str) -> Iterator[str]:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, each once, and persistent buffers: any shapes, on the meta device."""
+    """Returns each parameter once, and persistent buffers, of any shape, on the meta device."""
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def _boxes(files: MegatronCoreFiles, model: nn.Module, *, places: dict[str, list[_Place]]) -> Iterator[ShardedTensor]:
-    """Boxes of the stored tensors, one parameter in memory at a time: any shape, in its own dtype."""
+    """Yields the boxes of the stored tensors, of any shape and in the stored dtype, with one parameter in memory at a
+    time.
+    """
     pieces, reader = model_logical_pieces(model), StreamReader(files.checkpoint)
     for name, tensor in _tensors_of(model).items():
         values = torch.empty(tensor.shape, dtype=files.dtype(places[name][0].key))

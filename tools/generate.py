@@ -1,6 +1,6 @@
-"""Continues a prompt with a trained model: `python tools/generate.py --load DIR --prompt "..."`.
+"""Generates a continuation of a prompt with a trained model: `python tools/generate.py --load DIR --prompt "..."`.
 
-The model's shape and its tokenizer come from the checkpoint; nothing is trained or written.
+Reads the model's shape and tokenizer from the checkpoint. Writes no files.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints prompt and continuation."""
+    """Prints the prompt and its continuation."""
     options = parse_options(argv)
     with exit_on_user_error():
         check_options(options)
@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None) -> None:
         prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
         generator = torch.Generator().manual_seed(options.seed)
         tokens = list(continue_tokens(model, prompt, options=options, eod=tokenizer.eod, generator=generator))
-        # Decoded together: what a token becomes may depend on the one before it, a space for example.
+        # Decodes all tokens together, because the text of a token can depend on the previous one, for example a space.
         continuation = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
         print(options.prompt + continuation)
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """The command line of this tool."""
+    """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--load", required=True, help="folder of checkpoints, as given to --save")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
@@ -64,12 +64,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError naming the option, its value and what would be right."""
+    """Raises ValueError naming the option, its value and valid values."""
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}: must be at least 1")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed is {options.seed}: must be 0 to {2**63 - 1}")
-    # What is no UTF-8 on the command line arrives as halves of surrogate pairs.
+    # Bytes that are no UTF-8 on the command line become lone surrogates.
     if any("\ud800" <= character <= "\udfff" for character in options.prompt):
         raise ValueError("--prompt is not UTF-8 text")
     if not 0 <= options.temperature < float("inf"):
@@ -81,9 +81,10 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, Tokenizer]:
-    """The checkpoint's model in fp32 and evaluation mode, and its tokenizer. Raises ValueError without a checkpoint.
+    """Returns the checkpoint's model in fp32 and evaluation mode, and its tokenizer. Raises ValueError without a
+    checkpoint.
 
-    moved: where files of the tokenizer are now, by the name of their flag; None where they are still in place.
+    moved: new paths of the tokenizer's files, by flag; None if they did not move.
     """
     found = checkpoint_of_load(Path(folder), step)
     stored = load_run_values(found.path)["args"]
@@ -93,11 +94,11 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
         if name in stored:
             vars(args)[name] = stored[name]
     for name in TOKENIZER_DESTS:
-        # A checkpoint from before a tokenizer's flag existed lacks it.
+        # Old checkpoints lack newer tokenizer flags.
         vars(args)[name] = moved.get(name) or stored.get(name)
     args.params_dtype = torch.float32
     tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
-    # build_tokenizer has compared a --vocab-size, which may be of more ids than the tokenizer gives.
+    # build_tokenizer has checked --vocab-size, which may be larger than the tokenizer's vocabulary.
     if args.vocab_size is None and tokenizer.vocab_size != args.unpadded_vocab_size:
         raise ValueError(
             f"{tokenizer.name} has {tokenizer.vocab_size} tokens, the checkpoint's model {args.unpadded_vocab_size}: "
@@ -112,7 +113,7 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
 def continue_tokens(
     model: GPTModel, prompt: list[int], *, options: argparse.Namespace, eod: int, generator: torch.Generator
 ) -> Iterator[int]:
-    """New token ids, one at a time, until the end of the document or --max-new-tokens."""
+    """Yields new token ids until the end of the document or --max-new-tokens."""
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(options.max_new_tokens):
@@ -127,14 +128,14 @@ def continue_tokens(
 
 
 def sample(logits: torch.Tensor, *, options: argparse.Namespace, generator: torch.Generator) -> int:
-    """One token id; logits: [V], fp32, on the CPU. Temperature first, then top-k, then top-p."""
+    """Returns one token id. logits: [V], fp32, on the CPU. Applies temperature, then top-k, then top-p."""
     if options.temperature == 0:
         return int(logits.argmax())
     probs, order = torch.softmax(logits / options.temperature, dim=-1).sort(descending=True, stable=True)
     if options.top_k is not None:
         probs[options.top_k :] = 0
     if options.top_p is not None:
-        # A token stays if those before it do not yet reach top_p, so that the likeliest always stays.
+        # Keeps a token if the more likely ones do not reach top_p, so that the most likely token always stays.
         probs[(probs / probs.sum()).cumsum(dim=-1) - probs / probs.sum() >= options.top_p] = 0
     return int(order[torch.multinomial(probs, 1, generator=generator)])
 

@@ -1,10 +1,10 @@
-"""Megatron's older checkpoint format: a pickled file for each tensor-, pipeline- and expert-parallel rank.
+"""Megatron's older checkpoint format: one pickled file per tensor-, pipeline- and expert-parallel rank.
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt
 
-Format and names are those of Megatron-LM's core models (`--ckpt-format torch`). Weights alone: the optimizer's state is
-stored by position in lists there. Which layout a file is of is convert_legacy.py's to know.
+Format and names are those of Megatron-LM's core models (`--ckpt-format torch`). Reads weights only, because these files
+store optimizer states by position in lists. convert_legacy.py knows the layouts.
 """
 
 import argparse
@@ -35,15 +35,15 @@ from megatron.training.checkpointing.run_values import is_count
 
 MODEL_FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-# Of earlier versions rows of query, key and value come in another order.
+# Earlier versions order the rows of query, key and value differently.
 _VERSIONS = (2.0, 3.0)
 CHECKPOINT_VERSION = 3.0
-# What modules keep besides weights: state of kernels, counts of a step, what is computed anew.
+# Entries of modules that are no weights: kernel states, counts of a step, recomputed values.
 NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
 
 
 class Inert:
-    """Stands for an object of Megatron's that says nothing of weights."""
+    """Placeholder for one of Megatron's objects that holds no weights."""
 
     def __init__(self, *unused: Any) -> None:
         self.state: Any = None
@@ -52,14 +52,14 @@ class Inert:
         self.state = state
 
 
-# Classes that are inert here, by Megatron's name.
+# Megatron's names of classes that are replaced by Inert.
 _INERT = (
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunMode",
     "megatron.core.rerun_state_machine.RerunState",
     "megatron.core.transformer.enums.CudaGraphScope",
 )
-# What a file of this format may refer to besides tensors: arguments, counters and the state of generators.
+# Other objects allowed in a file: arguments, counters and generator states.
 ALLOWED: list[Any] = [
     argparse.Namespace,
     types.SimpleNamespace,
@@ -77,14 +77,14 @@ ALLOWED: list[Any] = [
 
 @dataclass(frozen=True, order=True)
 class LegacyRank:
-    """A rank's place in the layout of the files."""
+    """A rank's coordinates in the layout of the files."""
 
     tensor: int = 0
     pipeline: int = 0
     expert: int = 0
 
     def folder(self, *, num_stages: int, num_expert_ranks: int) -> str:
-        """Its name in a layout of so many."""
+        """Returns the name of its folder in a layout of the given sizes."""
         stage = f"_{self.pipeline:03d}" if num_stages > 1 else ""
         expert = f"_{self.expert:03d}" if num_expert_ranks > 1 else ""
         return f"mp_rank_{self.tensor:02d}{stage}{expert}"
@@ -92,7 +92,9 @@ class LegacyRank:
 
 @dataclass(frozen=True)
 class LegacyFile:
-    """What one file says. chunks: of each virtual stage, parameters by Megatron's names, any shapes, not yet read."""
+    """Contents of one file. chunks: parameters of each virtual stage by Megatron's names, of any shape,
+    memory-mapped.
+    """
 
     path: Path
     args: dict[str, Any]
@@ -101,7 +103,9 @@ class LegacyFile:
 
 
 def find_legacy(folder: Path, *, step: int | None) -> Path:
-    """The folder of an iteration (None: the tracker's). Raises ValueError where there is none in this format."""
+    """Returns the folder of an iteration; None means the tracker's. Raises ValueError if there is none in this
+    format.
+    """
     if step is not None:
         found = iteration_folder(folder, step)
     else:
@@ -125,7 +129,7 @@ def find_legacy(folder: Path, *, step: int | None) -> Path:
 
 
 def legacy_files(folder: Path) -> dict[str, Path]:
-    """The files of an iteration by the name of their rank's folder."""
+    """Returns the files of an iteration by the names of their ranks' folders."""
     return {
         path.parent.name: path
         for path in sorted(folder.glob(f"mp_rank_*/{MODEL_FILE}"))
@@ -134,9 +138,9 @@ def legacy_files(folder: Path) -> dict[str, Path]:
 
 
 def read_legacy(path: Path) -> LegacyFile:
-    """A file, of which nothing is run: only tensors, arguments and counters are unpickled.
+    """Reads a file without running code: unpickles only tensors, arguments and counters.
 
-    Raises ValueError naming the file where it holds other objects, is damaged, or is of an older kind of model.
+    Raises ValueError naming the file if it holds other objects, is damaged, or is of an older kind of model.
     """
     return _checked(path, load_allowed(path, path, allowed=ALLOWED, mmap=True))
 
@@ -144,7 +148,9 @@ def read_legacy(path: Path) -> LegacyFile:
 def write_legacy(
     path: Path, args: Mapping[str, Any], *, iteration: int, chunks: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Writes one rank's file. chunks: see LegacyFile, any shape and dtype; args: what Megatron is to find there."""
+    """Writes one rank's file. chunks: as in LegacyFile, any shape and dtype. args: arguments that Megatron reads from
+    it.
+    """
     models = (
         {"model": dict(chunks[0])} if len(chunks) == 1 else {f"model{i}": dict(one) for i, one in enumerate(chunks)}
     )
@@ -203,10 +209,10 @@ def _tensors(path: Path, chunk: Mapping[str, Any]) -> dict[str, Tensor]:
     return kept
 
 
-# Names of parameters: those of files, of either implementation of layers, and those of models here.
+# Parameter names: of files with either implementation of layers, and of models here.
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# The linear layers that a norm stands before, and may be inside of.
+# Linear layers that a norm precedes, and that may contain it.
 FUSED_NORMS = {
     "self_attention.linear_qkv": "input_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
@@ -221,7 +227,9 @@ _STACKED = re.compile(r"mlp\.experts\.weight([12])")
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """What names of a chunk do not say. first_layer: what its layer 0 is in the model. num_experts: of this rank."""
+    """Facts that the names of a chunk lack. first_layer: index of its layer 0 in the model. num_experts: of this
+    rank.
+    """
 
     first_layer: int
     num_experts: int
@@ -229,7 +237,7 @@ class ChunkFacts:
 
 
 def to_names_here(chunk: Mapping[str, Tensor], facts: ChunkFacts) -> dict[str, Tensor]:
-    """A chunk of a file as a model here has it, with sequential experts: the same tensors, any shape and dtype."""
+    """Returns the tensors of a chunk, of any shape and dtype, by names of models here with sequential experts."""
     found: dict[str, Tensor] = {}
     for name, tensor in chunk.items():
         layer = _LAYER.fullmatch(name)
@@ -242,8 +250,8 @@ def to_names_here(chunk: Mapping[str, Tensor], facts: ChunkFacts) -> dict[str, T
 
 
 def to_legacy_names(chunk: Mapping[str, Tensor], facts: ChunkFacts, *, fused: bool) -> dict[str, Tensor]:
-    """The reverse, tensors of any shape and dtype. fused: as layers of Transformer Engine have it, norms inside the
-    linear layer behind them and experts numbered in one module.
+    """Inverse of to_names_here, for tensors of any shape and dtype. fused: names of Transformer Engine's layers, with
+    norms inside the next linear layer and experts numbered in one module.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in chunk.items():
@@ -269,7 +277,7 @@ def _parts_here(inner: str, tensor: Tensor, *, facts: ChunkFacts) -> Iterator[tu
                 f"{inner} has shape {list(tensor.shape)}: must hold {facts.num_experts} experts of hidden size "
                 f"{facts.hidden_size}"
             )
-        # In memory [experts, in, out], whatever the shape says.
+        # Stored as [experts, in, out], regardless of the shape.
         rows = facts.hidden_size if stacked[1] == "1" else -1
         columns = -1 if stacked[1] == "1" else facts.hidden_size
         for number, weight in enumerate(tensor.reshape(facts.num_experts, rows, columns)):
@@ -282,7 +290,7 @@ def _fused_name(inner: str, *, prefix: str, chunk: Mapping[str, Tensor]) -> str:
     if expert := _EXPERT.fullmatch(inner):
         return f"mlp.experts.linear_{expert[2]}.{expert[3]}{expert[1]}"
     for linear, norm in FUSED_NORMS.items():
-        # In front of experts stands a router, before latent attention two projections: their norms stay apart.
+        # The norms before a router, and before the two projections of latent attention, stay separate.
         if inner.startswith(f"{norm}.") and f"{prefix}{linear}.weight" in chunk:
             return f"{linear}.layer_norm_{inner.removeprefix(norm + '.')}"
     return inner

@@ -1,12 +1,12 @@
-"""Distributed checkpoints that Megatron-Core itself writes (its `torch_dist`): found, checked, opened for reading.
+"""Reads and checks distributed checkpoints written by Megatron-Core itself (its `torch_dist`).
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0000100/metadata.json           {"sharded_backend": "torch_dist", ...}
-                     common.pt               iteration, arguments and what else is not a tensor
-                     .metadata               torch.distributed.checkpoint's account of all tensors
-                     __0_0.distcp, ...       tensors, and objects such as generators' states
+                     common.pt               iteration, arguments and other values that are no tensors
+                     .metadata               torch.distributed.checkpoint's index of all tensors
+                     __0_0.distcp, ...       tensors, and objects such as generator states
 
-Which tensor is which parameter is convert_megatron_core.py's to know.
+convert_megatron_core.py maps the tensors to parameters.
 """
 
 import argparse
@@ -33,27 +33,27 @@ from tools.legacy_checkpoint import ALLOWED, NOT_WEIGHTS, Inert
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
 _BACKEND = "torch_dist"
-# Older versions keep plans of their own in torch's metadata, newer ones torch's; neither says more of the tensors.
+# Plans in torch's metadata, of Megatron-Core's or torch's own class. They add nothing about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
 _STAND_INS: dict[tuple[str, str], type] = {
     **{(_PLANNER, name): Inert for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
-    # Where it was written to.
+    # Original location of the checkpoint.
     **{(module, "PosixPath"): Inert for module in ("pathlib", "pathlib._local")},
     (_STRATEGY, "MCoreSavePlan"): Inert,
     (_STRATEGY, "MCoreMetadata"): Metadata,
 }
-# What runs keep beside weights, by the beginning of its keys.
+# Key prefixes of entries that are no weights.
 _RUN_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine")
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_BYTES = 8 << 20
-_LOCAL_HEADER_BYTES = 30  # of a zip archive's record, before its name
+_LOCAL_HEADER_BYTES = 30  # of a record in a zip archive, before its name
 
 
 @dataclass(frozen=True)
 class MegatronCoreFiles:
-    """A checkpoint whose weights have been checked. iteration, args: None where common.pt has none.
+    """A checkpoint with verified weights. iteration, args: None if common.pt lacks them.
 
-    shapes: of all weights, by key without wrappers' prefixes. num_left: entries that are no weights.
+    shapes: of all weights, by key without wrappers' prefixes. num_left: number of entries that are no weights.
     """
 
     folder: Path
@@ -65,8 +65,8 @@ class MegatronCoreFiles:
 
     @classmethod
     def open(cls, folder: Path) -> "MegatronCoreFiles":
-        """Reads everything once. Raises ValueError naming file and tensor for what is damaged, missing or of another
-        format; OSError where a file cannot be read.
+        """Reads everything once. Raises ValueError naming file and tensor for damaged or missing data or another
+        format; OSError if a file cannot be read.
         """
         config = read_json(folder / CONFIG_FILE)
         backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -83,12 +83,12 @@ class MegatronCoreFiles:
         return cls(folder, iteration, args, checkpoint, shapes, num_entries - len(shapes))
 
     def dtype(self, key: str) -> torch.dtype:
-        """The type of a stored tensor."""
+        """Returns the dtype of a stored tensor."""
         return self.checkpoint.tensors[key][1]
 
 
 def find_megatron_core(folder: Path, *, step: int | None) -> Path:
-    """`folder` itself where it is a checkpoint, or that of an iteration in it (None: the tracker's)."""
+    """Returns `folder` if it is a checkpoint, else that of an iteration in it; None means the tracker's."""
     if step is None and (folder / CONFIG_FILE).is_file():
         return folder
     if step is not None:
@@ -109,7 +109,7 @@ def find_megatron_core(folder: Path, *, step: int | None) -> Path:
 
 
 def _common_values(path: Path) -> tuple[int | None, dict[str, Any] | None]:
-    """Iteration and arguments, as far as there are any; of what else lies there nothing is taken."""
+    """Returns iteration and arguments, if present, and nothing else of common.pt."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     content = load_allowed(path, path, allowed=ALLOWED)
@@ -124,11 +124,11 @@ def _common_values(path: Path) -> tuple[int | None, dict[str, Any] | None]:
 
 
 def _weights_alone(metadata: Metadata, *, folder: Path) -> Metadata:
-    """Without what runs keep beside weights, and with keys as the model names its parameters."""
+    """Returns only the weights, with keys as the model names its parameters."""
     kept: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         name = canonical_name(key)
-        # Objects are stored under `name/shard_0_4`.
+        # Keys of objects have the form `name/shard_0_4`.
         if _RUN_STATE.match(name) or name.split("/")[0].endswith(NOT_WEIGHTS):
             continue
         if not isinstance(entry, TensorStorageMetadata):
@@ -171,7 +171,7 @@ def _checked(folder: Path, metadata: Metadata) -> VerifiedCheckpoint:
 
 
 def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
-    """The piece with the place of its elements, which have been compared with the checksum that torch.save wrote."""
+    """Returns a piece with the offset of its elements, after comparing them with torch.save's checksum."""
     assert piece.box is not None, "an object is no weight"
     with open(path, "rb", buffering=0) as file:
         try:
@@ -179,7 +179,7 @@ def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
         except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
             raise ValueError(f"{path} is corrupt: {piece}: {error}") from error
         section = io.BufferedReader(_Section(file.fileno(), piece))
-        # In fake mode torch makes the tensor without its elements, however many there are.
+        # In fake mode torch creates the tensor without allocating its elements.
         with FakeTensorMode():
             tensor = load_allowed(section, f"{path}: {piece}")
     is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.is_contiguous()
@@ -189,7 +189,9 @@ def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:
 
 
 def _checked_data(section: io.BufferedReader) -> int:
-    """Where in an archive of torch.save the elements of its one tensor begin; all of it has its checksum."""
+    """Returns the offset of the single tensor's elements in an archive of torch.save, after checking all of the
+    archive.
+    """
     with zipfile.ZipFile(section) as archive:
         records = [record for record in archive.infolist() if re.fullmatch(r"[^/]+/data/\d+", record.filename)]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
@@ -207,7 +209,7 @@ def _checked_data(section: io.BufferedReader) -> int:
 
 
 class _Section(io.RawIOBase):
-    """The bytes of a piece as a file of their own."""
+    """The bytes of a piece as a file."""
 
     def __init__(self, descriptor: int, piece: Piece) -> None:
         self._descriptor, self._piece, self._place = descriptor, piece, 0

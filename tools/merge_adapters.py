@@ -1,6 +1,6 @@
-"""Low-rank adapters of a checkpoint added to its weights, one tensor at a time: a model without adapters.
+"""Merges the low-rank adapters of a checkpoint into its weights, one tensor at a time.
 
-What adapters are is megatron/core/transformer/lora.py's.
+megatron/core/transformer/lora.py defines adapters.
 """
 
 import re
@@ -17,14 +17,14 @@ from megatron.training.checkpointing.folder import RELEASE, carry_companions, co
 from megatron.training.checkpointing.run_values import load_run_values
 from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
-# The weights of a linear layer: as they are, gate and up apart, or queries, keys and values.
+# Weights of a linear layer: whole, split into gate and up, or into queries, keys and values.
 _WEIGHT = re.compile(r"(.+\.)weight(?:\.(gate|up|q|k|v))?")
 
 
 def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
-    """Writes the weights of a checkpoint with what its adapters add, as a checkpoint to start from; returns its folder.
+    """Writes a checkpoint to start from, with adapters merged into the weights; returns its folder.
 
-    Raises ValueError where there is no checkpoint or it has no adapters, or where `save` holds checkpoints already.
+    Raises ValueError if there is no checkpoint, it has no adapters, or `save` holds checkpoints already.
     """
     found = checkpoint_of_load(load, step)
     common = load_run_values(found.path)
@@ -35,7 +35,7 @@ def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
         raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
     merged = _Merged(dist_checkpointing.verify(found.path), arguments["lora_alpha"] / arguments["lora_rank"])
     contents = {"optimizer": False, "rng": False}
-    # Their other settings say nothing of a model without them.
+    # Other LoRA settings have no meaning without adapters.
     others = {name: value for name, value in arguments.items() if not name.startswith("lora_")}
     values = {**common, "args": {**others, "lora_rank": None}, "contents": contents, "frozen": []}
     values = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
@@ -46,13 +46,13 @@ def merge_adapters(load: Path, save: Path, *, step: int | None = None) -> Path:
 
 
 class _Merged:
-    """The weights of a checkpoint, each with what its adapter adds."""
+    """The weights of a checkpoint with their adapters added."""
 
     def __init__(self, checkpoint: VerifiedCheckpoint, scale: float) -> None:
         self._kinds, self._reader, self._scale = checkpoint.tensors, StreamReader(checkpoint), scale
 
     def tensors(self) -> Iterator[ShardedTensor]:
-        """One after the other: any shape, the dtype that is stored."""
+        """Yields the merged weights one at a time: any shape, the stored dtype."""
         for key in self._kinds:
             if not key.startswith(NOT_WEIGHTS) and not is_adapter(key):
                 yield ShardedTensor.whole(key, self._with_adapter(key))
@@ -65,12 +65,14 @@ class _Merged:
         rows = self._read(f"{prefix}lora_b.{part}" if part in ("gate", "up") else f"{prefix}lora_b")
         if part in ("q", "k", "v"):
             rows = self._of_heads(rows, part, prefix=prefix)
-        # In fp32: the sum is rounded once.
+        # In fp32, so that the sum is rounded once.
         added = rows.float() @ self._read(prefix + "lora_a").float()
         return (weight.float() + self._scale * added).to(weight.dtype)
 
     def _of_heads(self, rows: Tensor, part: str, *, prefix: str) -> Tensor:
-        """rows: [(q + 2) G D, r], by group queries, key and value -> [G, q, D, r], or [G, D, r] of k and v."""
+        """Splits rows [(q + 2) G D, r] by group into queries, key and value: returns [G, q, D, r], or [G, D, r] for k
+        and v.
+        """
         groups, queries, width = self._kinds[f"{prefix}weight.q"][0][:3]
         by_group = rows.view(groups, queries + 2, width, -1)
         return by_group[:, :queries] if part == "q" else by_group[:, queries + ("k", "v").index(part)]

@@ -1,6 +1,7 @@
-"""Parts of the input that are encoded one after the other, and the folder that keeps finished ones for the next run.
+"""Partitions of the input that are encoded one after the other, and the folder that keeps finished ones for the next
+run.
 
-What a part becomes is not known here.
+Does not encode them.
 """
 
 import fcntl
@@ -22,7 +23,7 @@ PLAN, LOCK = "plan.json", "lock"
 
 @dataclass(frozen=True)
 class Piece:
-    """The documents of a file that start in bytes `begin` to `end` (None: its end)."""
+    """The documents of a file that start in bytes `begin` to `end`; None means the end of the file."""
 
     path: Path
     begin: int = 0
@@ -30,9 +31,9 @@ class Piece:
 
 
 def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
-    """`count` partitions of about equal bytes, which in order are the files in order. Some may be empty.
+    """Returns `count` partitions of about equally many bytes, in the order of the files. Some may be empty.
 
-    Files that cannot be cut, compressed ones and .txt, lie in the partition that they start in.
+    Files that cannot be cut, compressed ones and .txt, belong to the partition in which they start.
     """
     sizes = [path.stat().st_size for path in files]
     total = max(1, sum(sizes))
@@ -51,21 +52,21 @@ def cut(files: Sequence[Path], count: int) -> list[list[Piece]]:
 
 
 def documents(pieces: Sequence[Piece]) -> Iterator[RawDocument]:
-    """The documents of a partition, in order."""
+    """Yields the documents of a partition, in order."""
     for piece in pieces:
         yield from read_raw_documents(piece.path, begin=piece.begin, end=piece.end)
 
 
 class Workspace:
-    """A folder of finished partitions, each a .bin/.idx pair of every name, which one process at a time may use.
+    """A folder of finished partitions, each with a .bin/.idx pair for every name. One process at a time may use it.
 
-    Partitions that were made from another `plan` (any JSON) are removed when it is opened.
+    Opening it removes partitions that were made with another `plan` (any JSON value).
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], *, names: Sequence[str]) -> None:
         self.folder = folder
         self.names = tuple(names)
-        # As it will be read: tuples as lists.
+        # Normalized like stored JSON: tuples become lists.
         self._plan = json.loads(json.dumps(plan))
         self._lock: TextIO | None = None
 
@@ -73,7 +74,7 @@ class Workspace:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.folder / LOCK, "w", encoding="utf-8")
         try:
-            # Not flock: workers would inherit that, and outlive a killed parent for a moment.
+            # flock would be inherited by workers, which briefly outlive a killed parent.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
@@ -89,21 +90,21 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._lock is not None
-        # What one more run would only make again is not kept.
+        # Drops results that the next run would discard or does not need.
         if kind is None or not self.finished() or issubclass(kind, ValueError):
             shutil.rmtree(self.folder)
         self._lock.close()
 
     def prefix(self, part: str, name: str) -> str:
-        """Where the .bin and .idx of one output of a part lie."""
+        """Returns the prefix of the .bin and .idx of one output of a partition."""
         return str(self.folder / f"{part}.{name}")
 
     def finish(self, number: int, facts: dict[str, Any]) -> None:
-        """Marks a partition, whose files are complete, as finished."""
+        """Marks a partition with complete files as finished."""
         self._store(f"{number}.json", facts)
 
     def finished(self) -> dict[int, dict[str, Any]]:
-        """The facts of each finished partition in order, unless its files have been published since."""
+        """Returns the facts of each finished partition in order, unless its files have been published since."""
         numbers = sorted(int(path.stem) for path in self.folder.glob("[0-9]*.json"))
         return {number: self._stored(f"{number}.json") for number in numbers if self._is_whole(str(number))}
 
@@ -120,12 +121,13 @@ class Workspace:
 
 
 def publish(pairs: Sequence[tuple[str, str]], *, stale: Sequence[str] = ()) -> None:
-    """Moves .bin/.idx pairs, (from, to) prefixes, to their names; the last pair opens last, and none before its .bin.
+    """Moves .bin/.idx pairs, given as (from, to) prefixes, to their names. The last pair becomes readable last, and no
+    pair before its .bin exists.
 
-    Between the first and the last move no pair under these names opens, so that old and new never mix.
-    stale: prefixes of pairs that would not fit the new ones, and go.
+    Between the first and the last move no pair under these names is readable, so that old and new never mix. stale:
+    prefixes of pairs to delete, because they do not fit the new ones.
     """
-    # The pair that opens last closes first.
+    # The pair that becomes readable last becomes unreadable first.
     for prefix in (*(target for _, target in reversed(pairs)), *stale):
         Path(get_idx_path(prefix)).unlink(missing_ok=True)
     for prefix in stale:

@@ -1,8 +1,8 @@
-"""Finds layouts for a model: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
+"""Finds parallel layouts for a model: python tools/plan_layout.py --model deepseek-v3 --gpus 2048 --memory 80GB
 
-Compares the layouts that a number of GPUs allows, by memory and estimated time of a step, without building any of them
-whole; then plans the best as --dry-run does. Any further flags are those of pretrain_gpt.py; sizes among them are not
-varied. See docs/planning.md.
+Compares the possible layouts on a number of GPUs by memory and estimated step time without building the whole model,
+then plans the best like --dry-run. Further flags are those of pretrain_gpt.py; sizes among them are fixed. See
+docs/planning.md.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from megatron.training.errors import exit_on_user_error  # noqa: E402
 
 _FRONT = 12
 _SECONDS_BETWEEN_LINES = 10
-# A size without a unit that is below is taken for one whose unit was forgotten.
+# A size below this, without a unit, probably lacks its unit.
 _LEAST_BYTES = 1_000_000
 _NOT_COUNTED = "what passes take and free again, as logits and messages, and what the allocator keeps"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the layouts that nothing beats and the flags of the fastest; exits with 1 where no layout fits."""
+    """Prints the Pareto-optimal layouts and the flags of the fastest. Exits with 1 if no layout fits."""
     with exit_on_user_error():
         own, words = _parser().parse_known_args(argv)
         device = planned_device() if own.device is None else device_of_name(own.device, source="--device")
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check_others(own: argparse.Namespace, words: Sequence[str]) -> None:
-    """Raises CommandLineError for what would be told late: a file that cannot be written, the flag of another plan."""
+    """Raises CommandLineError early for a file that cannot be written and for flags of other plans."""
     for flag in ("--world-size", "--dry-run"):
         if any(word.partition("=")[0] == flag for word in words):
             raise CommandLineError(
@@ -123,7 +123,7 @@ def _print_head(found: Found, request: Request, *, device: Device, memory: int, 
 
 
 def _print_wrapped(text: str) -> None:
-    # Flags stay whole, so that they can be copied.
+    # Does not wrap inside flags, so that they can be copied.
     print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False))
 
 
@@ -144,7 +144,7 @@ class _Progress:
 def _print_found(
     found: Found, own: argparse.Namespace, *, memory: int, kept: int, progress: _Progress
 ) -> list[dict[str, Any]]:
-    """The table, and the flags of the first layouts that a plan of whole stages finds to fit with all they take."""
+    """Prints the table, and the flags of the first layouts that also fit according to a plan of whole stages."""
     if not found.front:
         assert found.nearest is not None, "the search raises where there is none"
         over = found.nearest.num_bytes - (memory - kept)
@@ -175,8 +175,8 @@ def _print_found(
 
 
 def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
-    """Returns the bytes of the fullest stage by a plan that builds it, how that differs from the sum, and the
-    peak of it or of the last stage, whose logits may take more.
+    """Returns the memory of the fullest stage by a plan that builds it, its difference from the estimate, and the peak
+    of it or of the last stage, whose logits may need more.
     """
     words = [*advice.words, "--dry-run", "--world-size", str(world_size)]
     args = validate_args(parse_args(argv=words))

@@ -1,9 +1,9 @@
-"""Plans the paged stash of a run before it: `python tools/plan_stash.py FLAGS OF pretrain_gpt.py --world-size 64
---trace FILE`, or `--skew dirichlet:0.3` where nothing is recorded yet.
+"""Plans the paged stash before a run: `python tools/plan_stash.py FLAGS OF pretrain_gpt.py --world-size 64 --trace
+FILE`, or `--skew dirichlet:0.3` without a recorded trace.
 
-FLAGS are those of the run, presets and --config among them; --moe-paged-stash and its factors may be missing. FILE is
-what --record-routing wrote in a run of the same model, in any layout. Says how often pages would run out, against
-factors and page sizes, which flags are enough, what spilling and recomputation cost, and whether stashing pays.
+FLAGS are those of the run, including presets and --config; --moe-paged-stash and its factors may be missing. FILE is a
+trace that --record-routing wrote in a run of the same model, in any layout. Reports how often pages would run out for
+various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether stashing pays.
 """
 
 import argparse
@@ -38,14 +38,14 @@ from megatron.training.compute.devices import planned_device  # noqa: E402
 from tools.stash_report import StashPlan, as_json, as_page, as_text  # noqa: E402
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
-# Ranks with experts whose rows are made up where --plan-groups does not say.
+# Number of expert ranks with generated routing, unless --plan-groups is given.
 _RANKS_LOOKED_AT = 64
 _EXIT_USAGE = 2
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The steps to plan for. source: where they are from; guesses: sentences on what was made up."""
+    """The steps to plan for. source: their origin; guesses: sentences about assumptions."""
 
     spans: list[RoutingSpan]
     source: str
@@ -53,7 +53,7 @@ class Routing:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan; returns the exit status, 2 for flags or a trace that cannot be planned for."""
+    """Prints the plan. Returns the exit status, 2 for flags or a trace that cannot be planned."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = read_flags(words)
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_flags(words: Sequence[str]) -> argparse.Namespace:
-    """The validated arguments of the run and of the plan. Raises ValueError for what cannot be planned."""
+    """Returns the validated arguments of the run and of the plan. Raises ValueError for a run that cannot be
+    planned.
+    """
     args = parse_args(_add_flags, argv=[*words, "--dry-run"])
     if args.num_experts is None:
         raise ValueError("--num-experts is not given: a paged stash needs a model with experts")
@@ -88,7 +90,7 @@ def read_flags(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_plan_flags(args: argparse.Namespace) -> None:
-    """Raises ValueError naming a flag of the plan whose value makes no sense."""
+    """Raises ValueError naming a flag of the plan with an invalid value."""
     if args.trace is None and args.skew is None:
         raise ValueError("no routing: give --trace FILE that --record-routing wrote, or --skew such as dirichlet:0.3")
     if args.trace is not None and args.skew is not None:
@@ -121,7 +123,7 @@ def _as_list(value: float | list[float] | None) -> list[Any]:
 
 
 def stash_plan(args: argparse.Namespace) -> StashPlan:
-    """The plan of validated arguments."""
+    """Returns the plan for validated arguments."""
     run = planned_run(args, pretrain_gpt.model_provider)
     routing = _routing(args, run)
     needs = needs_of_steps(run, routing.spans)
@@ -133,7 +135,7 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     machine = Machine.of(device, flags.params_dtype)
     if args.host_gb_s is not None:
         machine = replace(machine, host_bytes=args.host_gb_s * 1e9)
-    # Without a group that waits there is nothing to choose.
+    # If no group saves rows for backward, there is nothing to choose.
     stashes = bool(needs.pages.any())
     best = recommended(run, needs, spans=routing.spans, flags=flags, wanted=args.wanted_probability) if stashes else {}
     chosen = best.get(Rung.DEVICE) or outlook(run, flags, spans=routing.spans)
@@ -186,7 +188,7 @@ def _left_out(run: PlannedRun, groups: int) -> list[str]:
 def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
     """Returns the outlook for each page size, host factor and device factor."""
     flags, given = run.flags, run.flags.moe_paged_stash_page_size
-    # Of larger pages one alone holds a whole buffer.
+    # The page size with which one page holds a whole buffer.
     rows = run.ranks.max_rows(flags.moe_expert_rank_capacity_factor or 1.0)
     largest = 1 << (rows - 1).bit_length()
     for size in args.plan_page_sizes or []:
@@ -220,7 +222,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--skew",
         metavar="MODEL",
-        help="Routing to make up: balanced; dirichlet:CONCENTRATION, popularities drawn anew each step; zipf:EXPONENT; "
+        help="Synthetic routing: balanced; dirichlet:CONCENTRATION, popularities drawn in each step; zipf:EXPONENT; "
         "drift:SPREAD:STEPS, popularities that wander.",
     )
     group.add_argument(

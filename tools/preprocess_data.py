@@ -1,10 +1,12 @@
-"""Turns text into token files: `python tools/preprocess_data.py --input corpus.jsonl --output-prefix my ...`.
+"""Tokenizes text into token files: `python tools/preprocess_data.py --input corpus.jsonl --output-prefix my ...`.
 
-Writes PREFIX_text_document.bin and .idx; the same bytes for any number of workers and partitions. Trains nothing.
+Writes PREFIX_text_document.bin and .idx, with the same bytes for any number of workers and partitions.
 """
 
 import argparse
+import bisect
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -37,7 +40,6 @@ from megatron.core.files import file_crc32  # noqa: E402
 from megatron.core.tokenizers import TokenizerConfig  # noqa: E402
 from megatron.core.tokenizers.chat_template import read_template  # noqa: E402
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer  # noqa: E402
-from tools.packing import Chat, packed  # noqa: E402
 from tools.partitions import Piece, Workspace, cut, documents, publish  # noqa: E402
 from tools.token_chunks import (  # noqa: E402
     EncodedChunk,
@@ -58,13 +60,15 @@ COUNT_WORDS = {
     "too long": "longer chats left out",
     "filling": "tokens of filling",
 }
-# Raised when equal input and settings give other bytes than before: finished partitions are then not used.
+# Number of chats that are packed together. A few thousand fill documents to 99%.
+WINDOW = 4096
+# Increase it when equal input and settings give different bytes, so that older finished partitions are not used.
 VERSION = 1
 
 
 @dataclass
 class Summary:
-    """What became of the input; `counts` by the names of COUNT_WORDS, `first_bad` names some of the bad lines."""
+    """Counts of the processed input, by the names of COUNT_WORDS. first_bad: positions of some of the bad lines."""
 
     num_documents: int = 0
     num_tokens: int = 0
@@ -80,15 +84,23 @@ class Summary:
         self.first_bad += other.first_bad[: NAMED_BAD_LINES - len(self.first_bad)]
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
-        # To name a line may take a look into its file.
+        # Finding the number of a line may need its file.
         named = [str(line) for line in chunk.bad_lines[: NAMED_BAD_LINES - len(self.first_bad)]]
         self.add(Summary(len(chunk.lengths[0]), chunk.num_tokens, len(chunk.bad_lines), dict(chunk.counts), named))
 
 
+@dataclass(frozen=True)
+class Chat:
+    """tokens and mask: [L] integers; the mask is 1 for tokens in the loss."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 also where lines were skipped, 1 where nothing could be written."""
+    """Returns the exit status: 0 even if lines were skipped, 1 if nothing could be written."""
     options = parse_options(argv)
-    # One process a worker: the tokenizers library would start threads of its own in each.
+    # Disables the threads that the tokenizers library would start in each worker process.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     start = time.perf_counter()
     try:
@@ -137,7 +149,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def wrong_options(options: argparse.Namespace) -> str | None:
-    """What is wrong with the command line, in words for its user."""
+    """Returns error messages for the command line."""
     for name in ("workers", "partitions", "pack_length"):
         value = vars(options)[name]
         if value is not None and value < 1:
@@ -154,7 +166,7 @@ def wrong_options(options: argparse.Namespace) -> str | None:
 
 
 def wrong_keys(keys: Sequence[str]) -> str | None:
-    """What is wrong with the keys of texts or chats."""
+    """Returns error messages for the keys of texts or chats."""
     unusable = next((key for key in keys if not key or "/" in key), None)
     if unusable is not None:
         return f"the key {unusable!r} becomes a part of file names: must be a word without /"
@@ -164,12 +176,12 @@ def wrong_keys(keys: Sequence[str]) -> str | None:
 
 
 def encode_settings(options: argparse.Namespace) -> EncodeSettings:
-    """What the workers do. Raises ValueError or OSError for a tokenizer or template that cannot be used."""
+    """Returns the settings of the workers. Raises ValueError or OSError for an unusable tokenizer or template."""
     tokenizer = tuple((name, vars(options)[name]) for name in TOKENIZER_FIELDS)
     if options.chat_key is None:
         return EncodeSettings(tokenizer, options.append_eod, tuple(options.json_keys or ("text",)))
     template = chat_template(options, tokenizer)
-    # Packed chats have borders by their eods alone.
+    # In packed documents only the end-of-document tokens separate chats.
     append_eod = options.append_eod or options.pack_length is not None
     settings = EncodeSettings(tokenizer, append_eod, (options.chat_key,), template)
     template_for(settings)
@@ -177,7 +189,7 @@ def encode_settings(options: argparse.Namespace) -> EncodeSettings:
 
 
 def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str, Any], ...]) -> str:
-    """The text of --chat-template, or the tokenizer's own template."""
+    """Returns the text of --chat-template, or the tokenizer's own template."""
     tokenizer = tokenizer_for(tokenizer_fields)
     if options.tokenizer_type == "NullTokenizer":
         raise ValueError("--chat-key contradicts --tokenizer-type NullTokenizer, which reads ids, not text")
@@ -192,8 +204,10 @@ def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str
 
 
 def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary:
-    """Encodes all input into PREFIX_*.bin and .idx. Raises ValueError or OSError; then none of them is touched."""
-    # Made before workers are forked: they inherit it and need not read its file again.
+    """Encodes all input into PREFIX_*.bin and .idx. Raises ValueError or OSError, and then leaves these files
+    unchanged.
+    """
+    # Built before workers are forked, which inherit it.
     tokenizer_for(settings.tokenizer)
     files = find_text_files(options.input)
     text_file = next((path for path in files if not is_json(path)), None)
@@ -212,7 +226,7 @@ def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary
             merge(space, settings, options=options, summary=summary)
         outputs = {name: f"{options.output_prefix}_{name}" for name in settings.names}
         stale = [loss_mask_prefix(path) for path in outputs.values()]
-        # Loss masks first: tokens that open alone would be learned whole.
+        # Loss masks first: tokens without masks would all count in the loss.
         publish(
             [(space.prefix(part, name), path) for name, path in reversed(outputs.items())],
             stale=[path for path in stale if path not in outputs.values()],
@@ -225,7 +239,7 @@ def workspace_folder(options: argparse.Namespace) -> Path:
 
 
 def plan_of(options: argparse.Namespace, settings: EncodeSettings, *, files: Iterable[Path]) -> dict[str, Any]:
-    """All that the tokens depend on, as JSON."""
+    """Returns everything that determines the tokens, as JSON."""
     return {
         "version": VERSION,
         "settings": asdict(settings),
@@ -236,7 +250,7 @@ def plan_of(options: argparse.Namespace, settings: EncodeSettings, *, files: Ite
 
 
 def tokenizer_files(options: argparse.Namespace) -> list[Path]:
-    """The files that the tokenizer is made of."""
+    """Returns the files of the tokenizer."""
     given = [Path(path) for path in (options.tokenizer_model, options.vocab_file, options.merge_file) if path]
     inside = [path for folder in given if folder.is_dir() for path in folder.glob("*.json")]
     beside = [path.with_name("tokenizer_config.json") for path in given if path.is_file()]
@@ -251,7 +265,7 @@ def encode_partitions(
     options: argparse.Namespace,
     advance: Callable[[int], None],
 ) -> Summary:
-    """Encodes what is not finished yet, and sums up all."""
+    """Encodes unfinished partitions, and returns the sum over all."""
     finished = space.finished()
     if finished:
         print(f"continuing: {len(finished)} of {len(partitions)} partitions are done", file=sys.stderr)
@@ -294,7 +308,7 @@ def encode_pieces(
 
 
 def merge(space: Workspace, settings: EncodeSettings, *, options: argparse.Namespace, summary: Summary) -> None:
-    """Writes the pairs of all partitions as one part, "merged", packed where that is asked for."""
+    """Merges the pairs of all partitions into one, "merged", and packs them if requested."""
     with ExitStack() as stack:
         builders = {
             name: stack.enter_context(IndexedDatasetBuilder(get_bin_path(space.prefix("merged", name)), dtype=dtype))
@@ -319,7 +333,7 @@ def pack(
     settings: EncodeSettings,
     summary: Summary,
 ) -> None:
-    """Adds packed documents to the builders of tokens and of masks; `summary` then counts these."""
+    """Adds packed documents to the builders of tokens and masks, which `summary` then counts."""
     tokenizer = tokenizer_for(settings.tokenizer)
     fill = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
     counts: Counter[str] = Counter()
@@ -336,16 +350,72 @@ def pack(
 
 
 def stored_chats(space: Workspace, names: Sequence[str], *, count: int) -> Iterator[Chat]:
-    """The chats of all partitions, in order."""
+    """Yields the chats of all partitions, in order."""
     for number in range(count):
         tokens, masks = (IndexedDataset(space.prefix(str(number), name)) for name in names)
         for index in range(len(tokens)):
             yield Chat(tokens[index], masks[index])
 
 
+def packed(chats: Iterable[Chat], *, length: int, fill: int, counts: Counter[str]) -> Iterator[Chat]:
+    """Yields documents of exactly `length` tokens: whole chats, then `fill` tokens with mask 0.
+
+    Longer chats are truncated, and dropped if nothing in the rest is in the loss. `counts` counts both, and the tokens
+    and fill tokens.
+    """
+    window: list[Chat] = []
+    for chat in itertools.chain(chats, [None]):
+        if chat is not None:
+            window += _at_most(chat, length, counts=counts)
+        if window and (chat is None or len(window) == WINDOW):
+            for group in best_fit([len(one.tokens) for one in window], length):
+                yield _joined([window[index] for index in group], length, fill=fill, counts=counts)
+            window = []
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Returns groups of indices whose lengths sum to at most `capacity`: best-fit decreasing.
+
+    Groups are ordered by their first index, and indices in a group increase. No length may exceed the capacity.
+    """
+    groups: list[list[int]] = []
+    open_groups: list[tuple[int, int]] = []  # (room left, group), sorted
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect.bisect_left(open_groups, (lengths[index], -1))
+        if place < len(open_groups):
+            room, group = open_groups.pop(place)
+        else:
+            room, group = capacity, len(groups)
+            groups.append([])
+        groups[group].append(index)
+        if room > lengths[index]:
+            bisect.insort(open_groups, (room - lengths[index], group))
+    return sorted(sorted(group) for group in groups)
+
+
+def _at_most(chat: Chat, length: int, *, counts: Counter[str]) -> list[Chat]:
+    if len(chat.tokens) <= length:
+        return [chat]
+    cut = Chat(chat.tokens[:length], chat.mask[:length])
+    learns = bool(cut.mask.any())
+    counts["cut" if learns else "too long"] += 1
+    return [cut] if learns else []
+
+
+def _joined(chats: list[Chat], length: int, *, fill: int, counts: Counter[str]) -> Chat:
+    tokens = np.full(length, fill, dtype=chats[0].tokens.dtype)
+    mask = np.zeros(length, dtype=chats[0].mask.dtype)
+    end = 0
+    for chat in chats:
+        begin, end = end, end + len(chat.tokens)
+        tokens[begin:end], mask[begin:end] = chat.tokens, chat.mask
+    counts["filling"] += length - end
+    return Chat(tokens, mask)
+
+
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Lets SIGTERM, with which batch systems end a job, clean up as Ctrl-C does."""
+    """Makes SIGTERM, which batch systems send to end a job, clean up like Ctrl-C."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -355,7 +425,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(files: Iterable[Path]) -> Iterator[Callable[[int], None]]:
-    """A bar over the bytes of `files` on standard error where that is a terminal; nothing elsewhere."""
+    """Shows a progress bar over the bytes of `files` if standard error is a terminal; yields its update function."""
     console = Console(stderr=True)
     total = sum(path.stat().st_size for path in files)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -373,7 +443,7 @@ def nothing_found(summary: Summary, inputs: list[str]) -> str:
 
 
 def report(summary: Summary, prefixes: list[str], *, is_packed: bool, seconds: float) -> None:
-    """One line on what was written, with the flag that reads it; skipped lines on standard error."""
+    """Prints one line with the written files and the flag that reads them, and skipped lines to standard error."""
     for line in summary.first_bad:
         print(f"skipped {line}", file=sys.stderr)
     if summary.num_bad:

@@ -1,7 +1,8 @@
-"""Writes the text that every Python ships as a corpus: `python tools/python_corpus.py --output corpus.jsonl`.
+"""Writes the text that every Python installation contains as a corpus: `python tools/python_corpus.py --output
+corpus.jsonl`.
 
 Documents: modules of the standard library, topics of the language reference, documentation of modules written in C.
-Nothing is downloaded; other Python versions give other, similar text.
+Downloads nothing. Other Python versions give different, similar text.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from pydoc_data import topics
 
 DEFAULT_MAX_BYTES = 20_000_000
-# Third-party code, and modules that are tables or test data rather than text to learn from.
+# Third-party code, and modules that are tables or test data.
 LEFT_OUT = frozenset(
     "site-packages dist-packages __pycache__ encodings _bundled pgen2 data tests_data bad_coding lib-dynload".split()
 )
@@ -28,7 +29,7 @@ TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it comes from."""
+    """A text and its source."""
 
     source: str
     text: str
@@ -62,7 +63,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def all_documents() -> Iterator[Document]:
-    """Reference topics and C modules, then the library, then its tests: what comes last is cut first."""
+    """Yields reference topics and C modules, then the library, then its tests. Later ones are dropped first."""
     yield from (Document(f"topic {name}", text) for name, text in sorted(topics.topics.items()))
     yield from builtin_documents()
     library = Path(sysconfig.get_path("stdlib"))
@@ -72,7 +73,7 @@ def all_documents() -> Iterator[Document]:
 
 
 def builtin_documents() -> Iterator[Document]:
-    """The docstrings of each module written in C: they are in no source file."""
+    """Yields the docstrings of modules written in C, which have no source file."""
     for name in sorted(sys.builtin_module_names):
         module = importlib.import_module(name)
         members = sorted(vars(module).items())
@@ -86,14 +87,16 @@ def _has_own_doc(member: object) -> bool:
 
 
 def shuffled_paths(library: Path) -> list[Path]:
-    """All source files relative to `library`, in the order of their names' hashes: the same on every machine."""
+    """Returns all source files relative to `library`, sorted by hashes of their names: the same order on every
+    machine.
+    """
     files = (file.relative_to(library) for file in library.rglob("*.py"))
     kept = (file for file in files if not LEFT_OUT & set(file.parts) and file.as_posix() not in LEFT_OUT_FILES)
     return sorted(kept, key=lambda file: _digest(file.as_posix()))
 
 
 def source_documents(library: Path, files: Iterable[Path]) -> Iterator[Document]:
-    """Modules that are UTF-8; a few of the library's test modules are not, on purpose."""
+    """Yields modules in UTF-8. A few test modules of the library intentionally are not."""
     for file in files:
         try:
             text = (library / file).read_bytes().decode()
@@ -103,7 +106,7 @@ def source_documents(library: Path, files: Iterable[Path]) -> Iterator[Document]
 
 
 def unique(documents: Iterable[Document]) -> Iterator[Document]:
-    """Without empty texts and repeated ones."""
+    """Yields documents without empty and repeated texts."""
     seen = set()
     for document in documents:
         digest = _digest(document.text.strip())
@@ -113,7 +116,7 @@ def unique(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def take(documents: Iterable[Document], *, max_bytes: int) -> list[Document]:
-    """The first documents whose texts fit in `max_bytes`. Raises ValueError where not one does."""
+    """Returns the first documents whose texts fit in `max_bytes`. Raises ValueError if none fits."""
     taken = []
     left = max_bytes
     for document in documents:
@@ -127,13 +130,13 @@ def take(documents: Iterable[Document], *, max_bytes: int) -> list[Document]:
 
 
 def shuffled(documents: Iterable[Document]) -> list[Document]:
-    """In the order of their sources' hashes, so that kinds are mixed: any part of the corpus is like the rest."""
-    # Not the hash that shuffled_paths sorts by: where text was cut, the files kept are those of low hashes.
+    """Returns documents sorted by hashes of their sources, so that every part of the corpus has a similar mix."""
+    # A different hash than in shuffled_paths: if text was dropped, only files with low hashes of that one remain.
     return sorted(documents, key=lambda document: _digest(f"order {document.source}"))
 
 
 def write(documents: Iterable[Document], path: Path) -> None:
-    """JSON lines, under a temporary name until complete."""
+    """Writes JSON lines, under a temporary name until they are complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     with open(partial, "w", encoding="utf-8", newline="\n") as file:

@@ -1,6 +1,6 @@
-"""`make train`: real text, a tokenizer, a mixture-of-experts GPT on two processes, a checkpoint, a continuation.
+"""`make train`: prepares text and a tokenizer, trains a mixture-of-experts GPT on two processes, and generates text.
 
-Each part is a command that a user could type; this file only runs them in order and skips what exists.
+Runs commands that a user could type, in order, and skips those with existing results.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 
 MIN_DOCUMENTS = 3  # one each for training, validation and test
 VOCAB_SIZE = 2048
-INTERRUPTED = 130  # exit code, as shells have it
+INTERRUPTED = 130  # exit code by shell convention
 PROMPT = "def read_lines(path):\n"
 
 NUM_EXPERTS = 8
@@ -45,7 +45,7 @@ SCHEDULE = """
 
 @dataclass(frozen=True)
 class Workspace:
-    """The files of one corpus: `folder` holds the text, the tokenizer, the tokens and the run."""
+    """The files of one corpus: `folder` has the text, the tokenizer, the tokens and the run."""
 
     folder: Path
     text: Path
@@ -67,7 +67,7 @@ class Workspace:
 
 
 def main() -> None:
-    """Runs every part; a part whose result exists is skipped, training resumes."""
+    """Runs every command. Skips one whose result exists, and resumes training."""
     options = parse_options()
     workspace = make_workspace(options.data)
     prepare(workspace)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The few choices that `make train` passes on."""
+    """Parses the options that `make train` passes on."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--data", type=Path, help="a .txt or .jsonl file; default: the text that Python ships")
     parser.add_argument("--minutes", type=int, default=4, help="training time of this call (4)")
@@ -94,7 +94,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def make_workspace(data: Path | None) -> Workspace:
-    """Where the files of this corpus go: runs/<name of the corpus>."""
+    """Returns the workspace of this corpus: runs/<name of the corpus>."""
     if data is None:
         folder = ROOT / "runs" / "python"
         return Workspace(folder, folder / "text.jsonl")
@@ -104,7 +104,7 @@ def make_workspace(data: Path | None) -> Workspace:
 
 
 def prepare(workspace: Workspace) -> None:
-    """Text, tokenizer and tokens."""
+    """Creates text, tokenizer and tokens."""
     workspace.folder.mkdir(parents=True, exist_ok=True)
     check_source(workspace)
     if not workspace.text.exists():
@@ -126,14 +126,14 @@ def prepare(workspace: Workspace) -> None:
 
 
 def check_source(workspace: Workspace) -> None:
-    """Tokens and checkpoints in the folder must be of this very text, not of one with the same name."""
+    """Raises SystemExit if tokens and checkpoints in the folder are of another text with the same name."""
     text = workspace.text
     if text.parent == workspace.folder:
         return
     record = workspace.folder / "source.txt"
     source = f"{text}, {text.stat().st_size} bytes\n"
     if not record.exists() or not workspace.checkpoints.exists():
-        # Nothing is trained yet: what an earlier text left is made anew.
+        # Nothing is trained yet: files of an earlier text are replaced.
         if not record.exists() or record.read_text() != source:
             for made in (workspace.tokenizer, *workspace.folder.glob("tokens_*")):
                 made.unlink(missing_ok=True)
@@ -146,7 +146,9 @@ def check_source(workspace: Workspace) -> None:
 
 
 def split_of(num_documents: int) -> str:
-    """Shares of --split by which validation and test get 3% and 1% of the documents, but one at least."""
+    """Returns the shares of --split with 3% and 1% of the documents for validation and test, at least one document
+    each.
+    """
     if num_documents < MIN_DOCUMENTS:
         raise SystemExit(
             f"error: DATA has {num_documents} documents (a .txt is cut at blank lines, after 4 KiB or more): must "
@@ -157,7 +159,7 @@ def split_of(num_documents: int) -> str:
 
 
 def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
-    """Trains for `minutes`, from the latest checkpoint where there is one."""
+    """Trains for `minutes`, from the latest checkpoint if there is one."""
     split = split_of(len(IndexedDataset(str(workspace.tokens)).document_indices) - 1)
     step(f"Training a mixture-of-experts GPT on {processes} processes for {minutes} minutes (Ctrl-C: stop)")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
@@ -174,23 +176,23 @@ def train(workspace: Workspace, *, minutes: int, processes: int) -> None:
 
 
 def tokenizer_flags(workspace: Workspace) -> list[object]:
-    """The flags by which every tool finds the tokenizer."""
+    """Returns the flags of the tokenizer."""
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", workspace.tokenizer]
 
 
 def step(title: str) -> None:
-    """Says what happens next."""
+    """Prints the next step."""
     print(f"\n== {title}", flush=True)
 
 
 def run(*command: object) -> None:
-    """Runs a Python program of this repository; its failure ends this one with the same exit code."""
+    """Runs a Python program of this repository. If it fails, exits with the same code."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=environment)
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        # The terminal has told the program too: it cleans up, and training saves.
+        # The program received the signal too. It cleans up, and training saves.
         process.wait()
         raise SystemExit(INTERRUPTED) from None
     if status:

@@ -200,7 +200,7 @@ function addLoads(grid, index, name) {
   const expertTick = data().experts <= 16 ? 1 : undefined;
   const overview = addPlot(grid, {
     id: "load-overview" + ofRun, title: "Busiest expert of each layer" + ofRun, stepAxis: true, wide: true,
-    note: "Its tokens over those of an even share; 1 is perfect balance. A click shows that layer and step below.",
+    note: "Its load relative to an even share; 1 is perfect balance. A click selects that layer and step in the maps below.",
     draw: () => {
       const {busiest, centres, layers, steps} = data();
       const top = Math.max(1, Math.ceil(Math.log2(Math.max(...busiest.map(row => Math.max(...row))))));
@@ -226,7 +226,7 @@ function addLoads(grid, index, name) {
   const sliders = [];
   const layerPlot = addPlot(grid, {
     id: "load-layer" + ofRun, title: "Experts of one layer" + ofRun, stepAxis: true, height,
-    note: "Tokens of each expert over those of an even share.",
+    note: "Tokens of each expert relative to an even share.",
     controls: (top, card) => sliders.push(slider(card, "layer", () => data().layers.map(layer => `layer ${layer}`), {
       get: () => choice.layer, set: value => { choice.layer = value; redraw(layerPlot); },
     })),
@@ -240,7 +240,7 @@ function addLoads(grid, index, name) {
   });
   const stepPlot = addPlot(grid, {
     id: "load-step" + ofRun, title: "All layers at one time" + ofRun, height,
-    note: "Tokens of each expert over those of an even share.",
+    note: "Tokens of each expert relative to an even share.",
     controls: (top, card) => sliders.push(slider(card, "step", () => data().steps, {
       get: binOf, set: value => { choice.bin = value === data().bins - 1 ? null : value; redraw(stepPlot); },
     })),

@@ -269,13 +269,13 @@ def _levels_line(run: RunLog) -> str | None:
     counts = {name: run.series[f"stash/rungs/{name}"].values for name in RUNGS if f"stash/rungs/{name}" in run.series}
     if not counts:
         return None
-    told = [
+    reached = [
         f"{words[name]}: {int(values.sum()):,}, in {np.count_nonzero(values):,} steps"
         for name, values in counts.items()
         if values.any()
     ]
     steps = len(next(iter(counts.values())))
-    return f"Of {steps:,} steps: " + ("; ".join(told) or "all had enough pages and rows")
+    return f"Of {steps:,} steps: " + ("; ".join(reached) or "all had enough pages and rows")
 
 
 def _factor_line(run: RunLog, flag: str, *, given: str, needed: str) -> str | None:

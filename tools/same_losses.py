@@ -1,8 +1,9 @@
-"""Checks that a change leaves every number alone: `python tools/same_losses.py BASE_COMMIT` trains with two versions.
+"""Checks that a change leaves all results bitwise equal: `python tools/same_losses.py BASE_COMMIT` trains with two
+versions.
 
-The base is that commit; the head is this working tree, or the commit --head. Both make the small runs of
-tools/gate/cases.py at the same time, with the same Python. Everything that they log and save must be the same bits,
-also when both continue a checkpoint of the base. Exit status: 0 if so, 1 if not, 2 if a commit cannot be read.
+The base is that commit; the head is this working tree, or the commit of --head. Both run the small cases of
+tools/gate/cases.py at the same time, with the same Python. All logged and saved values must be bitwise equal, also when
+both resume a checkpoint of the base. Exit status: 0 if so, 1 if not, 2 if a commit cannot be read.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of this tool."""
+    """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""Checks that the gate notices faults: puts each fault of tools/gate/faults.yaml into a copy of the committed HEAD.
+"""Checks that the gate notices faults: inserts each fault of tools/gate/faults.yaml into a copy of the committed HEAD.
 
-It runs the cases that the fault names with that copy and with a sound one. One of them must differ.
-Exit status: 0 if every fault was noticed, 1 if one was not, 2 if one cannot be put in or its cases do not exist.
+Runs the cases named by the fault with that copy and with a correct one. One of them must differ. Exit status: 0 if
+every fault was noticed, 1 if one was not, 2 if one cannot be inserted or its cases do not exist.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of this tool."""
+    """Parses the command line of this tool."""
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,7 +117,7 @@ def noticed(tree: Tree, folder: Path) -> tuple[str, Verdict]:
 
 
 def is_difference(verdict: Verdict) -> bool:
-    """Whether both runs ended well and differ: a run that fails would be noticed without the gate."""
+    """Whether both runs succeeded and differ. A run that fails would be noticed without the gate."""
     return not verdict.is_same and not verdict.is_failure
 
 

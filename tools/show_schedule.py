@@ -1,6 +1,6 @@
-"""Draws a pipeline schedule: `python tools/show_schedule.py --stages 4 --microbatches 8` prints it, --svg draws it.
+"""Shows a pipeline schedule: `python tools/show_schedule.py --stages 4 --microbatches 8` prints it, --svg draws it.
 
-Every forward is taken to last 1 and every backward 2; what stages send each other takes no time.
+Assumes that a forward takes 1, a backward 2, and communication no time.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _UNIT, _ROW, _LEFT, _TOP = 22, 30, 74, 44
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Checks and draws the schedule of the command line; exits with one line for one that cannot be."""
+    """Checks and shows the schedule of the command line. Exits with one line for an impossible one."""
     options = _parser().parse_args(argv)
     try:
         check_options(options)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that no pipeline has."""
+    """Raises ValueError for impossible numbers."""
     for name in ("stages", "chunks", "microbatches"):
         if vars(options)[name] < 1:
             raise ValueError(f"--{name} is {vars(options)[name]}: must be at least 1")
@@ -64,7 +64,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def caption(spans: Spans, num_microbatches: int) -> str:
-    """What the drawing shows, in one line."""
+    """Returns a one-line description of the drawing."""
     length = max(span.end for stage in spans for span in stage.values())
     return (
         f"{len(spans)} stages, {num_microbatches} micro-batches: {length:g} forwards long, "
@@ -73,7 +73,9 @@ def caption(spans: Spans, num_microbatches: int) -> str:
 
 
 def as_text(spans: Spans) -> str:
-    """One line a stage, one column a unit of time: F or B, the chunk where there are several, the micro-batch."""
+    """Returns one line per stage with one column per unit of time: F or B, the chunk if there are several, the
+    micro-batch.
+    """
     labels = {action: _label(action, spans) for stage in spans for action in stage}
     width = max(len(label) for label in labels.values()) + 1
     lines = []
@@ -86,7 +88,9 @@ def as_text(spans: Spans) -> str:
 
 
 def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
-    """A picture: one row a stage, forwards blue, backwards green, darker for later chunks, lines for transfers."""
+    """Returns an SVG with one row per stage: forwards blue, backwards green, darker for later chunks, lines for
+    transfers.
+    """
     length = max(span.end for stage in spans for span in stage.values())
     width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 72
     parts = [
@@ -117,9 +121,9 @@ def _box(stage: int, *, action: Action, span: Span) -> str:
 
 
 def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> str:
-    """From the end of a pass to the start of the one on the next row that needs its output."""
+    """Returns a line from the end of a pass to the start of the one on the next row that needs its output."""
     target = pipeline.target(stage, action)
-    # Lines from the last stage back to the first would cross all rows.
+    # Omits lines from the last stage back to the first, which would cross all rows.
     if target is None or abs(target.stage - stage) != 1:
         return ""
     x1, x2 = (_LEFT + time * _UNIT for time in (spans[stage][action].end, spans[target.stage][target.action].start))
@@ -131,7 +135,7 @@ def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> st
 
 
 def _axis(length: float, *, y: int) -> list[str]:
-    """Time under the rows."""
+    """Returns the time axis."""
     parts = [f'<path d="M{_LEFT} {y}H{_LEFT + length * _UNIT:g}" stroke="#888"/>']
     step = next(step * 10**power for power in range(9) for step in (1, 2, 5) if length <= 15 * step * 10**power)
     for time in range(0, int(length) + 1, step):

@@ -166,7 +166,7 @@ def paste(flags: StashFlags) -> str:
 
 
 def needs_note(plan: StashPlan) -> str:
-    """Returns a note where steps are too few for the wanted probability; empty where they are enough."""
+    """Returns a note if there are too few steps for the wanted probability, else an empty string."""
     if len(plan.needs.rows) * (1 - plan.wanted) >= 1 - 1e-6:
         return ""
     return f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the most; more steps tell more"
@@ -393,7 +393,7 @@ def _spills(plan: StashPlan) -> Figure | None:
 
 
 def _stage(stage: StageSteps) -> dict[str, Any]:
-    """Returns the ranks' counts in each step."""
+    """Returns the counters of the ranks in each step."""
     return {
         "page_bytes": stage.page_bytes,
         "balanced_pages": stage.balanced_pages,

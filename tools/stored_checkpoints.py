@@ -1,6 +1,6 @@
-"""What is stored in checkpoints on disk: which there are, what is damaged in one, how two differ, which may go.
+"""Finds, verifies and compares checkpoints on disk, and selects those to delete.
 
-Needs no process group and no model. The command line is tools/checkpoint.py's.
+Needs no process group and no model. tools/checkpoint.py is the command line.
 """
 
 import math
@@ -38,7 +38,7 @@ _WINDOW_BYTES = 64 << 20
 
 
 def named_checkpoint(path: Path, step: int | None) -> Path:
-    """The checkpoint that `path` is, or that of --ckpt-step in the folder `path`, or the latest there."""
+    """Returns `path` if it is a checkpoint, else that of --ckpt-step in the folder `path`, or the latest one."""
     if step is None and (path / MANIFEST_FILE).is_file():
         return path
     if not path.is_dir():
@@ -50,7 +50,9 @@ def named_checkpoint(path: Path, step: int | None) -> Path:
 
 
 def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
-    """The checkpoint of --ckpt-step in the folder of --load, or the latest; raises ValueError where there is none."""
+    """Returns the checkpoint of --ckpt-step in the folder of --load, or the latest. Raises ValueError if there is
+    none.
+    """
     found = find_checkpoint(str(load), step=step)
     if found is None:
         raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
@@ -58,12 +60,12 @@ def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
 
 
 def checkpoints_in(path: Path, step: int | None) -> list[Path]:
-    """`path` where it is a checkpoint, or that of --ckpt-step, or all in the folder `path`, the oldest first."""
+    """Returns `path` if it is a checkpoint, else that of --ckpt-step, or all in the folder `path`, oldest first."""
     if step is not None or (path / MANIFEST_FILE).is_file():
         return [named_checkpoint(path, step)]
     iterations = set(complete_iterations(path))
     tracked = tracked_iteration(path)
-    # What the tracker names should be there, also where it is not.
+    # Includes the tracked iteration even if it is missing.
     every = sorted(iterations if tracked is None else iterations | {tracked})
     release = [path / "release"] if (path / "release" / MANIFEST_FILE).is_file() else []
     if not every and not release:
@@ -72,7 +74,7 @@ def checkpoints_in(path: Path, step: int | None) -> list[Path]:
 
 
 def tracked_iteration(root: Path) -> int | None:
-    """The iteration that the tracker of a folder names, if it names one."""
+    """Returns the iteration in a folder's tracker file, if there is one."""
     return iteration_of_text(read_tracker(root) or "")
 
 
@@ -80,7 +82,7 @@ def tracked_iteration(root: Path) -> int | None:
 
 
 def damages(folder: Path) -> Iterator[str]:
-    """Everything that is damaged or missing in a checkpoint, by file and tensor; reads all of it."""
+    """Yields everything that is damaged or missing in a checkpoint, by file and tensor. Reads all of it."""
     try:
         folder = folders.find_checkpoint(folder)
         files = read_manifest(folder)
@@ -111,7 +113,7 @@ def _damages_of_file(folder: Path, name: str, *, entry: FileEntry) -> Iterator[s
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor and the pieces that it lies in."""
+    """A stored tensor and its pieces."""
 
     key: str
     shape: tuple[int, ...]
@@ -120,23 +122,23 @@ class StoredTensor:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return torch.Size(self.shape).numel()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of its elements."""
         return self.num_elements * self.dtype.itemsize
 
     @property
     def part(self) -> str:
-        """What it is a part of: the weights, the generators, or a state of the optimizer."""
+        """The part of the checkpoint that it belongs to: weights, generators, or an optimizer state."""
         words = self.key.split(".")
         return {"optimizer": ".".join(words[:2]), "rng": "rng"}.get(words[0], "weights")
 
 
 def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
-    """All tensors of a checkpoint by key."""
+    """Returns all tensors of a checkpoint by key."""
     return [
         StoredTensor(key, shape, dtype, tuple(checkpoint.pieces[key]))
         for key, (shape, dtype) in sorted(checkpoint.tensors.items())
@@ -144,7 +146,7 @@ def stored_tensors(checkpoint: VerifiedCheckpoint) -> list[StoredTensor]:
 
 
 def opened(folder: Path) -> VerifiedCheckpoint:
-    """A checkpoint whose files are there in their sizes; of checksums, those of the small files alone are compared."""
+    """Returns a checkpoint whose files exist with their sizes. Checks the checksums of small files only."""
     folder = folders.find_checkpoint(folder)
     files = read_manifest(folder)
     for name, entry in files.items():
@@ -155,7 +157,7 @@ def opened(folder: Path) -> VerifiedCheckpoint:
 
 
 def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The values below a name in the JSON part; none where a program has put something else there."""
+    """Returns the values below a name in the JSON part; empty if there is something else."""
     found = common.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -165,10 +167,10 @@ def values_named(name: str, common: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor of two checkpoints differs. what: in words, unless values do.
+    """The difference of a tensor in two checkpoints. what: describes it, unless only values differ.
 
-    num_different: elements, two for a complex one, that are not the same; largest: of their differences, absolute;
-    relative: to the larger one.
+    num_different: number of different elements (a complex one counts twice); largest: largest absolute difference;
+    relative: to the larger value.
     """
 
     key: str
@@ -180,7 +182,7 @@ class TensorDifference:
 
 
 def differences(a: VerifiedCheckpoint, b: VerifiedCheckpoint, *, ignored: list[str]) -> Iterator[TensorDifference]:
-    """Every tensor that is not the same in both, bit for bit; ignored: patterns of keys that are not looked at."""
+    """Yields every tensor that is not bitwise equal in both. ignored: patterns of keys to skip."""
     in_a, in_b = a.tensors, b.tensors
     for key in sorted(in_a.keys() | in_b.keys()):
         if any(fnmatchcase(key, pattern) for pattern in ignored):
@@ -209,7 +211,7 @@ def _difference(key: str, a: VerifiedCheckpoint, *, other: VerifiedCheckpoint) -
         if not parted.any():
             continue
         x, y = one.double(), two.double()
-        # NaN equals NaN of the same bits; what is one on one side alone is as far as can be.
+        # NaNs with equal bits are equal. NaN on one side only is an infinite difference.
         apart = torch.where(parted, (x - y).abs(), 0.0).nan_to_num(nan=torch.inf)
         scale = torch.maximum(x.abs(), y.abs())
         share = torch.where(parted & (apart > 0), apart / scale, 0.0).nan_to_num(nan=torch.inf)
@@ -225,18 +227,18 @@ def _to_host_sync(value: torch.Tensor) -> Any:
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """tensor: any shape and dtype -> itself, or [*shape, 2] of a complex one."""
+    """Returns tensor, of any shape and dtype, or [*shape, 2] for a complex one."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """tensor: any shape and dtype but complex -> the same shape, integers of its size."""
+    """Returns tensor, of any shape and real dtype, as integers of the same size and shape."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(widths[tensor.dtype.itemsize])
 
 
 def _windows(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and shapes of some rows at a time, of a tensor of `shape`."""
+    """Yields offsets and shapes of groups of rows of a tensor of `shape`."""
     if not shape:
         yield (), ()
         return
@@ -260,9 +262,9 @@ def _read(
 
 
 def removable(root: Path, *, keep_latest: int, keep_interval: int | None) -> tuple[list[int], list[int]]:
-    """Iterations that go and that stay: the latest ones, what the tracker names, and every `keep_interval`-th.
+    """Returns iterations to delete and to keep: the latest ones, the tracked one, and every `keep_interval`-th.
 
-    Raises ValueError if anything would go while the newest is damaged, or if there is none.
+    Raises ValueError if something would be deleted while the newest is damaged, or if there is none.
     """
     if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"{root} is one checkpoint: give the folder that holds it")

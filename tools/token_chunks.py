@@ -1,6 +1,6 @@
-"""Raw documents to tokens, in chunks and on several processes; reads no files and writes none.
+"""Tokenizes raw documents in chunks, on several processes. Reads and writes no files.
 
-What the documents become is in EncodeSettings: the text of one or several keys, or chats with their loss masks.
+EncodeSettings selects the output: the text of one or several keys, or chats with their loss masks.
 """
 
 import functools
@@ -24,36 +24,36 @@ from megatron.core.tokenizers.library_tokenizers import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
 CHUNK_BYTES = 256 << 10  # of text, for one worker at a time
-CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy while one has a slow chunk
-# Names that other data sets have for the parts of a message.
+CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy during a slow chunk
+# Alternative names of the parts of a message in data sets.
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """What a worker has to know; small, since it goes along with every chunk."""
+    """Settings of a worker. Small, because they are sent with every chunk."""
 
-    tokenizer: tuple[tuple[str, Any], ...]  # fields of its TokenizerConfig
+    tokenizer: tuple[tuple[str, Any], ...]  # fields of the tokenizer's TokenizerConfig
     append_eod: bool
     json_keys: tuple[str, ...]
     chat_template: str | None = None  # the one key then holds chats
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is written, by the ending of its prefix: tokens of each key, or tokens and loss masks of chats."""
+        """Names of the outputs, as endings of the prefix: tokens of each key, or tokens and loss masks of chats."""
         documents = tuple(f"{key}_document" for key in self.json_keys)
         return documents if self.chat_template is None else (*documents, loss_mask_prefix(documents[0]))
 
     @property
     def dtypes(self) -> tuple[type[np.number], ...]:
-        """The element types of `names`."""
+        """Element types of `names`."""
         tokens = DType.optimal_dtype(tokenizer_for(self.tokenizer).vocab_size)
         return tuple(np.uint8 if name.endswith("_loss_mask") else tokens for name in self.names)
 
 
 @dataclass
 class EncodedChunk:
-    """What consecutive documents became: an array for each of the settings' names, all in `len(lengths[i])` pieces."""
+    """Encoded consecutive documents: an array for each of the settings' names, all with the same `lengths`."""
 
     arrays: list[np.ndarray] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class EncodedChunk:
 
 
 def chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
-    """The documents in order, in lists of about 256 KiB."""
+    """Yields the documents in order, in lists of about 256 KiB."""
     chunk: list[RawDocument] = []
     size = 0
     for document in documents:
@@ -80,7 +80,7 @@ def chunks(documents: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
 def map_in_order(
     encode: Callable[[list[RawDocument]], EncodedChunk], items: Iterable[list[RawDocument]], *, workers: int
 ) -> Iterator[EncodedChunk]:
-    """`map` over processes; results in the order of the items, only a few of which are read ahead."""
+    """Maps over processes. Yields results in the order of the items, and reads only a few items ahead."""
     if workers == 1:
         yield from map(encode, items)
         return
@@ -96,8 +96,8 @@ def map_in_order(
 
 
 def follow_parent() -> None:
-    """A worker outlives signals to the whole job, and ends when its parent has ended, however that was."""
-    # Ctrl-C reaches every process of the terminal; the parent alone reacts, and ends the pool.
+    """Makes a worker ignore signals to the whole job, and end when its parent has ended for any reason."""
+    # Ctrl-C reaches every process of the terminal. Only the parent reacts, and ends the pool.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -107,12 +107,12 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a worker"
     parent.join()
-    # The pool's queue never ends: its writing end is open in every worker.
+    # The pool's queue never ends, because its write end is open in every worker.
     os._exit(1)
 
 
 def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
-    """What the documents become, without those that have nothing to write. Runs in a worker."""
+    """Returns the encoded documents, without those that have nothing to write. Runs in a worker."""
     chunk = EncodedChunk(num_bytes=sum(len(raw.data) for raw in documents))
     encode = encode_texts if settings.chat_template is None else encode_chats
     for column, dtype in zip(encode(settings, documents, chunk=chunk), settings.dtypes):
@@ -125,13 +125,13 @@ def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> Enco
 def encode_texts(
     settings: EncodeSettings, documents: list[RawDocument], *, chunk: EncodedChunk
 ) -> list[list[np.ndarray]]:
-    """Tokens of each key, [L] integers a document; bad and empty documents are noted in `chunk`."""
+    """Returns the tokens of each key, [L] integers per document. Records bad and empty documents in `chunk`."""
     tokenizer = tokenizer_for(settings.tokenizer)
     rows, sources = [], []
     for raw in documents:
         texts, bad_lines = decode_texts(raw, settings.json_keys)
         chunk.bad_lines += bad_lines
-        # Without any of its texts a document is left out everywhere: document i of all keys is of one line.
+        # A document that lacks one text is omitted for all keys, so that their documents i are of the same line.
         if all(text.strip() for text in texts):
             rows.append(texts)
             sources.append(raw)
@@ -161,9 +161,9 @@ def _tokenize(
 def encode_chats(
     settings: EncodeSettings, documents: list[RawDocument], *, chunk: EncodedChunk
 ) -> list[list[np.ndarray]]:
-    """Tokens and loss masks, [L] integers a chat. A mask is 1 where the assistant wrote the token.
+    """Returns tokens and loss masks, [L] integers per chat. A mask is 1 for tokens that the assistant wrote.
 
-    Chats without such a token are left out and noted in `chunk`, as bad lines are.
+    Chats without such a token are omitted and recorded in `chunk`, like bad lines.
     """
     assert settings.chat_template is not None
     tokenizer = tokenizer_for(settings.tokenizer)
@@ -173,19 +173,19 @@ def encode_chats(
         try:
             record = decode_record(raw, settings.json_keys)
             chat = template.render(messages_of(record, settings.json_keys[0]), tools=record.get("tools"))
-            chat.text.encode()  # JSON may hold half a surrogate pair, which is no text
+            chat.text.encode()  # JSON may contain lone surrogates, which are no text
         except (ValueError, TypeError) as error:
             chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error), raw.begin))
             continue
         found = tokenizer.tokenize_marked(chat.text, chat.spans)
         ids, marks = found.ids, found.marks
-        # Nothing of this chat precedes its first token, which no model can learn to predict.
+        # The first token has no context to be predicted from.
         marks[:1] = [False] * len(marks[:1])
         if not any(marks):
             chunk.counts["without an answer"] += 1
             continue
         if settings.append_eod and ids[-1] != tokenizer.eod:
-            # Where the answer ends without a token of its own, this one ends it.
+            # If the answer does not end with a token of its own, this one ends it.
             ids, marks = [*ids, tokenizer.eod], [*marks, marks[-1]]
         chunk.counts["eod inside"] += tokenizer.eod in ids[:-1]
         tokens.append(np.asarray(ids))
@@ -194,7 +194,7 @@ def encode_chats(
 
 
 def messages_of(record: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The messages of a line, each with a role. Raises ValueError where that is not what it holds."""
+    """Returns the messages of a line, each with a role. Raises ValueError if it holds something else."""
     messages = record[key]
     if messages == []:
         raise ValueError(f"key {key!r} is empty: must be a list of messages, at least one")
@@ -216,12 +216,12 @@ def _message(message: Any, key: str) -> dict[str, Any]:
 
 @functools.cache
 def tokenizer_for(fields: Sequence[tuple[str, Any]]) -> BaseTokenizer:
-    """One tokenizer per process."""
+    """Returns the tokenizer, one per process."""
     return build_tokenizer(TokenizerConfig(**dict(fields)))
 
 
 @functools.cache
 def template_for(settings: EncodeSettings) -> ChatTemplate:
-    """One compiled template per process."""
+    """Returns the compiled template, one per process."""
     assert settings.chat_template is not None
     return ChatTemplate(settings.chat_template, tokenizer_for(settings.tokenizer).special_names)

@@ -62,7 +62,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_texts(files: Iterable[Path], *, json_key: str, bad_lines: list[BadLine]) -> Iterator[str]:
-    """The texts of all files in order; appends to `bad_lines`. Raises ValueError where there is none at all."""
+    """Yields the texts of all files in order, and appends to `bad_lines`. Raises ValueError if there are none."""
     found = False
     for raw in itertools.chain.from_iterable(map(read_raw_documents, files)):
         text, bad = decode_document(raw, json_key=json_key)
@@ -75,15 +75,17 @@ def read_texts(files: Iterable[Path], *, json_key: str, bad_lines: list[BadLine]
 
 
 def train(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with all 256 bytes, so that any text has tokens; fewer ids than asked for where text is short."""
-    first = next(texts)  # here, not in the library, which hides what an iterator raises
+    """Returns a byte-level BPE tokenizer with all 256 bytes, so that any text has tokens. Short texts give fewer ids
+    than requested.
+    """
+    first = next(texts)  # here, because the library hides errors of an iterator
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # The library's set has no order; ids shall not depend on hash seeds.
+        # The library's set is unordered. Sorting makes ids independent of hash seeds.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
@@ -97,7 +99,7 @@ def output_file(output: str) -> Path:
 
 
 def write(tokenizer: Tokenizer, path: Path) -> None:
-    """At once, so that an interrupted run leaves no half tokenizer."""
+    """Writes the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(path) as file:
         file.write(tokenizer.to_str(pretty=True).encode())

@@ -1,7 +1,7 @@
-"""Writes the table of docs/cuda_graphs.md, which configurations CUDA graphs can capture, from what the lint finds:
-`python -m tools.write_capture_table`. It starts the processes that the configurations need; about a minute.
+"""Writes the table of docs/cuda_graphs.md of configurations that CUDA graphs can capture, from the results of the
+linter: `python -m tools.write_capture_table`. Starts the processes that the configurations need; takes about a minute.
 
-The configurations are in capture_configurations.py; what is found on a command line is check_capture.py's.
+capture_configurations.py has the configurations, and check_capture.py examines a command line.
 """
 
 import json
@@ -29,7 +29,7 @@ _HEAD = """\
 | configuration | flags | `full_iteration` | `local` | why not, and what instead |
 |---|---|---|---|---|
 """
-# Of what follows attention the larger part first: where it can be captured, those after it are left out.
+# After attention, larger parts first: if one can be captured, the smaller ones are skipped.
 _FEED_FORWARD = {False: (("mlp",),), True: (("moe",), ("moe_router", "moe_preprocess"), ("moe_router",))}
 _OF_FLAGS = re.compile(r"--[\w-]+ is .* and --cuda-graph-impl is \w+: (.*)")
 _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
@@ -37,10 +37,10 @@ _OF_LINE = re.compile(r"(.+?) at \S*?(\w+\.py):\d+ \(.*\)(?: in [\w ]+)?: (.*)")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of the lint and of the flags for one configuration.
+    """Results of the linter and of the flags for one configuration.
 
-    whole: what breaks a graph of the whole iteration. modules: what local can capture of each layer. parts: what
-    breaks the rest.
+    whole: reasons against a graph of the whole iteration. modules: parts of a layer that local can capture. parts:
+    reasons against the other parts.
     """
 
     whole: list[str]
@@ -49,12 +49,12 @@ class Verdict:
 
 
 def measure(names: Collection[str]) -> dict[str, Verdict]:
-    """Looks at these configurations, whose ranks are this process and its group. Collective."""
+    """Examines these configurations with this process's group as ranks. Collective."""
     return {name: _verdict(CONFIGURATIONS[name]) for name in names}
 
 
 def names_of(ranks: int) -> list[str]:
-    """The configurations of so many ranks."""
+    """Returns the configurations with this number of ranks."""
     return [name for name, one in CONFIGURATIONS.items() if one.ranks == ranks]
 
 
@@ -63,7 +63,7 @@ def _verdict(configuration: Configuration) -> Verdict:
     modules: list[str] = []
     parts: list[str] = []
     if "optimizer-cuda-graph" in configuration.flags or configuration.needs_gpu:
-        # Of a whole iteration alone, or not to be looked at.
+        # Only whole iterations, or not to be examined.
         return Verdict(whole, modules, parts)
     for alternatives in ((("attn",),), _FEED_FORWARD["num-experts" in configuration.base]):
         for alternative in alternatives:
@@ -89,7 +89,7 @@ def _breaks(configuration: Configuration, graph: Flags) -> list[str]:
     try:
         return breaks_of(configuration.argv + words_of(graph))
     except ValueError as error:
-        # What was asked for contradicts itself, on every rank.
+        # The flags contradict each other, on every rank.
         return _refused(configuration, graph) or [str(error)]
 
 
@@ -99,17 +99,17 @@ def _refused(configuration: Configuration, graph: Flags) -> list[str]:
 
 
 def table(verdicts: dict[str, Verdict]) -> str:
-    """The lines of the page from one mark to the other."""
+    """Returns the lines of the page between the two marks."""
     return BEGIN + _HEAD + "".join(row(name, verdicts[name]) for name in CONFIGURATIONS) + END
 
 
 def _shown(flag: str, value: Any) -> str:
-    """A flag of a configuration; None takes one away that its base has."""
+    """Formats a flag of a configuration; None removes a flag of its base."""
     return f"without `--{flag}`" if value is None else f"`{' '.join(words_of({flag: value}))}`"
 
 
 def row(name: str, verdict: Verdict) -> str:
-    """The line of a configuration."""
+    """Returns the table row of a configuration."""
     configuration = CONFIGURATIONS[name]
     flags = " ".join(_shown(flag, value) for flag, value in configuration.flags.items())
     whole = "no" if verdict.whole else "?" if configuration.needs_gpu else "yes"
@@ -126,7 +126,9 @@ def _reasons(verdict: Verdict) -> str:
 
 
 def _shortened(found: Sequence[str]) -> str:
-    """The flags' refusal, with the operation that the lint finds first; without one that operation, and why."""
+    """Shortens the flags' refusal: with the first operation that the linter found, or with the refused one and its
+    reason.
+    """
     if not found:
         return ""
     lines = [match for match in map(_OF_LINE.fullmatch, found) if match is not None]
@@ -138,7 +140,7 @@ def _shortened(found: Sequence[str]) -> str:
 
 
 def documented(page: str) -> str:
-    """The part of the page that is written here."""
+    """Returns the part of the page that this tool writes."""
     return BEGIN + page.partition(BEGIN)[2].partition(END)[0] + END
 
 

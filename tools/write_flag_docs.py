@@ -1,6 +1,6 @@
 """Writes docs/flags.md and the frozen flag surface of the tests from the flag table: `python -m tools.write_flag_docs`.
 
-Describes flags; what they are is in megatron/training/command_line/.
+megatron/training/command_line/ defines the flags.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ prints the result as such a file. Of {total} known flags, {works} work, {no_effe
 nothing, {default_only} are refused unless they are given their defaults, and {refused} are refused.
 """
 
-# Kinds of Megatron-LM's own training configurations that cannot be trained here, each with the flags that say so.
+# Kinds of Megatron-LM's training configurations that cannot be trained here, with the flags that identify them.
 CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gated delta net and other linear attention", ("--experimental-attention-variant", "--linear-attention-freq")),
     ("sparse attention with an indexer (DSA)", ("--dsa-indexer-topk",)),
@@ -51,7 +51,7 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def flags_page(table: FlagTable) -> str:
-    """The text of docs/flags.md."""
+    """Returns the text of docs/flags.md."""
     counts = {state.name.lower(): len(table.in_state(state)) for state in FlagState}
     lines = [INTRODUCTION.format(total=len(table.flags), **counts), "## Flags that work", ""]
     for title, flags in table.working_groups().items():
@@ -66,7 +66,7 @@ def flags_page(table: FlagTable) -> str:
 
 
 def surface(table: FlagTable) -> str:
-    """One line per flag, sorted: name, type, default, tier and state; what must not change by accident."""
+    """Returns one line per flag, sorted: name, type, default, tier and state. Guards against accidental changes."""
     return "".join(sorted(_surface_line(flag) for flag in table.flags))
 
 

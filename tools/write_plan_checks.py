@@ -1,7 +1,7 @@
-"""Writes the table of docs/plan_accuracy.md, what plans say beside what others published: `python -m
-tools.write_plan_checks`. About a minute.
+"""Writes the table of docs/plan_accuracy.md, which compares plans with published numbers: `python -m
+tools.write_plan_checks`. Takes about a minute.
 
-Each row names where its figure stands; nothing here was measured on their machines.
+Each row names its source. Nothing was measured on these machines.
 """
 
 import re
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- published figures -->\n", "<!-- end of published figures -->\
 _HEAD = "| what | source | published | planned | error |\n|---|---|---|---|---|\n"
 _ALWAYS = "--dry-run --mock-data --train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer"
 
-# What the model cards on the hub say, and to the last digit the tensors of the files there.
+# From the model cards on the hub, and exactly from the tensors of the files there.
 PARAMETERS = {
     "llama3-8b": 8_030_261_248,
     "llama3.1-70b": 70_553_706_496,
@@ -35,10 +35,10 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-# Biases of routers, which no gradient moves: hub files count them, a plan's parameters do not.
+# Router biases, which have no gradient: hub files count them, plans do not.
 _ROUTER_BIASES = {"deepseek-v3": 58 * 256}
 
-# A GPT of 7.50e9 parameters, as the paper's example has.
+# A GPT with 7.50e9 parameters, like the paper's example.
 _ZERO_MODEL = (
     "--num-layers 36 --hidden-size 4096 --num-attention-heads 32 --vocab-size 60088 --seq-length 1024 "
     "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 1024"
@@ -61,7 +61,7 @@ _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. unit: of both; 'parameters' are exact numbers. digits: after the point, as published."""
+    """One number. unit: of both; 'parameters' are exact. digits: after the decimal point, as published."""
 
     what: str
     source: str
@@ -72,12 +72,12 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Planned over published, less 1."""
+        """Planned over published, minus 1."""
         return self.planned / self.published - 1
 
 
 def rows() -> Iterator[Row]:
-    """All figures, planned anew."""
+    """Returns all numbers, newly planned."""
     yield from parameter_rows()
     yield from zero_rows()
     yield from activation_rows()
@@ -85,9 +85,11 @@ def rows() -> Iterator[Row]:
 
 
 def parameter_rows() -> Iterator[Row]:
-    """Yields the parameters of published models, without layers of multi-token prediction, which come on top."""
+    """Yields the parameters of published models, without layers of multi-token prediction, which they count
+    separately.
+    """
     for name, published in PARAMETERS.items():
-        # What steps hold is not asked for.
+        # Activations are not needed.
         words = "--mtp-num-layers 0 --seq-length 64 --micro-batch-size 1 --global-batch-size 1 --skip-train --load none"
         plan = _plan(f"--model {name} {words}")
         counted = plan.num_parameters + _ROUTER_BIASES.get(name, 0)
@@ -95,7 +97,7 @@ def parameter_rows() -> Iterator[Row]:
 
 
 def zero_rows() -> Iterator[Row]:
-    """Model states of a rank by the three stages of ZeRO."""
+    """Yields a rank's model states in the three stages of ZeRO."""
     for ranks, published in _ZERO_GIGABYTES.items():
         for stage, (gigabytes, flags) in enumerate(zip(published, _ZERO_FLAGS, strict=True), start=1):
             rank = _plan(f"{_ZERO_MODEL} {flags}", ranks=ranks).stages[0]
@@ -105,9 +107,9 @@ def zero_rows() -> Iterator[Row]:
 
 
 def activation_rows() -> Iterator[Row]:
-    """Yields what a layer of a GPT saves for backward, in the paper's symbols.
+    """Yields the activations that a layer of a GPT saves for backward, in the paper's symbols.
 
-    It is 34 s b h / t with sequence parallelism, and 2 s b h without it where all is recomputed.
+    They are 34 s b h / t with sequence parallelism, and 2 s b h without it under full recomputation.
     """
     for name, (heads, hidden, batch) in _GPTS.items():
         whole = _SEQUENCE * batch * hidden
@@ -134,7 +136,7 @@ def _gpt_words(heads: int, hidden: int, *, batch: int) -> str:
 
 
 def _interleaved_row() -> Row:
-    """The first of 8 stages of 3 chunks keeps what 1 + 7 / 24 of all layers keep of a microbatch."""
+    """Returns the first of 8 stages of 3 chunks, which saves 1 + 7 / 24 of a microbatch's activations of all layers."""
     heads, hidden, batch = _GPTS["175B"]
     layout = (
         "--sequence-parallel --num-layers 96 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 3"
@@ -147,7 +149,9 @@ def _interleaved_row() -> Row:
 
 
 def expert_rows() -> Iterator[Row]:
-    """A routed row of DeepSeek-V3 keeps its input, gate and up, and the activation: 2 h + 6 f bytes in bf16."""
+    """Yields a routed row of DeepSeek-V3, which saves its input, gate and up, and the activation: 2 h + 6 f bytes in
+    bf16.
+    """
     tokens, experts_of_token, hidden, ffn, layers = 4096, 8, 7168, 2048, 58
     words = f"--model deepseek-v3 --mtp-num-layers 0 --seq-length {tokens} --micro-batch-size 1 --global-batch-size 1"
     kept = _plan(words).stages[0].activations[EXPERTS]
@@ -157,7 +161,7 @@ def expert_rows() -> Iterator[Row]:
 
 
 def table(found: list[Row]) -> str:
-    """The rows as the page has them."""
+    """Returns the rows as Markdown."""
     return _HEAD + "".join(map(_line, found))
 
 
@@ -168,7 +172,7 @@ def _line(row: Row) -> str:
 
 
 def documented() -> str:
-    """The table that the page has."""
+    """Returns the table in the page."""
     found = re.search(f"{BEGIN}(.*){END}", PAGE.read_text(), re.DOTALL)
     if found is None:
         raise ValueError(f"{PAGE} has no lines {BEGIN.strip()} and {END.strip()}")
@@ -181,7 +185,7 @@ def _plan(words: str, *, ranks: int = 1) -> Plan:
 
 
 def main() -> None:
-    """Writes the page's table."""
+    """Writes the table into the page."""
     new = table(list(rows()))
     PAGE.write_text(PAGE.read_text().replace(BEGIN + documented() + END, BEGIN + new + END))
     print(new, end="")

@@ -1,6 +1,6 @@
-"""Bytes that a microbatch leaves for its backward, by kind, found by a forward of the model without memory.
+"""Bytes that a microbatch saves for backward, by kind of module, from a forward pass without memory.
 
-The model runs on the meta device, and autograd says what it saves; see without_memory of megatron/core/device.
+The model runs on the meta device (without_memory of megatron/core/device), and hooks of autograd report saved tensors.
 """
 
 from collections import Counter, defaultdict
@@ -25,30 +25,30 @@ from megatron.planner.recorders import RunningModules
 from megatron.planner.work import Unit, kind_of_module
 
 _DROPOUT = signature(F.dropout)
-# As WorkRecorder.note.
+# Signature of WorkRecorder.note.
 Note = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class SavedSizes:
-    """Bytes that wait for backward: on the device, by kind, and in the host's memory."""
+    """Bytes saved for backward: on the device, by kind, and in the host's memory."""
 
     by_kind: Counter[str]
     on_host: int = 0
 
 
 class SavedBytes:
-    """Counts what autograd keeps while `counting`; memory that several tensors share counts once.
+    """Counts the memory that autograd saves inside `counting`. A storage shared by several tensors counts once.
 
-    What was freed again by the time of `by_kind` is left out.
+    Memory freed before the call of `by_kind` is left out.
     """
 
     def __init__(
         self, model: nn.Module, *, persistent: Iterable[Tensor], kind_of: Callable[[str], str] | None = None
     ) -> None:
-        """persistent: tensors, any shape and dtype, whose memory is there before and after, as that of parameters.
+        """persistent: tensors of any shape and dtype, such as parameters, that are not counted.
 
-        kind_of: from the name of the module that runs, "" outside of all; unset: what kind of module it is.
+        kind_of: maps the name of the running module ("" outside of all) to a kind; kind_of_module if unset.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}
@@ -66,7 +66,7 @@ class SavedBytes:
             yield
 
     def by_kind(self) -> Counter[str]:
-        """Bytes that are still kept on the device, by kind."""
+        """Returns the bytes that are still saved on the device, by kind."""
         found: Counter[str] = Counter()
         seen = set(self._persistent)
         for kind, saved in self._saved:
@@ -78,11 +78,11 @@ class SavedBytes:
         return found
 
     def on_host(self) -> int:
-        """Bytes of the host's buffers that hold what was offloaded."""
+        """Returns the bytes of the host buffers that hold offloaded tensors."""
         return sum(offloader.buffers.lent_bytes for offloader in self._offloaders)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # A tensor of its own: the graph alone keeps it, so that it ends with the graph.
+        # A new tensor that only the graph refers to, so that it is freed with the graph.
         kept = tensor.detach()
         self._note(kept)
         return kept
@@ -91,100 +91,10 @@ class SavedBytes:
         self._saved.append((self._kind_of(self._running.name), ref(kept)))
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Shapes of what fused kernels save: query, key and value, the output, and a number for each query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
-        # In memory a token's heads lie side by side, as the layer behind wants them.
-        batch, heads, length, _ = query.shape
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        ctx.note = note
-        # Two products, of which a mask leaves a share: scores, and their sum of values.
-        ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
-        if note is not None:
-            num_bytes = sum(one.nbytes for one in (query, key, value, output))
-            note(Unit.ATTENTION, query, flops=ctx.flops, num_bytes=num_bytes)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Shapes alone."""
-        query, key, value, output, _ = ctx.saved_tensors
-        if ctx.note is not None:
-            # Five products for two: the scores once more, and gradients of both factors of each.
-            num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
-            ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
-        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
-
-
-class _FusedNorm(torch.autograd.Function):
-    """Shapes of what one kernel for RMSNorm saves: its input, the weight, and a number for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        ctx.note = note
-        if note is not None:
-            note(Unit.MEMORY, x, flops=0.0, num_bytes=2 * x.nbytes)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        """Shapes alone."""
-        x, weight, _ = ctx.saved_tensors
-        if ctx.note is not None:
-            ctx.note(Unit.MEMORY, x, flops=0.0, num_bytes=3 * x.nbytes)
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
-
-
-def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
-    return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
-
-
-class AsFusedKernels(TorchFunctionMode):
-    """Makes torch's attention, dropout and RMSNorm save what their fused kernels save.
-
-    On the meta device torch itself chooses variants that save all scores and every intermediate result, which no
-    training would. note: called with what attention and RMSNorm compute.
-    """
-
-    def __init__(self, note: Note | None = None) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Makes attention, dropout and RMSNorm save what fused kernels save; runs other functions unchanged."""
-        if func is F.scaled_dot_product_attention:
-            return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
-        if func is F.rms_norm:
-            weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
-            return _FusedNorm.apply(args[0], weight, self._note)
-        if func is F.dropout:
-            given = {"p": 0.5, "training": True, **_DROPOUT.bind(*args, **(kwargs or {})).arguments}
-            if given["training"] and 0 < given["p"] < 1:
-                # Its mask has a byte for each element; what torch takes elsewhere has one of the element's own type.
-                return torch.native_dropout(given["input"], given["p"], True)[0]
-        if func is Tensor.backward or func is torch.autograd.backward:
-            outputs, grads = ([args[0]], [None]) if func is Tensor.backward else args
-            # What is recomputed in it as well: torch leaves its modes while they answer.
-            with self, default_device():
-                return _run_backward(outputs, grads)
-        return func(*args, **(kwargs or {}))
-
-
-def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-    """Does what torch.autograd.backward does, without torch's dispatch to its modes."""
-    given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
-    _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
-    """Returns the bytes that wait for backward at the fullest moment of a stage's schedule, by kind.
+    """Returns the bytes saved for backward at the peak of a stage's schedule, by kind.
 
-    by_chunk: of one microbatch of each model chunk, by kind.
+    by_chunk: bytes that one microbatch of each model chunk saves, by kind.
     """
     alive: dict[int, int] = defaultdict(int)
     peak: Counter[str] = Counter()
@@ -196,3 +106,93 @@ def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> C
             for chunk, number in alive.items():
                 peak.update({kind: size * number for kind, size in by_chunk[chunk].items()})
     return peak
+
+
+class AsFusedKernels(TorchFunctionMode):
+    """Makes torch's attention, dropout and RMSNorm save what their fused kernels save.
+
+    On the meta device torch chooses variants that save all scores and every intermediate result, which training does
+    not. note: called for each kernel of attention and RMSNorm.
+    """
+
+    def __init__(self, note: Note | None = None) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replaces attention, dropout, RMSNorm and backward, and runs other functions unchanged."""
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args[:3], self._note, _unmasked_share(args, kwargs or {}))
+        if func is F.rms_norm:
+            weight = args[2] if len(args) > 2 else (kwargs or {}).get("weight")
+            return _FusedNorm.apply(args[0], weight, self._note)
+        if func is F.dropout:
+            given = {"p": 0.5, "training": True, **_DROPOUT.bind(*args, **(kwargs or {})).arguments}
+            if given["training"] and 0 < given["p"] < 1:
+                # Its mask has one byte per element. The default on other devices has the element's own dtype.
+                return torch.native_dropout(given["input"], given["p"], True)[0]
+        if func is Tensor.backward or func is torch.autograd.backward:
+            outputs, grads = ([args[0]], [None]) if func is Tensor.backward else args
+            # Torch disables a mode inside its own handler, but recomputed forwards need it too.
+            with self, default_device():
+                return _run_backward(outputs, grads)
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves the shapes that fused kernels save: query, key, value, output, and one number per query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, note: Note | None, share: float) -> Tensor:
+        # A token's heads are adjacent in memory, as the next layer expects them.
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        # Two products, scores and their sum of values. A causal mask leaves half of each.
+        ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
+        if note is not None:
+            num_bytes = sum(one.nbytes for one in (query, key, value, output))
+            note(Unit.ATTENTION, query, flops=ctx.flops, num_bytes=num_bytes)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Returns empty gradients of query, key and value."""
+        query, key, value, output, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            # Five products instead of two: recomputed scores, and gradients of both factors of each product.
+            num_bytes = 2 * sum(one.nbytes for one in (query, key, value, output))
+            ctx.note(Unit.ATTENTION, query, flops=2.5 * ctx.flops, num_bytes=num_bytes)
+        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None, None
+
+
+def _unmasked_share(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Returns the share of scores that is not masked, from the arguments of scaled_dot_product_attention."""
+    return 0.5 if (args[5] if len(args) > 5 else kwargs.get("is_causal", False)) else 1.0
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Saves the shapes that a fused RMSNorm kernel saves: its input, the weight, and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, note: Note | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.note = note
+        if note is not None:
+            note(Unit.MEMORY, x, flops=0.0, num_bytes=2 * x.nbytes)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        """Returns empty gradients of the input and the weight."""
+        x, weight, _ = ctx.saved_tensors
+        if ctx.note is not None:
+            ctx.note(Unit.MEMORY, x, flops=0.0, num_bytes=3 * x.nbytes)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _run_backward(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+    """Runs torch.autograd.backward without the dispatch to modes, which would recurse."""
+    given = [torch.ones_like(out) if grad is None else grad for out, grad in zip(outputs, grads, strict=True)]
+    _engine_run_backward(tuple(outputs), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)

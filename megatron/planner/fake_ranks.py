@@ -1,6 +1,6 @@
-"""One rank of a layout, in a process by itself: the code that builds a rank's part of a model runs as it would there.
+"""Runs one process as any rank of a layout, so that it builds that rank's part of a model.
 
-Nothing is sent: torch's `fake` process groups have ranks and sizes, and their collectives do nothing.
+Sends nothing: torch's `fake` process groups have ranks and sizes, and their collectives do nothing.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from megatron.training.initialize import build_groups
 
 @contextmanager
 def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterator[ProcessGroupCollection]:
-    """Inside, this process is `rank` of `world_size` in the layout of args: parallel_state has its groups.
+    """Makes this process `rank` of `world_size` inside the block, and yields the rank's groups in the layout of args.
 
-    Raises ValueError for sizes that do not fit, RuntimeError where this process has process groups already.
+    Sets parallel_state. Raises ValueError for sizes that do not fit, RuntimeError if process groups exist already.
     """
     if dist.is_initialized():
-        raise RuntimeError("this process is a rank of its own already: leave its process groups first")
+        raise RuntimeError("this process has process groups already: destroy them first")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    # It would ask the group for a backend of the tensors' device, and fake groups have none for the meta device.
-    changed = {"batch_isend_irecv": _start_one_by_one, "all_gather_object": _hear_own_word}
+    # torch's batch_isend_irecv asks for a backend of the tensors' device, and fake groups have none for meta.
+    changed = {"batch_isend_irecv": _start_one_by_one, "all_gather_object": _repeat_own_object}
     before = {name: vars(dist)[name] for name in changed}
     vars(dist).update(changed)
     try:
@@ -42,6 +42,6 @@ def _start_one_by_one(operations: Sequence[dist.P2POp]) -> list[dist.Work | None
     return [one.op(one.tensor, group=one.group, **{ends[one.op]: one.group_peer}) for one in operations]
 
 
-def _hear_own_word(found: list[Any], own: Any, **of_group: Any) -> None:
-    """What the fake group's would come to, without pickling the word once for each of thousands of ranks."""
+def _repeat_own_object(found: list[Any], own: Any, **of_group: Any) -> None:
+    """Fills the list as an all-gather of equal objects does, without pickling once for each of thousands of ranks."""
     found[:] = [own] * len(found)

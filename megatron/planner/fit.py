@@ -1,7 +1,7 @@
-"""Whether a plan fits its device, and which further flags of the same command line make one fit that does not.
+"""Whether a plan fits its device, and the flags that make it fit if it does not.
 
-Flags are chosen by the quick plan and confirmed by a plan of the changed command line. Other sizes of the layout are
-compared by layout_search.py.
+The quick plan (stage_costs.py) chooses flags, and a full plan of the changed command line confirms them.
+layout_search.py compares other sizes of the layout.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
 from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
 
-# Each takes as long as the first plan did; the smallest change may be one more.
-_MOST_PLANNED = 4
+# Most changes with a full plan, which takes as long as the first plan. The smallest change may be one more.
+_MAX_PLANNED = 4
 
 
 @dataclass(frozen=True)
 class Change:
-    """Words added to a command line, and the bytes of the fullest rank in the plan with them."""
+    """Words added to a command line, and the peak bytes of the fullest rank in the plan with them."""
 
     words: tuple[str, ...]
     peak: int
@@ -35,10 +35,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fullest rank of a plan against the memory of a device.
+    """Peak of a plan's fullest rank, compared with the memory of a device.
 
-    place: which rank that is, in words; empty where ranks of all stages take the same. change: flags that make the plan
-    fit. least: if none do, the flags with the smallest peak. advice: what to do then.
+    place: the stage and rank in words, empty if all stages have the same peak. change: flags that make the plan fit.
+    least: if no flags do, those with the smallest peak. advice: what to do in that case.
     """
 
     device: str
@@ -71,10 +71,28 @@ class Fit:
         return f"{found}; with {words}, the smallest found, it needs {gib(self.least.peak)} GiB: {self.advice}"
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A changed command line. peak: estimate of the quick plan, None for flags that it does not support."""
+
+    words: tuple[str, ...]
+    args: argparse.Namespace
+    peak: int | None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Words that change one setting. cost: rank by slowdown, from 1 for the least. 0 is no change."""
+
+    cost: int = 0
+    words: tuple[str, ...] = ()
+
+
 class Planner:
     """Plans the run of a command line, and the same run with further flags.
 
-    reread: the arguments of the command line with these words after it, validated. plan: of validated arguments.
+    reread: returns the validated arguments of the command line with these words appended. plan: plans validated
+    arguments.
     """
 
     def __init__(
@@ -90,18 +108,18 @@ class Planner:
         self._costs: dict[tuple[object, ...], ModelCosts] = {}
 
     def changed(self, words: Sequence[str]) -> argparse.Namespace | None:
-        """Returns the arguments with these words; None where the run refuses them."""
+        """Returns the arguments with these words appended; None if the run refuses them."""
         try:
-            # What it says of the command line was said when that was read for the first time.
+            # Messages about the command line were printed when it was first parsed.
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 return self._reread(words)
         except CommandLineError:
             return None
 
     def quick_peak(self, args: argparse.Namespace, plan: Plan) -> int | None:
-        """Estimates the peak of changed arguments; None where the quick plan does not count such a run.
+        """Estimates the peak of changed arguments; None if the quick plan does not support them.
 
-        What passes and updates allocate for a while is taken from the plan without the change.
+        Takes the temporary memory of passes and updates from the plan without the change.
         """
         try:
             stages = quick_stages(args, self._costs_of(args))
@@ -113,7 +131,7 @@ class Planner:
         )
 
     def _costs_of(self, args: argparse.Namespace) -> ModelCosts:
-        """Returns costs of layers, cached by the flags that change activations; sharding of states does not."""
+        """Returns the costs of layers, cached by the flags that change activations."""
         key = (
             *(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
             *(tuple(args.recompute_modules or ()), args.moe_paged_stash),
@@ -131,20 +149,11 @@ def fit_of(plan: Plan, device: Device) -> Fit:
     return Fit(device.name, device.memory_bytes, fullest.peak, place)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A changed command line; peak: as the quick plan counts it, None where it does not."""
-
-    words: tuple[str, ...]
-    args: argparse.Namespace
-    peak: int | None
-
-
 def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
-    """Returns the fit with the first change that makes it fit; if none does, with the smallest one and advice.
+    """Returns the fit with the first change that makes the plan fit, or with the smallest change and advice.
 
-    Prefers changes that leave a tenth of the memory free. Plans few changes: those that the quick plan predicts to fit,
-    in their order, and the one that it predicts to be the smallest.
+    Prefers changes that leave a tenth of the memory free. Plans only the first changes that fit by the quick plan, and
+    the change with the smallest estimate.
     """
     candidates = []
     for words in changes_of(args):
@@ -154,14 +163,14 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
     hopeful = [one for one in candidates if one.peak is None or one.peak <= fit.memory]
     hopeful.sort(key=lambda one: one.peak is not None and is_tight(one.peak, fit.memory))
     planned: list[Change] = []
-    for one in hopeful[:_MOST_PLANNED]:
+    for one in hopeful[:_MAX_PLANNED]:
         planned += _planned(one, planner)
         if planned and not is_tight(planned[-1].peak, fit.memory):
             return replace(fit, change=planned[-1])
     if candidates and all(one.peak > fit.memory for one in planned):
-        # Of those that the quick plan does not count the last, which changes most.
+        # Without an estimate, the last change is taken, which changes most.
         smallest = min(reversed(candidates), key=lambda one: fit.memory if one.peak is None else one.peak)
-        if smallest not in hopeful[:_MOST_PLANNED]:
+        if smallest not in hopeful[:_MAX_PLANNED]:
             planned += _planned(smallest, planner)
     fitting = [one for one in planned if one.peak <= fit.memory]
     if fitting:
@@ -171,7 +180,7 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
 
 
 def _planned(one: _Candidate, planner: Planner) -> list[Change]:
-    """Returns the change with its own plan; nothing where building it shows that the run refuses it."""
+    """Returns the change with the peak of its own plan; nothing if the run refuses it while it is built."""
     try:
         stages = planner.plan(one.args).stages
     except ValueError:
@@ -179,23 +188,15 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
     return [Change(one.words, max(stage.peak for stage in stages))]
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """Words that change one thing. cost: rank by slowdown, 1 for the least; 0 changes nothing."""
-
-    cost: int = 0
-    words: tuple[str, ...] = ()
-
-
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """Yields flags to add to the command line of validated args that save memory and keep the training result.
+    """Yields flags that reduce the memory of validated args without changing the training result.
 
-    Order: without the host's memory before with it, as no plan knows how much there is; then fewest changes; then the
-    least summed cost. The run may refuse some.
+    Order: first changes without the host's memory, whose size a plan does not know, then fewest changes, then least
+    summed cost. The run may refuse some of them.
     """
     if args.skip_train:
         return
-    # Offloading last: order() looks at it first.
+    # Offloading is last, where order() finds it.
     kinds = [_sharding(args), _experts(args), _recompute(args), _offload(args)]
 
     def order(chosen: tuple[_Choice, ...]) -> tuple[int, int, int]:
@@ -218,7 +219,7 @@ def _sharding(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _experts(args: argparse.Namespace) -> list[_Choice]:
-    # Experts that drop what they have no room for have buffers of their own.
+    # Experts that drop tokens have buffers of another kind.
     if args.num_experts is None or args.moe_paged_stash or args.moe_expert_capacity_factor is not None:
         return []
     has_buffers = args.moe_expert_rank_capacity_factor is not None
@@ -226,7 +227,7 @@ def _experts(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _recompute(args: argparse.Namespace) -> list[_Choice]:
-    """Parts that are recomputed already stay so; whole layers only where no parts were chosen."""
+    """Returns choices that keep the given parts recomputed. Offers whole layers only if no parts were given."""
     if args.recompute_granularity == "full":
         return []
     given = tuple(args.recompute_modules or ()) if args.recompute_granularity == "selective" else ()
@@ -240,7 +241,7 @@ def _recompute(args: argparse.Namespace) -> list[_Choice]:
 
 
 def _offload(args: argparse.Namespace) -> list[_Choice]:
-    # Activations are not offloaded: recomputed layers leave less on the device than any that are moved.
+    # Does not offer to offload activations, because recomputed layers leave less memory on the device.
     is_refused = args.optimizer_cpu_offload or args.optimizer == "muon"
     return [] if is_refused else [_Choice(7, ("--optimizer-cpu-offload",))]
 

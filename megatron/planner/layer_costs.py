@@ -1,7 +1,7 @@
 """Cost of each kind of layer on a rank: bytes, kernels and messages, measured on a short model without memory.
 
-The run's own code builds and runs that model, as for a dry run (plan.py). How layers add up to pipeline stages is in
-stage_costs.py.
+The run's own code builds and runs that model, as for a dry run (plan.py). stage_costs.py adds layers up to pipeline
+stages.
 """
 
 import argparse
@@ -53,8 +53,8 @@ from megatron.planner.work import (
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.setup import get_model, setup_model_and_optimizer
 
-_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 EMBEDDING, END = "embedding", "end"
+_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 # Groups of the ranks that share all experts.
 _EXPERT_GROUPS = ("ep", "tp_ep")
 # Groups whose gradient and parameter messages depend on the layout of buckets.
@@ -63,7 +63,7 @@ _DATA_GROUPS = ("dp", "dp_cp", "edp")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The properties in which a model's layers differ."""
+    """Properties in which a model's layers differ."""
 
     has_experts: bool = False
     has_window: bool = False
@@ -71,9 +71,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ParamSize:
-    """Size of a trained parameter, and its flat buffer if experts are reduced apart.
+    """Size of a trained parameter.
 
-    own_bucket: it shares its bucket with no other parameter.
+    buffer: kind of its flat buffer where experts have buffers of their own. own_bucket: whether it has a bucket alone.
     """
 
     numel: int
@@ -83,9 +83,9 @@ class ParamSize:
 
 @dataclass(frozen=True)
 class CountedKernel:
-    """A kernel, with the part of its bytes that does not grow with tokens.
+    """A kernel and those of its bytes that do not grow with tokens.
 
-    weight_bytes, expert_weight_bytes: parameters and their gradients, of dense layers and of experts.
+    weight_bytes, expert_weight_bytes: bytes of parameters and their gradients, in dense layers and in experts.
     """
 
     kernel: Kernel
@@ -99,7 +99,7 @@ KernelCounts = Counter[CountedKernel]
 
 @dataclass(frozen=True)
 class Scale:
-    """Factors from a measured layout to a similar one: samples of a microbatch, experts of a rank, ranks of experts."""
+    """Factors to a similar layout: samples of a microbatch, experts of a rank, ranks that share all experts."""
 
     samples: Fraction = Fraction(1)
     experts: Fraction = Fraction(1)
@@ -110,8 +110,8 @@ class Scale:
 class PartWork:
     """Kernels and messages of one microbatch in one part of a chunk.
 
-    recompute: forward passes that backward runs again. traffic: messages of the phases forward and backward. Counts are
-    negative where a difference of parts is.
+    recompute: forward kernels that backward repeats. traffic: messages of the phases forward and backward. Differences
+    of parts may have negative counts.
     """
 
     forward: KernelCounts = field(default_factory=Counter)
@@ -120,11 +120,11 @@ class PartWork:
     traffic: tuple[Traffic, ...] = ()
 
     def chunk(self) -> ChunkWork:
-        """Returns the kernels in the form of a plan."""
+        """Returns the kernels as a plan holds them."""
         return ChunkWork(_kernels(self.forward), _kernels(self.backward), _kernels(self.recompute))
 
     def times(self, number: int) -> "PartWork":
-        """Returns the work of that many parts."""
+        """Returns the work of `number` such parts."""
 
         def counts(some: KernelCounts) -> KernelCounts:
             return Counter({one: n * number for one, n in some.items()})
@@ -133,7 +133,7 @@ class PartWork:
         return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
 
     def scaled(self, scale: Scale) -> "PartWork":
-        """Returns the work with the bytes of activations and of weights scaled separately."""
+        """Returns the work in a similar layout. Activations and weights scale separately."""
         samples, experts, expert_ranks = float(scale.samples), float(scale.experts), float(scale.expert_ranks)
 
         def counts(some: KernelCounts) -> KernelCounts:
@@ -157,6 +157,102 @@ class PartWork:
         return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
 
 
+@dataclass(frozen=True)
+class PartCost:
+    """Memory of one part of a model chunk on a rank, and its work for one microbatch.
+
+    params: trained parameters, in order. other_bytes: bytes of frozen parameters and of buffers of modules. saved:
+    bytes that a microbatch saves for backward, by kind of module.
+    """
+
+    params: tuple[ParamSize, ...] = ()
+    other_bytes: int = 0
+    saved: Mapping[str, int] = field(default_factory=dict)
+    work: PartWork = field(default_factory=PartWork)
+
+    @cached_property
+    def weights(self) -> dict[bool, tuple[int, int]]:
+        """Bytes of parameters and of gradients without padding, for experts (True) and dense layers (False)."""
+        found: dict[bool, tuple[int, int]] = {}
+        for param in self.params:
+            params, grads = found.get(param.buffer.is_expert, (0, 0))
+            param_size, grad_size = param.buffer.param_dtype.itemsize, param.buffer.grad_dtype.itemsize
+            found[param.buffer.is_expert] = params + param.numel * param_size, grads + param.numel * grad_size
+        return found
+
+    def scaled(self, scale: Scale) -> "PartCost":
+        """Returns the cost in a similar layout."""
+        params = tuple(
+            replace(param, numel=_scaled(param.numel, scale.experts)) if param.buffer.is_expert else param
+            for param in self.params
+        )
+        saved = {kind: _scaled(size, scale.samples) for kind, size in self.saved.items()}
+        return PartCost(params, self.other_bytes, saved, self.work.scaled(scale))
+
+
+@dataclass(frozen=True)
+class StaticRows:
+    """Rows of static expert buffers. max_rows: size of a buffer. balanced: rows received under balanced routing."""
+
+    max_rows: int
+    balanced: int
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of a rank once per step.
+
+    update: the optimizer's kernels, for state_bytes bytes of states. tied: messages about an embedding that the first
+    and the last stage share. traffic: other messages, except those about the gradients and parameters of data-parallel
+    ranks, which depend on the buckets of a stage.
+    """
+
+    update: Kernels = field(default_factory=Kernels)
+    state_bytes: int = 0
+    tied: tuple[Traffic, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Costs of one rank's model in a layout, by part.
+
+    embedding: the first chunk's embedding. copies: the last chunk's copy of it, if there is one. end: norm, layers of
+    multi-token prediction and output layer. chunk: costs that each chunk has once. Without a pipeline the work of the
+    embedding is part of the end's work. rows: None where experts are dropless.
+    """
+
+    config: TransformerConfig
+    embedding: PartCost
+    copies: PartCost
+    layers: Mapping[LayerKind, PartCost]
+    end: PartCost
+    chunk: PartCost
+    mtp_expert_layers: int
+    rows: StaticRows | None
+    step: StepWork = field(default_factory=StepWork)
+
+    def chunk_parts(self, layers: Sequence[LayerKind], *, is_first: bool, is_last: bool) -> list[PartCost]:
+        """Returns the parts of a chunk with these layers, in the order of its parameters."""
+        # A pipeline of one stage has no copy of the embedding.
+        start = [self.embedding] if is_first else [self.copies] if is_last else []
+        return [*start, *(self.layers[kind] for kind in layers), *([self.end] if is_last else []), self.chunk]
+
+    def scaled(self, scale: Scale) -> "ModelCosts":
+        """Returns the costs in a similar layout. Approximate, because some saved tensors grow with neither factor."""
+        rows = self.rows
+        if rows is not None:
+            rows = StaticRows(_scaled(rows.max_rows, scale.samples), _scaled(rows.balanced, scale.samples))
+        return replace(
+            self,
+            embedding=self.embedding.scaled(scale),
+            layers={kind: part.scaled(scale) for kind, part in self.layers.items()},
+            end=self.end.scaled(scale),
+            chunk=self.chunk.scaled(scale),
+            rows=rows,
+        )
+
+
 def total_work(parts: Iterable[PartWork]) -> PartWork:
     """Returns the sum of parts."""
     forward, backward, recompute = KernelCounts(), KernelCounts(), KernelCounts()
@@ -176,103 +272,8 @@ def _kernels(counts: KernelCounts) -> Kernels:
     return found
 
 
-@dataclass(frozen=True)
-class PartCost:
-    """Cost of one part of a model chunk on a rank: bytes that it holds, and the work of one microbatch.
-
-    params: trained parameters, in their order. other_bytes: frozen parameters and buffers of modules. saved: bytes that
-    a microbatch saves for backward, by kind of module.
-    """
-
-    params: tuple[ParamSize, ...] = ()
-    other_bytes: int = 0
-    saved: Mapping[str, int] = field(default_factory=dict)
-    work: PartWork = field(default_factory=PartWork)
-
-    @cached_property
-    def weights(self) -> dict[bool, tuple[int, int]]:
-        """Bytes of parameters and of gradients without padding, of experts (True) and of dense layers (False)."""
-        found: dict[bool, tuple[int, int]] = {}
-        for param in self.params:
-            params, grads = found.get(param.buffer.is_expert, (0, 0))
-            param_size, grad_size = param.buffer.param_dtype.itemsize, param.buffer.grad_dtype.itemsize
-            found[param.buffer.is_expert] = params + param.numel * param_size, grads + param.numel * grad_size
-        return found
-
-    def scaled(self, scale: Scale) -> "PartCost":
-        """Returns the part in a similar layout."""
-        params = tuple(
-            replace(param, numel=_scaled(param.numel, scale.experts)) if param.buffer.is_expert else param
-            for param in self.params
-        )
-        saved = {kind: _scaled(size, scale.samples) for kind, size in self.saved.items()}
-        return PartCost(params, self.other_bytes, saved, self.work.scaled(scale))
-
-
 def _scaled(number: int, factor: Fraction) -> int:
     return number * factor.numerator // factor.denominator
-
-
-@dataclass(frozen=True)
-class StaticRows:
-    """Rows of static expert buffers. max_rows: of a buffer; balanced: received if all ranks get the same number."""
-
-    max_rows: int
-    balanced: int
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """Work of a rank once per step. update: the optimizer's kernels, which step state_bytes bytes of states.
-
-    tied: messages about an embedding that the first and the last stage share. traffic: other messages, without those
-    about gradients and parameters of data-parallel ranks, which follow from buckets.
-    """
-
-    update: Kernels = field(default_factory=Kernels)
-    state_bytes: int = 0
-    tied: tuple[Traffic, ...] = ()
-    traffic: tuple[Traffic, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelCosts:
-    """Costs of one rank's model in a layout, by part.
-
-    embedding: of the first chunk; copies: the last chunk's own copy of it, if there is one; end: norm, layers of
-    multi-token prediction and output layer; chunk: present once in each chunk. Without a pipeline the work of the
-    embedding is part of the end's. rows: None where experts are dropless.
-    """
-
-    config: TransformerConfig
-    embedding: PartCost
-    copies: PartCost
-    layers: Mapping[LayerKind, PartCost]
-    end: PartCost
-    chunk: PartCost
-    mtp_expert_layers: int
-    rows: StaticRows | None
-    step: StepWork = field(default_factory=StepWork)
-
-    def chunk_parts(self, layers: Sequence[LayerKind], *, is_first: bool, is_last: bool) -> list[PartCost]:
-        """Returns the parts of a chunk with these layers, in the order of its parameters."""
-        # A pipeline of one stage has no second table.
-        start = [self.embedding] if is_first else [self.copies] if is_last else []
-        return [*start, *(self.layers[kind] for kind in layers), *([self.end] if is_last else []), self.chunk]
-
-    def scaled(self, scale: Scale) -> "ModelCosts":
-        """Returns the costs in a similar layout. Approximate: some of what is saved grows with neither factor."""
-        rows = self.rows
-        if rows is not None:
-            rows = StaticRows(_scaled(rows.max_rows, scale.samples), _scaled(rows.balanced, scale.samples))
-        return replace(
-            self,
-            embedding=self.embedding.scaled(scale),
-            layers={kind: part.scaled(scale) for kind, part in self.layers.items()},
-            end=self.end.scaled(scale),
-            chunk=self.chunk.scaled(scale),
-            rows=rows,
-        )
 
 
 def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
@@ -284,90 +285,9 @@ def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
 
 
 def distinct_kinds(args: argparse.Namespace) -> list[LayerKind]:
-    """Returns each kind of layer once; the last layer's kind, which layers of multi-token prediction share, is last."""
+    """Returns each kind of layer once. The last layer's kind, shared by multi-token prediction layers, is last."""
     every = layer_kinds(args)
     return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
-
-
-def measure_memory(
-    args: argparse.Namespace,
-    model_provider: Callable[..., nn.Module],
-    *,
-    forward_step: ForwardStep,
-    of_each_kind: int = 2,
-) -> ModelCosts:
-    """Builds a short model of validated args without memory and returns its bytes by part; work is not measured.
-
-    of_each_kind: layers of each kind that are built. The second one shows what a chunk saves once for all its layers; 1
-    is faster. Raises ValueError as the run would for a layer that cannot be built, and for a model that is no GPTModel.
-    """
-    kinds = distinct_kinds(args)
-    probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
-    pipeline = pipeline_of(probe, 0)
-    parts: dict[str, PartCost] = {}
-    for stage, rank in enumerate(pipeline):
-        with as_rank(probe, rank):
-            # Wrapped, as layers that add weight gradients in their products save other tensors.
-            model = get_model(model_provider, ModelType.encoder_or_decoder, args=probe)[0]
-            if not isinstance(unwrap_model(model), GPTModel):
-                raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
-            found = _parts_of(model, probe, forward_step=forward_step)
-            rows = _static_rows(model, probe)
-            # Stages differ only in their copy of the embedding.
-            names = {EMBEDDING: "copies"} if stage > 0 else {}
-            parts |= {names.get(name, name): part for name, part in found.items()}
-    inner = unwrap_model(model)
-    mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
-    numbers = [(number + 1) * of_each_kind - 1 for number in range(len(kinds))]
-    layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
-    return ModelCosts(
-        get_model_config(model),
-        parts[EMBEDDING],
-        parts.get("copies", PartCost()),
-        layers,
-        parts[END],
-        _chunk_cost(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
-        mtp_expert_layers=mtp,
-        rows=rows,
-    )
-
-
-def measure_work(
-    costs: ModelCosts,
-    args: argparse.Namespace,
-    model_provider: Callable[..., nn.Module],
-    *,
-    forward_step: ForwardStep,
-    of_each_kind: int = 2,
-    has_all_replicas: bool = True,
-) -> ModelCosts:
-    """Traces a step of a short model of validated args and returns the costs with the work of each part.
-
-    of_each_kind: layers of each kind that are run. The first one's backward may be counted to the part before it, where
-    it begins; 1 is faster. has_all_replicas: whether the short run has as many data-parallel ranks as the run. Raises
-    ValueError as the run would for a layer that cannot be built.
-    """
-    kinds = distinct_kinds(args)
-    pattern = [kind for kind in kinds for _ in range(of_each_kind)]
-    probe = probe_args(args, pattern, has_all_replicas=has_all_replicas)
-    stages = []
-    for rank in pipeline_of(probe, 0):
-        with as_rank(probe, rank) as groups:
-            stages.append(_trace_stage(probe, model_provider, forward_step=forward_step, groups=groups))
-    parts, step = stages[-1]
-    layers = {
-        kind: parts.get(f"layer {(number + 1) * of_each_kind - 1}", PartWork()) for number, kind in enumerate(kinds)
-    }
-    # Work that was counted to a neighbouring part stays in the sum.
-    end = total_work([*parts.values(), total_work(layers[kind] for kind in pattern).times(-1)])
-    is_pipeline = len(stages) > 1
-    return replace(
-        costs,
-        embedding=replace(costs.embedding, work=total_work(stages[0][0].values()) if is_pipeline else PartWork()),
-        layers={kind: replace(part, work=layers[kind]) for kind, part in costs.layers.items()},
-        end=replace(costs.end, work=end),
-        step=step if is_pipeline else replace(step, tied=()),
-    )
 
 
 def probe_args(
@@ -375,8 +295,8 @@ def probe_args(
 ) -> argparse.Namespace:
     """Returns the arguments of a short model with layers of these kinds.
 
-    It runs on the fewest ranks that the layout allows, or on all that share parameters (has_all_replicas). In a
-    pipeline its first stage holds the embedding alone.
+    It has the fewest ranks that the layout allows, or all data-parallel ranks (has_all_replicas). With a pipeline it
+    has two stages, and the first one holds only the embedding.
     """
     args = copy.copy(args)
     args.ddp_debug = False
@@ -386,7 +306,7 @@ def probe_args(
     if args.window_size is not None:
         args.window_attn_skip_freq = [int(kind.has_window) for kind in pattern]
     if args.position_embedding_type == "rope":
-        # Long tables take time to compute, and their size is known.
+        # Long tables take time to compute. _chunk_cost scales their size instead.
         args.max_position_embeddings = args.seq_length
     if args.recompute_num_layers is not None:
         args.recompute_num_layers = min(args.recompute_num_layers, args.num_layers)
@@ -407,19 +327,85 @@ def probe_args(
     return args
 
 
+def part_of_name(name: str) -> str | None:
+    """Returns the part that a module or tensor with this name belongs to; None for names outside of all parts."""
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"layer {layer[1]}"
+    if re.search(r"\bembedding\b", name):
+        return EMBEDDING
+    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
+
+
+def part_at(name: str, entered: int, *, num_layers: int) -> str:
+    """Returns the part that runs while the module `name` ("" outside of all) runs, after `entered` layers began."""
+    part = part_of_name(name)
+    if part is None:
+        return f"layer {entered}" if entered < num_layers else END
+    # Multi-token prediction embeds tokens after the layers.
+    return END if part == EMBEDDING and entered else part
+
+
+def measure_memory(
+    args: argparse.Namespace,
+    model_provider: Callable[..., nn.Module],
+    *,
+    forward_step: ForwardStep,
+    of_each_kind: int = 2,
+) -> ModelCosts:
+    """Builds a short model of validated args without memory and returns its bytes by part, without work.
+
+    of_each_kind: layers of each kind that are built. With two, tensors that a chunk saves once for all layers are told
+    apart; one is faster. Raises ValueError as the run would for a layer that cannot be built, and for models other than
+    GPTModel.
+    """
+    kinds = distinct_kinds(args)
+    probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
+    pipeline = pipeline_of(probe, 0)
+    parts: dict[str, PartCost] = {}
+    for stage, rank in enumerate(pipeline):
+        with as_rank(probe, rank):
+            # Wrapped, because layers save other tensors where weight gradients accumulate into buffers.
+            model = get_model(model_provider, ModelType.encoder_or_decoder, args=probe)[0]
+            if not isinstance(unwrap_model(model), GPTModel):
+                raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
+            found = _parts_of(model, probe, forward_step=forward_step)
+            rows = _static_rows(model, probe)
+            # The last stage's embedding is a copy.
+            names = {EMBEDDING: "copies"} if stage > 0 else {}
+            parts |= {names.get(name, name): part for name, part in found.items()}
+    inner = unwrap_model(model)
+    mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
+    numbers = [(number + 1) * of_each_kind - 1 for number in range(len(kinds))]
+    layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
+    return ModelCosts(
+        get_model_config(model),
+        parts[EMBEDDING],
+        parts.get("copies", PartCost()),
+        layers,
+        parts[END],
+        _chunk_cost(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
+        mtp_expert_layers=mtp,
+        rows=rows,
+    )
+
+
 def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartCost]:
-    """Returns bytes by part: the embedding, each layer by its number, and the end."""
+    """Returns the bytes of each part: the embedding, each numbered layer, and the end."""
     params: dict[str, list[ParamSize]] = {}
     other: Counter[str] = Counter()
     for name, param in model.named_parameters():
         part = part_of_name(name) or END
         if param.requires_grad:
-            params.setdefault(part, []).append(_param_size(param, args))
+            flat_buffer = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+            param_size = ParamSize(param.numel(), flat_buffer, own_bucket=param_facts(param).shared_embedding)
+            params.setdefault(part, []).append(param_size)
         else:
-            other[part] += _bytes(param)
+            other[part] += param.nbytes
     for name, buffer in model.named_buffers():
-        if not _is_of_chunk(model, name):
-            other[part_of_name(name) or END] += _bytes(buffer)
+        # _chunk_cost counts the tables that a chunk has once.
+        if not isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding)):
+            other[part_of_name(name) or END] += buffer.nbytes
     saved: dict[str, dict[str, int]] = {}
     for label, size in _saved(model, args, forward_step=forward_step).items():
         part, _, kind = label.partition(": ")
@@ -431,7 +417,7 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
 
 
 def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
-    """Returns saved bytes by "part: kind"; tensors saved between two layers, as by recompute, count to the later."""
+    """Returns saved bytes by "part: kind". Tensors saved between layers, as by recompute, count to the later layer."""
     layers = list(unwrap_model(model).decoder.layers)
     reached = [0]
     handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
@@ -446,32 +432,16 @@ def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardS
             handle.remove()
 
 
-def part_at(name: str, entered: int, *, num_layers: int) -> str:
-    """Returns the part that a module belongs to ("" outside of all), after `entered` of num_layers layers began."""
-    part = part_of_name(name)
-    if part is None:
-        return f"layer {entered}" if entered < num_layers else END
-    # Multi-token prediction embeds later tokens at the end.
-    return END if part == EMBEDDING and entered else part
-
-
-def part_of_name(name: str) -> str | None:
-    """Returns the part that a module or tensor of this name belongs to; None for what is outside of the layers."""
-    layer = _LAYER.search(name)
-    if layer is not None:
-        return f"layer {layer[1]}"
-    if re.search(r"\bembedding\b", name):
-        return EMBEDDING
-    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
-
-
-def _param_size(param: nn.Parameter, args: argparse.Namespace) -> ParamSize:
-    kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
-    return ParamSize(param.numel(), kind, own_bucket=param_facts(param).shared_embedding)
-
-
-def _is_of_chunk(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding))
+def _static_rows(model: nn.Module, args: argparse.Namespace) -> StaticRows | None:
+    dispatchers = [part.token_dispatcher for part in model.modules() if isinstance(part, MoELayer)]
+    if not dispatchers:
+        return None
+    assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in static buffers"
+    budget = dispatchers[0].budget
+    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    tokens = args.seq_length * args.micro_batch_size // shared
+    balanced = tokens * budget.topk * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    return StaticRows(budget.rows_of_rank(tokens), balanced)
 
 
 def _chunk_cost(
@@ -482,37 +452,59 @@ def _chunk_cost(
     probe: argparse.Namespace,
     numbers: Sequence[int],
 ) -> PartCost:
-    """Returns the bytes that each chunk has once. numbers: layers whose own share is known."""
+    """Returns the bytes that each chunk has once. numbers: the second layer of each kind, or none."""
     saved: Counter[str] = Counter()
     for number in numbers:
         first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
         saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
     other, further = 0, args.mtp_num_layers or 0
     for part in model.modules():
-        size = sum(_bytes(buffer) for buffer in part.buffers(recurse=False))
+        size = sum(buffer.nbytes for buffer in part.buffers(recurse=False))
         if isinstance(part, RotaryEmbedding):
             other += size * args.max_position_embeddings // probe.max_position_embeddings
         elif isinstance(part, AuxLossRecorder):
-            # Tables with a row for each layer of the model, and one number.
-            alone = _bytes(part.backward_scale)
+            # It has tables with a row for each layer of the model, and one number.
+            alone = part.backward_scale.nbytes
             other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
     return PartCost((), other, {kind: size for kind, size in saved.items() if size})
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def measure_work(
+    costs: ModelCosts,
+    args: argparse.Namespace,
+    model_provider: Callable[..., nn.Module],
+    *,
+    forward_step: ForwardStep,
+    of_each_kind: int = 2,
+    has_all_replicas: bool = True,
+) -> ModelCosts:
+    """Traces a step of a short model of validated args and returns the costs with the work of each part.
 
-
-def _static_rows(model: nn.Module, args: argparse.Namespace) -> StaticRows | None:
-    dispatchers = [part.token_dispatcher for part in model.modules() if isinstance(part, MoELayer)]
-    if not dispatchers:
-        return None
-    assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in buffers of a fixed size"
-    budget = dispatchers[0].budget
-    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    tokens = args.seq_length * args.micro_batch_size // shared
-    balanced = tokens * budget.topk * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    return StaticRows(budget.rows_of_rank(tokens), balanced)
+    of_each_kind: layers of each kind that are run. The last backward kernels of a kind's first layer may count to the
+    part before it; one layer is faster. has_all_replicas: whether the short run has as many data-parallel ranks as the
+    run. Raises ValueError as the run would for a layer that cannot be built.
+    """
+    kinds = distinct_kinds(args)
+    pattern = [kind for kind in kinds for _ in range(of_each_kind)]
+    probe = probe_args(args, pattern, has_all_replicas=has_all_replicas)
+    stages = []
+    for rank in pipeline_of(probe, 0):
+        with as_rank(probe, rank) as groups:
+            stages.append(_trace_stage(probe, model_provider, forward_step=forward_step, groups=groups))
+    parts, step = stages[-1]
+    layers = {
+        kind: parts.get(f"layer {(number + 1) * of_each_kind - 1}", PartWork()) for number, kind in enumerate(kinds)
+    }
+    # The end takes the rest, so that work counted to a neighbouring part stays in the sum.
+    end = total_work([*parts.values(), total_work(layers[kind] for kind in pattern).times(-1)])
+    is_pipeline = len(stages) > 1
+    return replace(
+        costs,
+        embedding=replace(costs.embedding, work=total_work(stages[0][0].values()) if is_pipeline else PartWork()),
+        layers={kind: replace(part, work=layers[kind]) for kind, part in costs.layers.items()},
+        end=replace(costs.end, work=end),
+        step=step if is_pipeline else replace(step, tied=()),
+    )
 
 
 def _trace_stage(
@@ -522,7 +514,7 @@ def _trace_stage(
     forward_step: ForwardStep,
     groups: ProcessGroupCollection,
 ) -> tuple[dict[str, PartWork], StepWork]:
-    """Runs a step of one stage of the short model; returns work by part, and what happens once per step."""
+    """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
     model, optimizer, _ = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder, args=args)
     recorder = _PartRecorder(model[0], live_rows=live_rows(args), spans=_param_spans(model[0], args))
     messages = _PartMessages(groups, recorder)
@@ -531,38 +523,17 @@ def _trace_stage(
     ) as traced:
         with recorder.recording():
             traced.step(1, batch=batch_of(args), modes=[messages])
-    once = [one for one in messages.take() if one.phase not in (FORWARD, BACKWARD) and not _is_transfer(one)]
+    once = [
+        one
+        for one in messages.take()
+        if one.phase not in (FORWARD, BACKWARD) and one.operation not in ("send", "receive")
+    ]
     return recorder.parts(messages.of_passes), StepWork(
         recorder.update,
         sum(optimizer.state_bytes.values()),
         tied=tuple(one for one in once if _is_tied(one)),
         traffic=tuple(one for one in once if not _is_tied(one) and not _is_data(one)),
     )
-
-
-@dataclass(frozen=True)
-class _ParamSpan:
-    """Elements of a storage that belong to one parameter or its gradient; shape: of the parameter."""
-
-    start: int
-    end: int
-    is_expert: bool
-    shape: tuple[int, ...]
-
-
-def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_ParamSpan]]:
-    """Maps storages to the spans of a chunk's parameters and of their gradients, which have the same layout."""
-    found: dict[int, list[_ParamSpan]] = {}
-    for param in chunk.parameters():
-        kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
-        start = int(param.storage_offset())
-        span = _ParamSpan(start, start + param.numel(), kind.is_expert, tuple(param.shape))
-        found.setdefault(param.untyped_storage()._cdata, []).append(span)
-    assert isinstance(chunk, _BaseDataParallel), "wrapped as in a run"
-    for buffer in chunk.all_buffers:
-        of_params = found.get(buffer.param_data.untyped_storage()._cdata, [])
-        found[buffer.grad_data.untyped_storage()._cdata] = of_params
-    return found
 
 
 def _is_data(one: Traffic) -> bool:
@@ -573,12 +544,33 @@ def _is_tied(one: Traffic) -> bool:
     return one.phase == GRADS and one.group in ("pp", "embd")
 
 
-def _is_transfer(one: Traffic) -> bool:
-    return one.operation in ("send", "receive")
+@dataclass(frozen=True)
+class _ParamSpan:
+    """Range of elements of a storage that belong to one parameter or its gradient. shape: the parameter's shape."""
+
+    start: int
+    end: int
+    is_expert: bool
+    shape: tuple[int, ...]
+
+
+def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_ParamSpan]]:
+    """Maps the storages of a chunk's parameters and gradients to their spans. Both have the same layout."""
+    found: dict[int, list[_ParamSpan]] = {}
+    for param in chunk.parameters():
+        kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+        start = int(param.storage_offset())
+        span = _ParamSpan(start, start + param.numel(), kind.is_expert, tuple(param.shape))
+        found.setdefault(param.untyped_storage()._cdata, []).append(span)
+    assert isinstance(chunk, _BaseDataParallel), "the chunk is wrapped as in a run"
+    for buffer in chunk.all_buffers:
+        of_params = found.get(buffer.param_data.untyped_storage()._cdata, [])
+        found[buffer.grad_data.untyped_storage()._cdata] = of_params
+    return found
 
 
 class _PartRecorder(WorkRecorder):
-    """Counts the kernels of a model chunk by part. spans: parameters and gradients of each storage."""
+    """Counts the kernels of a model chunk by part. spans: spans of parameters and gradients, by storage."""
 
     def __init__(
         self,
@@ -589,14 +581,14 @@ class _PartRecorder(WorkRecorder):
     ) -> None:
         super().__init__([model], live_rows=live_rows)
         self._layers, self._spans = list(unwrap_model(model).decoder.layers), spans
-        # Whether weights of a shape belong to experts.
+        # Maps the shape of a weight to whether it belongs to experts.
         self._shapes = {one.shape: one.is_expert for some in spans.values() for one in some}
         self._entered, self._saved_part, self._weight_bytes = 0, "", {False: 0.0, True: 0.0}
         self._counts: dict[tuple[str, str], KernelCounts] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records inside the block, and counts the layers that begin."""
+        """Records kernels inside the block, and the number of layers entered."""
         handles = [
             layer.register_forward_pre_hook(self._enter_layer(number))
             for number, layer in enumerate(self._layers, start=1)
@@ -608,12 +600,75 @@ class _PartRecorder(WorkRecorder):
             for handle in handles:
                 handle.remove()
 
+    def _enter_layer(self, number: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._entered = number
+
+        return enter
+
     @property
     def part(self) -> str:
         """The part whose forward or backward is running."""
         if self._running or self.pass_name in (None, FORWARD):
             return part_at(self._running.name, self._entered, num_layers=len(self._layers))
         return self._saved_part
+
+    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
+        if name not in ROWS_OF_TABLES:
+            # A tensor changed in place is read and written.
+            written = args[:1] if func._schema.is_mutable else ()
+            leaves = [leaf for leaf in tree_leaves((args, kwargs, written)) if isinstance(leaf, Tensor)]
+            known = [leaf for leaf in leaves if leaf.untyped_storage()._cdata in self._spans]
+            for leaf in known:
+                self._weight_bytes[self._is_of_experts(leaf)] += leaf.nbytes
+            results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            if name in GROUPED or func._overloadpacket in flop_registry:
+                # Grouped products may write into an argument.
+                places = [*leaves, *results] if name in GROUPED else results
+                self._count_gradients([] if known else places, is_grouped=name in GROUPED)
+            else:
+                self._count_accumulated([*leaves, *results], known)
+        super()._count(func, name, args=args, kwargs=kwargs, result=result)
+        self._weight_bytes = {False: 0.0, True: 0.0}
+
+    def _count_gradients(self, results: Iterable[Tensor], *, is_grouped: bool) -> None:
+        """Counts weight gradients among the results of a product without weights.
+
+        A result with a weight's shape, or with one matrix per expert, is a gradient.
+        """
+        for leaf in results:
+            if is_grouped and leaf.dim() == 3:
+                self._weight_bytes[True] += leaf.nbytes
+            elif not is_grouped and tuple(leaf.shape) in self._shapes:
+                self._weight_bytes[self._shapes[tuple(leaf.shape)]] += leaf.nbytes
+
+    def _count_accumulated(self, leaves: Iterable[Tensor], known: Sequence[Tensor]) -> None:
+        """Counts the gradients of an operator that accumulates them into a buffer, by the shape of its weights."""
+        shapes = {tuple(leaf.shape): self._is_of_experts(leaf) for leaf in known}
+        for leaf in leaves:
+            if tuple(leaf.shape) in shapes and leaf.untyped_storage()._cdata not in self._spans:
+                self._weight_bytes[shapes[tuple(leaf.shape)]] += leaf.nbytes
+
+    def _is_of_experts(self, leaf: Tensor) -> bool:
+        start = leaf.storage_offset()
+        spans = self._spans[leaf.untyped_storage()._cdata]
+        return any(one.is_expert for one in spans if one.start <= start < one.end)
+
+    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        """Counts a kernel by part, too. tensor: any shape, in the dtype of the computation."""
+        super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
+        name = self.pass_name
+        if name is not None:
+            kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
+            counts = self._counts.setdefault((self.part, name), KernelCounts())
+            counts[CountedKernel(kernel, self._weight_bytes[False], self._weight_bytes[True])] += 1
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return self.part, super()._pack(tensor)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        self._saved_part, packed = kept
+        return super()._unpack(packed)
 
     def parts(self, messages: Mapping[str, Sequence[Traffic]]) -> dict[str, PartWork]:
         """Returns the recorded work, with the messages of each part."""
@@ -629,72 +684,9 @@ class _PartRecorder(WorkRecorder):
             for part in sorted(names)
         }
 
-    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """KernelCounts a fused kernel by part, too. tensor: any shape, of the dtype it computes in."""
-        super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
-        name = self.pass_name
-        if name is not None:
-            kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
-            counts = self._counts.setdefault((self.part, name), KernelCounts())
-            counts[CountedKernel(kernel, self._weight_bytes[False], self._weight_bytes[True])] += 1
-
-    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
-        if name not in ROWS_OF_TABLES:
-            # A tensor changed in place is read and written.
-            written = args[:1] if func._schema.is_mutable else ()
-            leaves = [leaf for leaf in tree_leaves((args, kwargs, written)) if isinstance(leaf, Tensor)]
-            known = [leaf for leaf in leaves if leaf.untyped_storage()._cdata in self._spans]
-            for leaf in known:
-                self._weight_bytes[self._is_of_experts(leaf)] += leaf.nbytes
-            results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            if name in GROUPED or func._overloadpacket in flop_registry:
-                # Grouped products may write into a tensor that they are given.
-                places = [*leaves, *results] if name in GROUPED else results
-                self._count_gradients([] if known else places, is_grouped=name in GROUPED)
-            else:
-                self._count_alike([*leaves, *results], known)
-        super()._count(func, name, args=args, kwargs=kwargs, result=result)
-        self._weight_bytes = {False: 0.0, True: 0.0}
-
-    def _count_gradients(self, results: Iterable[Tensor], *, is_grouped: bool) -> None:
-        """KernelCounts weight gradients among the results of a product without weights.
-
-        A result with a weight's shape, or with one matrix for each expert, is a gradient.
-        """
-        for leaf in results:
-            if is_grouped and leaf.dim() == 3:
-                self._weight_bytes[True] += leaf.nbytes
-            elif not is_grouped and tuple(leaf.shape) in self._shapes:
-                self._weight_bytes[self._shapes[tuple(leaf.shape)]] += leaf.nbytes
-
-    def _count_alike(self, leaves: Iterable[Tensor], known: Sequence[Tensor]) -> None:
-        """KernelCounts the gradient of an operator that adds it to its place in a buffer."""
-        shapes = {tuple(leaf.shape): self._is_of_experts(leaf) for leaf in known}
-        for leaf in leaves:
-            if tuple(leaf.shape) in shapes and leaf.untyped_storage()._cdata not in self._spans:
-                self._weight_bytes[shapes[tuple(leaf.shape)]] += leaf.nbytes
-
-    def _is_of_experts(self, leaf: Tensor) -> bool:
-        start = leaf.storage_offset()
-        spans = self._spans[leaf.untyped_storage()._cdata]
-        return any(one.is_expert for one in spans if one.start <= start < one.end)
-
-    def _enter_layer(self, number: int) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            self._entered = number
-
-        return enter
-
-    def _pack(self, tensor: Tensor) -> Any:
-        return self.part, super()._pack(tensor)
-
-    def _unpack(self, kept: Any) -> Tensor:
-        self._saved_part, packed = kept
-        return super()._unpack(packed)
-
 
 class _PartMessages(MessageRecorder):
-    """Records the messages of passes by the part that the recorder says is running."""
+    """Records the messages of passes by the recorder's running part."""
 
     def __init__(self, groups: ProcessGroupCollection, recorder: _PartRecorder) -> None:
         super().__init__(groups)

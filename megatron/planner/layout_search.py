@@ -1,6 +1,6 @@
-"""Searches the best layouts of a model: those that fit, and among them the ones that none beats in memory and time.
+"""Searches the Pareto front of a model's layouts in memory and time, among those that fit.
 
-Candidates come from layout_space.py. Each is estimated from the costs of a layout of the same kind; the best are
+layout_space.py lists candidates. Each is estimated from the costs of a layout of the same kind, and the best are
 measured on a model built for them.
 """
 
@@ -36,7 +36,6 @@ from megatron.planner.stage_costs import (
     PersistentBytes,
     Shape,
     StageMemory,
-    full_rounds,
     in_node_ranks,
     peak_activations,
     persistent_bytes,
@@ -46,7 +45,7 @@ from megatron.planner.stage_costs import (
     stage_load,
     stash_bytes,
 )
-from megatron.planner.step_time import StepTime, estimate_step, long_step, overlap_of
+from megatron.planner.step_time import StepTime, estimate_step, full_rounds, long_step, overlap_of
 from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.config_builder import config_from_args
@@ -56,20 +55,26 @@ from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.setup import setup_tokenizer
 
-# By whether they are experts': bytes of parameters and of gradients.
-Weights = dict[bool, tuple[int, int]]
-# Kinds by part of the pipeline, the first stage of each content, and numbers of kinds by stage.
-_Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
-# Of a kind of layouts that the run refuses; then none of the kind is tried any more.
-_MOST_REFUSALS = 4
-# An update reads masters and moments and writes them.
-_TOUCHES = 2
+# Layouts of one kind that the run may refuse before the search skips the kind.
+_MAX_REFUSALS = 4
+# Layouts that are measured to find the smallest one that the run accepts, where none fits.
+_MAX_TRIED = 12
+# A slower layout joins the front only if it needs less than this share of memory, since estimates are inexact.
+_PROGRESS = 0.98
+# An update reads and writes masters and moments.
+_ACCESSES_PER_UPDATE = 2
 _GIGA = 1e9
+# Bytes of parameters and of gradients, for experts (True) and dense layers (False).
+Weights = dict[bool, tuple[int, int]]
+# Layer kinds of each part of the pipeline, the first stage of each content, and counts of kinds by stage.
+_Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
+# Called with a status line for each layout. May print only some of them.
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of a step of a layout, from scaled costs: bytes of the fullest rank, and seconds."""
+    """Estimate of a layout from scaled costs: bytes of the fullest rank, and seconds of a step."""
 
     num_bytes: int
     seconds: float
@@ -77,7 +82,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """A layout that the run does not refuse. words: its command line. stages: what the first rank of each holds."""
+    """A layout that the run accepts. words: its command line. stages: memory of each stage's first rank."""
 
     layout: Layout
     words: tuple[str, ...]
@@ -91,13 +96,26 @@ class Advice:
 
     @property
     def fullest(self) -> int:
-        """The stage whose ranks hold most."""
+        """Number of the stage with the fullest ranks."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
 
 
 @dataclass(frozen=True)
+class Found:
+    """Result of a search. front: Pareto front of the layouts that fit, fastest first.
+
+    nearest: the layout with the least memory, where none fits. compared, fitting: numbers of layouts.
+    """
+
+    front: tuple[Advice, ...]
+    nearest: Advice | None
+    compared: int
+    fitting: int
+
+
+@dataclass(frozen=True)
 class PassSeconds:
-    """Times of one microbatch. exposed: messages that its passes wait for."""
+    """Seconds of one microbatch. exposed: messages that its passes wait for."""
 
     forward: float
     backward: float
@@ -109,65 +127,83 @@ class PassSeconds:
         return self.forward + self.backward + self.exposed
 
 
-def seconds_of(
-    work: PartWork, device: Device, *, in_node: Mapping[str, int], behind: Mapping[str, tuple[str, ...]]
-) -> PassSeconds:
-    """One kernel and one message after the other, but for what kinds of kernels hide; see Overlap."""
-    chunk = work.chunk()
-    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
-    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
-    sent: dict[tuple[str, str], float] = {}
-    for one in work.traffic:
-        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
-        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
-    exposed = sum(
-        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in behind.get(group, ())))
-        for (group, phase), seconds in sent.items()
-    )
-    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
+def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progress: Progress) -> Found:
+    """Searches layouts that fit into `limit` bytes, up to `most` of the front.
 
-
-def quick_seconds(
-    stages: Sequence[PassSeconds],
-    shape: Shape,
-    *,
-    reduced: float,
-    gathered: float,
-    updated: float,
-    sharding: Sharding,
-) -> float:
-    """Estimates a step: microbatches through the slowest stage, and each stage once while the pipeline fills.
-
-    stages: of all layers of each, one microbatch. reduced, gathered, updated: seconds of the slowest rank's gradients,
-    parameters and update; the first two overlap with the last backward and the first forward.
+    Raises CommandLineError if no layout is possible.
     """
-    slowest = max(stages, key=lambda one: one.total)
-    filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
-    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
-    late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
-    return shape.num_microbatches * slowest.total + filling + late + updated
+    micro_batch = space.fixed.get("micro_batch")
+    if micro_batch and space.global_batch % micro_batch:
+        raise CommandLineError(
+            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
+        )
+    compared, known = _costs(space, costs, limit=limit, progress=progress)
+    fitting = [one for one in known if one[0].num_bytes <= limit]
+    if not compared:
+        raise CommandLineError(
+            f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
+            f"data-parallel ranks that divide the global batch of {space.global_batch}; given sizes: "
+            f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
+        )
+    front = _front(fitting, costs, limit=limit, most=most, progress=progress)
+    nearest = None
+    if not front:
+        if known and not fitting:
+            # costs.cost skips layouts with parameters of more than twice the limit. With the smallest known layout as
+            # the limit, it skips none that needs less.
+            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
+        nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
+        if nearest is None:
+            too_large = "the parameters of a rank alone take more than twice the memory"
+            why = costs.last_refusal.replace("\n", "; ") or too_large
+            raise CommandLineError(f"none of {compared} layouts is possible: {why}")
+    return Found(tuple(front), nearest, compared, len(fitting))
 
 
-def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
-    """Gradients and parameters of a step. weights: of experts and of the rest, bytes of parameters and gradients."""
-    found = []
-    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
-    for is_expert, (params, grads) in weights.items():
-        name, size = ("edp", shape.expert_ranks) if is_expert else ("dp_cp", shape.dense_ranks)
-        if size < 2:
+def _costs(
+    space: Space, costs: "LayoutCosts", *, limit: int, progress: Progress
+) -> tuple[int, list[tuple[Cost, Layout]]]:
+    """Returns the number of layouts, and those with a cost."""
+    total = sum(1 for _ in space.layouts())
+    compared = 0
+    known: list[tuple[Cost, Layout]] = []
+    for layout in space.layouts():
+        progress(f"{compared} of {total} layouts compared")
+        compared += 1
+        cost = costs.cost(layout, limit=limit)
+        if cost is not None:
+            known.append((cost, layout))
+    return compared, known
+
+
+def _front(
+    fitting: list[tuple[Cost, Layout]], costs: "LayoutCosts", *, limit: int, most: int, progress: Progress
+) -> list[Advice]:
+    """Returns the best layouts that the run accepts and that fit by their measured costs."""
+    found: list[Advice] = []
+    smallest = float("inf")
+    for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
+        if len(found) == most:
+            break
+        if cost.num_bytes > smallest * _PROGRESS:
             continue
-        if sharding is Sharding.NOTHING:
-            found.append(Traffic(name, size, "all-reduce", GRADS, times, grads))
-            continue
-        found.append(Traffic(name, size, "reduce-scatter", GRADS, times, times * grads))
-        found.append(Traffic(name, size, "all-gather", PARAMS, 1, params))
-    return tuple(found)
+        progress(f"{len(fitting)} layouts fit, {len(found)} of the best measured")
+        advice = costs.advice(layout)
+        if advice is not None and advice.num_bytes <= limit:
+            found.append(advice)
+            smallest = min(cost.num_bytes, advice.num_bytes)
+    return sorted(found, key=lambda one: one.time.seconds)
+
+
+def _nearest(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") -> Advice | None:
+    tried = [costs.advice(layout) for _, layout in islice(candidates, _MAX_TRIED)]
+    return min((advice for advice in tried if advice is not None), key=lambda one: one.num_bytes, default=None)
 
 
 class LayoutCosts:
     """Estimates the layouts of one command line. words: its flags without those that choose a layout.
 
-    args: the validated arguments of these flags on one rank. last_refusal: why the run refused the last refused layout.
+    args: the validated arguments of these flags on one rank. last_refusal: the run's error for the last refused layout.
     """
 
     def __init__(
@@ -183,18 +219,19 @@ class LayoutCosts:
         self._words, self._args, self._space, self._device = tuple(words), args, space, device
         self._provider, self._forward_step = model_provider, forward_step
         self._kinds = layer_kinds(args)
-        self._behind = overlap_of(args).behind
+        self._overlapped_by = overlap_of(args).overlapped_by
         self._given_sharding = _sharding_of(args)
-        self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._works: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._cut_alike: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
-        self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._refusals: Counter[tuple[object, ...]] = Counter()
+        # Measured costs with their layout: memory by kind, the last memory by tensor sizes, and work by kind.
+        self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        self._known_by_tensor_sizes: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
+        self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        # Caches, each by the sizes that its values depend on.
+        self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
-        # By what each depends on: layouts that differ in nothing of it share what was found.
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
-        self._waiting: dict[tuple[object, ...], dict[int, int]] = {}
+        self._activations: dict[tuple[object, ...], dict[int, int]] = {}
         self._layers: dict[tuple[object, ...], _Layers] = {}
         self.last_refusal = ""
 
@@ -203,30 +240,30 @@ class LayoutCosts:
         return (*self._words, *self._space.flags(layout))
 
     def cost(self, layout: Layout, *, limit: int) -> Cost | None:
-        """Returns an estimate; None where the run refuses such layouts, or parameters take more than twice the limit.
+        """Returns an estimate; None if the run refuses the layout, or its parameters take more than twice the limit.
 
-        Where persistent memory alone exceeds the limit, only that is counted, and seconds are infinite.
+        Over the limit, seconds are infinite, and activations may be left out of the bytes.
         """
         if not self._may_fit(layout, limit=limit):
             return None
         costs = self._memory_costs(layout)
         if costs is None:
             return None
-        shape, heads = self._shape(layout), self._heads(layout)
+        shape, distinct = self._shape(layout), self._distinct(layout)
         weights = self._weights_of(layout, costs, shape=shape)
-        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in heads}
+        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in distinct}
         num_bytes = max(one.total for one in persistent.values())
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
-        waiting = self._waiting_of(layout, costs, shape=shape)
-        num_bytes = max(persistent[stage].total + layout.micro_batch * waiting[stage] for stage in heads)
+        activations = self._activations_of(layout, costs, shape=shape)
+        num_bytes = max(persistent[stage].total + layout.micro_batch * activations[stage] for stage in distinct)
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
         updated = max(self._update_bytes(one) for one in persistent.values()) / self._memory_rate
-        return Cost(num_bytes, self._about_seconds(layout, shape=shape, weights=weights, updated=updated))
+        return Cost(num_bytes, self._quick_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
-        """Returns exact figures of a layout, from a model built for it; None where the run refuses it."""
+        """Returns measured costs of a layout, from a model built for it; None if the run refuses it."""
         try:
             args = self._validated(layout)
             costs = measure_memory(args, self._provider, forward_step=self._forward_step)
@@ -238,10 +275,26 @@ class LayoutCosts:
         time = self._step_time(args, costs, stages=stages)
         return Advice(layout, self.words_of(layout), stages, time)
 
-    def _memory_costs(self, layout: Layout) -> ModelCosts | None:
-        """Returns sizes for microbatches of one sample; None where the run refuses this kind of layout.
+    def _may_fit(self, layout: Layout, *, limit: int) -> bool:
+        """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
+        known = self._known_by_tensor_sizes.get((layout.tensor, layout.expert_tensor))
+        if known is None:
+            return True
+        if self._weights_key(layout) not in self._weights:
+            costs = known[0].scaled(Scale(experts=Fraction(known[1].expert, layout.expert)))
+            self._weights_of(layout, costs, shape=self._shape(layout))
+        weights = self._weights[self._weights_key(layout)]
+        return max(sum(params for params, _ in one.values()) for one in weights.values()) <= 2 * limit
 
-        They are scaled from those of the first layout of the same kind.
+    @staticmethod
+    def _weights_key(layout: Layout) -> tuple[object, ...]:
+        sizes = (layout.tensor, layout.expert, layout.expert_tensor, layout.stages)
+        return *sizes, layout.counts
+
+    def _memory_costs(self, layout: Layout) -> ModelCosts | None:
+        """Returns the memory of microbatches of one sample; None if the run refuses this kind of layout.
+
+        Scales it from the first layout of the same kind.
         """
         kind = self._kind_of(layout)
         key = (*kind, layout.expert)
@@ -256,55 +309,12 @@ class LayoutCosts:
 
     @staticmethod
     def _kind_of(layout: Layout) -> tuple[object, ...]:
-        """Equal for layouts whose layers differ in the numbers of samples and of experts alone."""
+        """Returns a key that is equal for layouts that differ only in the numbers of samples and experts."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.expert > 1, layout.stages > 1)
         return *sizes, layout.recompute, layout.experts
 
-    def _work_of(self, layout: Layout) -> ModelCosts:
-        """Scaled from that of a layout of its kind in which experts' messages have their own name.
-
-        Ranks that share experts may be those that share layers too: then messages are named after the latter, and do
-        not say how many ranks with other numbers of experts send them.
-        """
-        shared = layout.expert if _share_ranks(layout) else None
-        kind = (*self._kind_of(layout), shared)
-        if kind not in self._works:
-            known = self._known[self._kind_of(layout)][1]
-            base = known if not _share_ranks(known) and shared is None else layout
-            if base.sharding is Sharding.GRADIENTS:
-                # What it copies of gradients follows neither tokens nor weights of one layer.
-                base = replace(base, sharding=Sharding.STATES)
-            costs = measure_work(
-                self._known[self._kind_of(layout)][0],
-                self._validated(base),
-                self._provider,
-                forward_step=self._forward_step,
-                of_each_kind=1,
-                has_all_replicas=False,
-            )
-            self._works[kind] = costs, base
-        costs, base = self._works[kind]
-        return costs.scaled(
-            Scale(
-                samples=Fraction(layout.micro_batch, base.micro_batch),
-                experts=Fraction(base.expert, layout.expert),
-                expert_ranks=Fraction(layout.expert, base.expert),
-            )
-        )
-
-    def _may_fit(self, layout: Layout, *, limit: int) -> bool:
-        """Whether parameters alone take no more than twice the limit, where layers cut alike are known already."""
-        alike = self._cut_alike.get((layout.tensor, layout.expert_tensor))
-        if alike is None:
-            return True
-        if self._weights_key(layout) not in self._weights:
-            costs = alike[0].scaled(Scale(experts=Fraction(alike[1].expert, layout.expert)))
-            self._weights_of(layout, costs, shape=self._shape(layout))
-        weights = self._weights[self._weights_key(layout)]
-        return max(sum(params for params, _ in one.values()) for one in weights.values()) <= 2 * limit
-
     def _find_costs(self, layout: Layout, kind: tuple[object, ...]) -> bool:
-        if self._refusals[kind] >= _MOST_REFUSALS:
+        if self._refusals[kind] >= _MAX_REFUSALS:
             return False
         try:
             args = self._validated(layout)
@@ -313,7 +323,7 @@ class LayoutCosts:
             self._refusals[kind] += 1
             self.last_refusal = str(error)
             return False
-        self._known[kind] = self._cut_alike[layout.tensor, layout.expert_tensor] = costs, layout
+        self._known[kind] = self._known_by_tensor_sizes[layout.tensor, layout.expert_tensor] = costs, layout
         return True
 
     def _validated(self, layout: Layout) -> argparse.Namespace:
@@ -340,35 +350,15 @@ class LayoutCosts:
             group_size=self._args.microbatch_group_size_per_vp_stage,
         )
 
-    def _heads(self, layout: Layout) -> list[int]:
-        """The first stage of each content; later ones hold fewer microbatches, and no more than it."""
+    def _distinct(self, layout: Layout) -> list[int]:
+        """Returns the first stage of each content. Later equal stages hold fewer microbatches, and no more memory."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
         key = self._weights_key(layout)
         if key not in self._weights:
-            self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._heads(layout)}
+            self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._distinct(layout)}
         return self._weights[key]
-
-    @staticmethod
-    def _weights_key(layout: Layout) -> tuple[object, ...]:
-        sizes = (layout.tensor, layout.expert, layout.expert_tensor, layout.stages)
-        return *sizes, layout.counts
-
-    def _waiting_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
-        """Bytes of activations and pages of each distinct stage, of microbatches of one sample."""
-        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
-        group = shape.group_size or shape.stages
-        # Whole rounds: how a step ends makes no difference here.
-        shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
-        key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
-        if key not in self._waiting:
-            self._waiting[key] = {}
-            for stage in self._heads(layout):
-                pages = stash_bytes(costs, shape, stage=stage)
-                kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
-                self._waiting[key][stage] = pages[0] + sum(kept.values())
-        return self._waiting[key]
 
     def _persistent_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> PersistentBytes:
         sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
@@ -393,7 +383,30 @@ class LayoutCosts:
             args.optimizer = "distributed_fused_adam" if args.shard_gradients else "adam"
         return args
 
-    def _about_seconds(
+    def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
+        """Returns the bytes of activations and pages of each distinct stage, with microbatches of one sample."""
+        sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
+        group = shape.group_size or shape.stages
+        # Whole rounds suffice, because the end of a step does not change the peak.
+        shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
+        key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
+        if key not in self._activations:
+            self._activations[key] = {}
+            for stage in self._distinct(layout):
+                pages = stash_bytes(costs, shape, stage=stage)
+                kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
+                self._activations[key][stage] = pages[0] + sum(kept.values())
+        return self._activations[key]
+
+    @staticmethod
+    def _update_bytes(persistent: PersistentBytes) -> float:
+        return float(_ACCESSES_PER_UPDATE * (persistent.masters + persistent.moments + persistent.host_states))
+
+    @cached_property
+    def _memory_rate(self) -> float:
+        return self._device.memory_gb_s * _GIGA * self._device.attainable_memory
+
+    def _quick_seconds(
         self,
         layout: Layout,
         *,
@@ -422,19 +435,52 @@ class LayoutCosts:
         return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
-        """Returns one microbatch's times in a layer of each kind, in the embedding, and after the layers."""
+        """Returns the seconds of one microbatch in a layer of each kind, in the embedding, and in the end."""
         key = (self._kind_of(layout), layout.expert, layout.micro_batch)
         if key not in self._seconds:
             costs = self._work_of(layout)
             parts: list[tuple[LayerKind | str, PartCost]] = [*costs.layers.items()]
             parts += [(EMBEDDING, costs.embedding), (END, costs.end)]
             self._seconds[key] = {
-                name: seconds_of(part.work, self._device, in_node=in_node, behind=self._behind) for name, part in parts
+                name: seconds_of(part.work, self._device, in_node=in_node, overlapped_by=self._overlapped_by)
+                for name, part in parts
             }
         return self._seconds[key]
 
+    def _work_of(self, layout: Layout) -> ModelCosts:
+        """Returns the work of a layout, scaled from a layout of its kind.
+
+        Where a group of expert ranks equals a group of dense layers, messages have the name of the latter, and their
+        group size cannot be scaled. Such a layout is scaled only from one with the same expert parallel size.
+        """
+        shared = layout.expert if _share_ranks(layout) else None
+        kind = (*self._kind_of(layout), shared)
+        if kind not in self._measured_work:
+            known = self._known[self._kind_of(layout)][1]
+            base = known if not _share_ranks(known) and shared is None else layout
+            if base.sharding is Sharding.GRADIENTS:
+                # Copies of sharded gradients scale neither with tokens nor with the weights of a layer.
+                base = replace(base, sharding=Sharding.STATES)
+            costs = measure_work(
+                self._known[self._kind_of(layout)][0],
+                self._validated(base),
+                self._provider,
+                forward_step=self._forward_step,
+                of_each_kind=1,
+                has_all_replicas=False,
+            )
+            self._measured_work[kind] = costs, base
+        costs, base = self._measured_work[kind]
+        return costs.scaled(
+            Scale(
+                samples=Fraction(layout.micro_batch, base.micro_batch),
+                experts=Fraction(base.expert, layout.expert),
+                expert_ranks=Fraction(layout.expert, base.expert),
+            )
+        )
+
     def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[StageMemory]) -> StepTime:
-        setup_tokenizer(args)  # the vocabulary is padded for the layout
+        setup_tokenizer(args)  # pads the vocabulary for the layout
         shape, ddp_config = shape_of(args), ddp_config_of(args)
         tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
         samples = args.micro_batch_size * args.data_parallel_size
@@ -463,15 +509,7 @@ class LayoutCosts:
             )
 
         time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
-        return replace(time, spans=[])  # which nobody reads, of many layouts
-
-    @staticmethod
-    def _update_bytes(persistent: PersistentBytes) -> float:
-        return float(_TOUCHES * (persistent.masters + persistent.moments + persistent.host_states))
-
-    @cached_property
-    def _memory_rate(self) -> float:
-        return self._device.memory_gb_s * _GIGA * self._device.attainable_memory
+        return replace(time, spans=[])  # unused, and large for many layouts
 
 
 def _sharding_of(args: argparse.Namespace) -> Sharding:
@@ -491,7 +529,7 @@ def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> li
 
 
 def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
-    """Returns for each stage how many layers of each kind it has, and whether it has the embedding and the end."""
+    """Returns the number of layers of each kind in each stage, and of embeddings and ends."""
     found: list[Counter[LayerKind | str]] = []
     for stage in range(stages):
         kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)
@@ -501,7 +539,7 @@ def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[C
 
 
 def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
-    """Bytes of parameters and of gradients of a stage, of experts and of the rest."""
+    """Returns the bytes of parameters and of gradients of a stage, for experts and dense layers."""
     found: dict[bool, tuple[int, int]] = {}
     for parts in stage_chunks(costs, shape, stage=stage):
         for part in parts:
@@ -512,100 +550,62 @@ def _weights(costs: ModelCosts, shape: Shape, *, stage: int) -> Weights:
 
 
 def _share_ranks(layout: Layout) -> bool:
-    """Whether a group of experts has the ranks of a group of layers: stride and size of both are the same."""
+    """Whether a group of expert ranks equals a group of dense ranks, with the same stride and size."""
     tp, cp, ep, etp = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     of_layers = {(1, tp), (tp, cp), (1, tp * cp)}
     return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
 
 
-# Scaled costs are a little off: what is this near is no progress either.
-_PROGRESS = 0.98
-# Of layouts that do not fit: how many are counted anew in the search for one that the run does not refuse.
-_MOST_TRIED = 12
+def seconds_of(
+    work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
+) -> PassSeconds:
+    """Returns seconds without overlap, except as Overlap.overlapped_by says."""
+    chunk = work.chunk()
+    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
+    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
+    sent: dict[tuple[str, str], float] = {}
+    for one in work.traffic:
+        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
+        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
+    exposed = sum(
+        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in overlapped_by.get(group, ())))
+        for (group, phase), seconds in sent.items()
+    )
+    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a search. front: layouts that none beats in both memory and time, the fastest first. nearest: where
-    nothing fits, the one that needs least. compared, fitting: numbers of layouts.
+def quick_seconds(
+    stages: Sequence[PassSeconds],
+    shape: Shape,
+    *,
+    reduced: float,
+    gathered: float,
+    updated: float,
+    sharding: Sharding,
+) -> float:
+    """Estimates a step as all microbatches on the slowest stage, after one microbatch on each stage fills the pipeline.
+
+    stages: seconds of one microbatch in each stage. reduced, gathered, updated: seconds of the slowest rank's gradient
+    reductions, parameter gathers and update. The first two overlap with the last backward and the first forward.
     """
-
-    front: tuple[Advice, ...]
-    nearest: Advice | None
-    compared: int
-    fitting: int
-
-
-# Called with a line of status for each layout; decides itself what to print.
-Progress = Callable[[str], None]
+    slowest = max(stages, key=lambda one: one.total)
+    filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
+    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
+    late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
+    return shape.num_microbatches * slowest.total + filling + late + updated
 
 
-def search(space: Space, costs: LayoutCosts, *, limit: int, most: int, progress: Progress) -> Found:
-    """Layouts that fit into `limit` bytes, up to `most` of the front. Raises CommandLineError where there are none."""
-    micro_batch = space.fixed.get("micro_batch")
-    if micro_batch and space.global_batch % micro_batch:
-        raise CommandLineError(
-            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
-        )
-    compared, known = _costs(space, costs, limit=limit, progress=progress)
-    fitting = [one for one in known if one[0].num_bytes <= limit]
-    if not compared:
-        raise CommandLineError(
-            f"no layout has {space.world_size} GPUs: tensor x pipeline x context must divide them and leave "
-            f"data-parallel ranks that divide the global batch of {space.global_batch}; sizes that were given: "
-            f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
-        )
-    front = _front(fitting, costs, limit=limit, most=most, progress=progress)
-    nearest = None
-    if not front:
-        if known and not fitting:
-            # Parameters of more than twice a limit are not looked at any further: here this leaves out nothing that
-            # needs less than what is known.
-            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
-        nearest = _least(sorted(known, key=lambda one: one[0].num_bytes), costs)
-        if nearest is None:
-            why = (costs.last_refusal or "").replace(
-                "\n", "; "
-            ) or "the parameters of a rank alone take more than twice the memory"
-            raise CommandLineError(f"none of {compared} layouts can be had: {why}")
-    return Found(tuple(front), nearest, compared, len(fitting))
-
-
-def _costs(
-    space: Space, costs: LayoutCosts, *, limit: int, progress: Progress
-) -> tuple[int, list[tuple[Cost, Layout]]]:
-    """The number of layouts, and those with costs."""
-    total = sum(1 for _ in space.layouts())
-    compared = 0
-    known: list[tuple[Cost, Layout]] = []
-    for layout in space.layouts():
-        progress(f"{compared} of {total} layouts compared")
-        compared += 1
-        cost = costs.cost(layout, limit=limit)
-        if cost is not None:
-            known.append((cost, layout))
-    return compared, known
-
-
-def _front(
-    fitting: list[tuple[Cost, Layout]], costs: LayoutCosts, *, limit: int, most: int, progress: Progress
-) -> list[Advice]:
-    """Returns the best layouts that the run accepts and that fit by their own costs."""
-    found: list[Advice] = []
-    smallest = float("inf")
-    for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
-        if len(found) == most:
-            break
-        if cost.num_bytes > smallest * _PROGRESS:
+def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:
+    """Returns the messages about gradients and parameters in a step. weights: bytes of a stage, see Weights."""
+    found = []
+    times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
+    for is_expert, (params, grads) in weights.items():
+        name, size = ("edp", shape.expert_ranks) if is_expert else ("dp_cp", shape.dense_ranks)
+        if size < 2:
             continue
-        progress(f"{len(fitting)} layouts fit, {len(found)} of the best looked at closely")
-        advice = costs.advice(layout)
-        if advice is not None and advice.num_bytes <= limit:
-            found.append(advice)
-            smallest = min(cost.num_bytes, advice.num_bytes)
-    return sorted(found, key=lambda one: one.time.seconds)
-
-
-def _least(candidates: Iterable[tuple[Cost, Layout]], costs: LayoutCosts) -> Advice | None:
-    tried = [costs.advice(layout) for _, layout in islice(candidates, _MOST_TRIED)]
-    return min((advice for advice in tried if advice is not None), key=lambda one: one.num_bytes, default=None)
+        if sharding is Sharding.NOTHING:
+            found.append(Traffic(name, size, "all-reduce", GRADS, times, grads))
+            continue
+        found.append(Traffic(name, size, "reduce-scatter", GRADS, times, times * grads))
+        found.append(Traffic(name, size, "all-gather", PARAMS, 1, params))
+    return tuple(found)

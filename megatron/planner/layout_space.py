@@ -1,7 +1,7 @@
-"""Layouts that a model could be trained in on a number of GPUs, the flags of each, and those that the user fixed.
+"""Layouts in which a model can be trained on a number of GPUs, their flags, and the sizes that a user fixed.
 
-Their memory and time are not known here (layout_search.py). Layouts that the run's own checks refuse are included: the
-rules here only keep the list short.
+layout_search.py estimates their memory and time. The rules here only keep the list short: it includes layouts that the
+run's own checks refuse.
 """
 
 import argparse
@@ -25,15 +25,51 @@ from megatron.training.command_line.parser import build_parser
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
-# Chunks of sequences shorter than this are better made by tensor parallelism.
-_LEAST_CONTEXT_PART = 4096
-_MOST_STAGES = 64
-_MOST_CHUNKS = 4
+# Shortest part of a sequence under context parallelism. For shorter parts tensor parallelism is better.
+_MIN_CONTEXT_PART = 4096
+_MAX_STAGES = 64
+_MAX_CHUNKS = 4
 _MICRO_BATCHES = (1, 2, 4, 8)
+# Default of sequences per GPU in a step, about as in large runs.
+_SAMPLES_PER_GPU = 8
+_DEFAULT_SEQ_LENGTH = 4096
+# Training counts forward, and a backward with twice its FLOPs.
+_FORWARDS_IN_TRAINING = 3
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "stages": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "micro_batch": "micro_batch_size",
+}
+_CUTS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+# If the user sets one of these flags, the search does not vary the choice.
+_NOT_VARIED = {
+    "sequence": ("sequence_parallel",),
+    "sharding": ("use_distributed_optimizer", "optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    "recompute": (
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "recompute_activations",
+        "moe_layer_recompute",
+    ),
+    "experts": ("moe_expert_rank_capacity_factor", "moe_paged_stash", "moe_expert_capacity_factor"),
+}
 
 
 class Sharding(enum.Enum):
-    """The states that data-parallel ranks shard."""
+    """States that are sharded over data-parallel ranks."""
 
     NOTHING = "plain"
     STATES = "ZeRO-1"
@@ -41,14 +77,14 @@ class Sharding(enum.Enum):
 
 
 class Experts(enum.Enum):
-    """Rows of experts: as many as come, or in buffers of a fixed size and from there in pages."""
+    """Memory of expert rows: allocated for the routed rows, or static buffers with a paged stash."""
 
     DYNAMIC = "dynamic"
     PAGED = "paged"
 
 
 class Recompute(enum.Enum):
-    """Parts that backward recomputes: none, cheap ones, feed-forward layers and experts, or whole layers."""
+    """Recomputed parts: none, cheap ones, feed-forward layers and experts, or whole layers."""
 
     NOTHING = "none"
     CHEAP = "cheap"
@@ -69,9 +105,9 @@ EXPERT_FLAGS: Mapping[Experts, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of one layout. counts: layers of each part of the pipeline, in the order of the model; chunks: of a stage.
+    """Sizes of one layout. counts: layers of each part of the pipeline, in the order of the model.
 
-    None of sharding, recompute and experts: as the flags of the user have it.
+    chunks: model chunks of a stage. sharding, recompute, experts: None keeps the flags of the user.
     """
 
     tensor: int
@@ -88,7 +124,7 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that a microbatch is spread over, and its context's."""
+        """Number of ranks that process a microbatch together."""
         return self.tensor * self.stages * self.context
 
 
@@ -96,10 +132,9 @@ class Layout:
 class Space:
     """Model and ranks of the compared layouts.
 
-    layer_costs: of each layer, in any unit, and end_cost of what follows them, for an even cut.
-
-    recompute_modules: by choice, what --recompute-modules takes. further_layers: of multi-token prediction. fixed: by
-    field of Layout, the one value it may have; its value None: what the user's flags say goes, and none is added.
+    layer_costs, end_cost: costs of each layer and of the model's end, in any common unit, for an even cut.
+    recompute_modules: arguments of --recompute-modules by choice. further_layers: number of multi-token prediction
+    layers. fixed: maps fields of Layout to their only value. None keeps the user's flags and adds none.
     """
 
     world_size: int
@@ -116,7 +151,7 @@ class Space:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def layouts(self) -> Iterator[Layout]:
-        """Every layout that ranks, batch, layers and experts can be divided into."""
+        """Yields every layout whose sizes divide ranks, batch, layers and experts."""
         for tensor, stages, context in product(self._tensor_sizes(), self._stage_sizes(), self._context_sizes()):
             if self.world_size % (tensor * stages * context):
                 continue
@@ -137,7 +172,7 @@ class Space:
                         )
 
     def flags(self, layout: Layout) -> list[str]:
-        """The words of a command line that choose the layout; what the user has fixed is not among them."""
+        """Returns the flags that choose the layout, without those that the user fixed."""
         found = {
             "tensor": _size("--tensor-model-parallel-size", layout.tensor),
             "sequence": ["--sequence-parallel"] if layout.tensor > 1 else [],
@@ -168,7 +203,7 @@ class Space:
         given = self.fixed.get("counts")
         if isinstance(given, tuple):
             return given if len(given) == parts else None
-        return _even_parts(self.layer_costs, self.end_cost, parts=parts)
+        return even_parts(self.layer_costs, end_cost=self.end_cost, parts=parts)
 
     def _choices(self, name: str, usual: Sequence[Any]) -> Sequence[Any]:
         return [self.fixed[name]] if name in self.fixed else usual
@@ -181,14 +216,14 @@ class Space:
         return self._sizes("tensor", [size for size in powers_of_2(largest) if self.num_heads % size == 0])
 
     def _stage_sizes(self) -> list[int]:
-        largest = min(self.num_layers, _MOST_STAGES)
+        largest = min(self.num_layers, _MAX_STAGES)
         return self._sizes("stages", [n for n in range(1, largest + 1) if self.world_size % n == 0])
 
     def _context_sizes(self) -> list[int]:
-        return self._sizes("context", powers_of_2(max(1, self.seq_length // _LEAST_CONTEXT_PART)))
+        return self._sizes("context", powers_of_2(max(1, self.seq_length // _MIN_CONTEXT_PART)))
 
     def _chunk_sizes(self, stages: int) -> list[int]:
-        most = min(_MOST_CHUNKS, self.num_layers // stages) if stages > 1 else 1
+        most = min(_MAX_CHUNKS, self.num_layers // stages) if stages > 1 else 1
         return self._sizes("chunks", powers_of_2(most))
 
     def _micro_batches(self, data: int) -> list[int]:
@@ -196,7 +231,7 @@ class Space:
         return [size for size in sizes if self.global_batch % (size * data) == 0]
 
     def _fills(self, stages: int, chunks: int, *, samples: int) -> bool:
-        # With fewer microbatches than stages some of them are never busy together.
+        # With fewer microbatches than stages, some stages are always idle.
         return self.global_batch // samples >= stages or chunks == 1
 
     def _expert_sizes(self, tensor: int, stages: int) -> list[tuple[int, int]]:
@@ -207,163 +242,24 @@ class Space:
         return [(expert, own) for expert, own in pairs if self.world_size % (expert * own * stages) == 0]
 
     def _shardings(self, ranks: int) -> list[Sharding]:
-        # Beside more than one rank, whole states take memory and save no message.
+        # With several ranks, unsharded states take more memory and save no message.
         return [Sharding.STATES, Sharding.GRADIENTS] if ranks > 1 else [Sharding.NOTHING]
 
     def _activations(self) -> Iterator[tuple[Any, Any]]:
         experts = self._choices("experts", [*Experts] if self.num_experts else [None])
         recompute = self._choices("recompute", [Recompute.NOTHING, *self.recompute_modules, Recompute.LAYERS])
         for pair in product(experts, recompute):
-            # These leave a stash nothing to keep.
+            # These recompute all tensors that a stash would hold.
             if not (pair[0] is Experts.PAGED and pair[1] in (Recompute.FEED_FORWARD, Recompute.LAYERS)):
                 yield pair
 
 
-def _size(flag: str, size: int) -> list[str]:
-    return [flag, str(size)] if size > 1 else []
-
-
-def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words that choose what is recomputed; modules: for a choice of parts of layers."""
-    if choice is Recompute.NOTHING:
-        return ()
-    if choice is Recompute.LAYERS:
-        return ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
-
-
-def powers_of_2(largest: int) -> list[int]:
-    """1, 2, 4 and so on up to `largest`."""
-    return [1 << power for power in range(largest.bit_length())]
-
-
-def even_parts(costs: Sequence[float], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Numbers of neighbouring layers, one for each part, whose costliest part is as cheap as can be, and the others as
-    even beside it; None: too few layers.
-
-    costs: of each layer. end_cost: of what the last part has besides, which may have no layer. Where several cuts are
-    as good, early parts get fewer layers: their activations wait longest.
-    """
-    if parts == 1:
-        return (len(costs),)
-    if len(costs) < parts - 1:
-        return None
-    limit = _least_limit(costs, end_cost=end_cost, parts=parts)
-    if len(costs) % parts == 0:
-        equal = (len(costs) // parts,) * parts
-        # Plainer to write down, and to read.
-        if _costliest(costs, equal, end_cost=end_cost) <= limit:
-            return equal
-    filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
-    assert filled is not None, "the least limit is one that can be kept"
-    first = len(costs) - filled[-1]
-    # What comes after the layers may be more than any part of them: that must not make the others uneven.
-    inner = costs[:first]
-    before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
-    assert before is not None, "each part before the last has a layer"
-    return (*before, filled[-1])
-
-
-@lru_cache(maxsize=256)
-def _even_parts(costs: tuple[float, ...], end_cost: float, *, parts: int) -> tuple[int, ...] | None:
-    return even_parts(costs, end_cost=end_cost, parts=parts)
-
-
-def _least_limit(costs: Sequence[float], *, end_cost: float, parts: int) -> float:
-    low, high = max([end_cost, *costs]), sum(costs) + end_cost
-    if _filled(costs, low, end_cost=end_cost, parts=parts) is not None:
-        return low
-    for _ in range(50):
-        middle = (low + high) / 2
-        fits = _filled(costs, middle, end_cost=end_cost, parts=parts) is not None
-        low, high = (low, middle) if fits else (middle, high)
-    # Sums that are equal by hand may differ in their last digits.
-    return high * (1 + 1e-9)
-
-
-def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float) -> float:
-    sums, first = [], 0
-    for count in counts:
-        sums.append(sum(costs[first : first + count]))
-        first += count
-    sums[-1] += end_cost
-    return max(sums)
-
-
-def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Parts filled from the last up to `limit`; None where layers are left over."""
-    counts, left, room = [], len(costs), limit - end_cost
-    for part in reversed(range(parts)):
-        count = 0
-        # Each part before it needs a layer.
-        while left - count > part and costs[left - count - 1] <= room:
-            room -= costs[left - count - 1]
-            count += 1
-        if count == 0 and part < parts - 1:
-            return None
-        counts.append(count)
-        left, room = left - count, limit
-    return tuple(reversed(counts)) if left == 0 else None
-
-
-def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
-    """The cut as --pipeline-model-parallel-layout takes it; further_layers: of multi-token prediction."""
-    parts = [f"{'t' * count}" for count in counts]
-    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * further_layers + "L"
-    words: list[tuple[str, int]] = []
-    for part in parts:
-        if words and words[-1][0] == part:
-            words[-1] = (part, words[-1][1] + 1)
-        else:
-            words.append((part, 1))
-    return "|".join(part if times == 1 else _repeated(part, times) for part, times in words)
-
-
-def _repeated(part: str, times: int) -> str:
-    return f"{part}|{part}" if times == 2 else f"({part}|)*{times - 1}{part}"
-
-
-# Sequences of a step for each GPU where the user says nothing: large runs have about as many.
-_SAMPLES_PER_GPU = 8
-_SEQ_LENGTH = 4096
-_SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "stages": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-    "micro_batch": "micro_batch_size",
-}
-_CUTS = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-# What the user has said of these is not varied, whatever it is.
-_AS_GIVEN = {
-    "sequence": ("sequence_parallel",),
-    "sharding": ("use_distributed_optimizer", "optimizer", "overlap_grad_reduce", "overlap_param_gather"),
-    "recompute": (
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-        "recompute_activations",
-        "moe_layer_recompute",
-    ),
-    "experts": ("moe_expert_rank_capacity_factor", "moe_paged_stash", "moe_expert_capacity_factor"),
-}
-
-
 @dataclass(frozen=True)
 class Request:
-    """words: the flags of every layout, without those that choose one. args: what they come to on one rank, validated.
+    """A command line whose layout is open.
 
-    assumed: the words that the user did not give.
+    words: flags common to all layouts. args: their validated arguments on one rank. assumed: the words that the user
+    did not give.
     """
 
     words: tuple[str, ...]
@@ -373,16 +269,16 @@ class Request:
 
 
 def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int) -> Request:
-    """Returns what a pretrain_gpt.py command line leaves open. Raises CommandLineError for invalid words."""
+    """Parses a pretrain_gpt.py command line without a layout. Raises CommandLineError for invalid words."""
     given = _given(words)
     parsed = parse_args(argv=list(words))
     assumed = _assumed(parsed, given=given, world_size=world_size)
     every = [*words, *assumed]
     args = _alone(parse_args(argv=every))
     check_counted(args)
-    setup_tokenizer(args)  # which says how large the vocabulary is
+    setup_tokenizer(args)  # sets the size of the vocabulary
     fixed: dict[str, Any] = {name: vars(parsed)[dest] for name, dest in _SIZES.items() if dest in given}
-    fixed |= {name: None for name, dests in _AS_GIVEN.items() if given & set(dests)}
+    fixed |= {name: None for name, dests in _NOT_VARIED.items() if given & set(dests)}
     cuts = [name for name in _CUTS if name in given]
     if cuts:
         fixed |= _fixed_cut(every, fixed, flag=f"--{cuts[0].replace('_', '-')}")
@@ -406,7 +302,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """Names in the arguments of the flags that are among the words, whatever their values."""
+    """Returns the argument names of the flags in `words`, also of those with default values."""
     parser, *_ = build_parser(flag_table(), None)
     unset = object()
     names = [action.dest for action in parser._actions]
@@ -415,11 +311,11 @@ def _given(words: Sequence[str]) -> set[str]:
 
 
 def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> list[str]:
-    """Returns flags that a run needs and the user did not give."""
-    longest = args.max_position_embeddings or _SEQ_LENGTH
+    """Returns the flags that a run needs and the user did not give."""
+    longest = args.max_position_embeddings or _DEFAULT_SEQ_LENGTH
     wanted: Mapping[str, tuple[bool, tuple[str, ...]]] = {
         "bf16": (not (args.bf16 or args.fp16), ()),
-        "seq_length": (args.seq_length is None, (str(min(_SEQ_LENGTH, longest)),)),
+        "seq_length": (args.seq_length is None, (str(min(_DEFAULT_SEQ_LENGTH, longest)),)),
         "global_batch_size": (
             args.global_batch_size is None and args.step_batch_size_schedule is None,
             (str(_SAMPLES_PER_GPU * world_size),),
@@ -446,7 +342,7 @@ def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> l
 
 
 def _alone(args: argparse.Namespace, *, stages: int = 1) -> argparse.Namespace:
-    """Validated for as few ranks as the stages need: what is wrong apart from layouts is found here."""
+    """Validates the arguments on one rank per stage, which reports errors that are independent of the layout."""
     args = copy.copy(args)
     for dest in _SIZES.values():
         vars(args)[dest] = 1
@@ -466,7 +362,7 @@ def _fixed_cut(words: Sequence[str], fixed: Mapping[str, Any], *, flag: str) -> 
 
 
 def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ...]]:
-    """Returns the parts of this model's layers that each choice recomputes."""
+    """Returns the modules of this model that each choice recomputes."""
     has_dense = any(not kind.has_experts for kind in layer_kinds(args))
     cheap = {
         "layernorm": True,
@@ -480,14 +376,10 @@ def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ..
     }
 
 
-# Forward, and a backward of two products for each of its own.
-_PASSES = 3
-
-
 def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[dict[LayerKind, float], float]:
-    """Returns forward operations for one sample: of each kind of layer, and of what follows the layers.
+    """Returns the forward FLOPs of one sample, in each kind of layer and in the model's end.
 
-    The latter includes multi-token prediction.
+    The end includes multi-token prediction.
     """
     found = {kind: _count(args, [kind, kind]) - _count(args, [kind]) for kind in dict.fromkeys(kinds)}
     with_end = _count(args, [kinds[-1]], mtp_num_layers=args.mtp_num_layers)
@@ -496,9 +388,105 @@ def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[d
 
 def _count(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
     args = copy.copy(args)
-    # Forward is a third of what trains all weights.
+    # Without LoRA, since forward is a third of the FLOPs only where all weights are trained.
     args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), None, None
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
     vars(args).update(changed)
-    return num_floating_point_operations(args, 1) / _PASSES
+    return num_floating_point_operations(args, 1) / _FORWARDS_IN_TRAINING
+
+
+def _size(flag: str, size: int) -> list[str]:
+    return [flag, str(size)] if size > 1 else []
+
+
+def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...]:
+    """Returns the flags of a choice of recompute. modules: recomputed modules, for CHEAP and FEED_FORWARD."""
+    if choice is Recompute.NOTHING:
+        return ()
+    if choice is Recompute.LAYERS:
+        return ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    return ("--recompute-granularity", "selective", "--recompute-modules", *modules)
+
+
+def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
+    """Formats a cut for --pipeline-model-parallel-layout. further_layers: number of multi-token prediction layers."""
+    parts = [f"{'t' * count}" for count in counts]
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * further_layers + "L"
+    words: list[tuple[str, int]] = []
+    for part in parts:
+        if words and words[-1][0] == part:
+            words[-1] = (part, words[-1][1] + 1)
+        else:
+            words.append((part, 1))
+    return "|".join("|".join([part] * times) if times <= 2 else f"({part}|)*{times - 1}{part}" for part, times in words)
+
+
+def powers_of_2(largest: int) -> list[int]:
+    """Returns 1, 2, 4 and so on up to `largest`."""
+    return [1 << power for power in range(largest.bit_length())]
+
+
+@lru_cache(maxsize=256)
+def even_parts(costs: tuple[float, ...], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
+    """Cuts layers into consecutive parts with the least maximal cost. None if there are too few layers.
+
+    Returns the number of layers of each part. The parts before the last are as even as possible, too. costs: costs of
+    the layers. end_cost: additional cost of the last part, which may have no layer. Among equal cuts, early parts get
+    fewer layers, because they hold activations longest.
+    """
+    if parts == 1:
+        return (len(costs),)
+    if len(costs) < parts - 1:
+        return None
+    limit = _least_limit(costs, end_cost=end_cost, parts=parts)
+    if len(costs) % parts == 0:
+        equal = (len(costs) // parts,) * parts
+        # Equal parts need no layout flag.
+        if _costliest(costs, equal, end_cost=end_cost) <= limit:
+            return equal
+    filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
+    assert filled is not None, "the least limit is feasible"
+    first = len(costs) - filled[-1]
+    # The end alone may cost more than any part. The parts before it are still cut evenly.
+    inner = costs[:first]
+    before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
+    assert before is not None, "each part before the last has a layer"
+    return (*before, filled[-1])
+
+
+def _least_limit(costs: Sequence[float], *, end_cost: float, parts: int) -> float:
+    low, high = max([end_cost, *costs]), sum(costs) + end_cost
+    if _filled(costs, low, end_cost=end_cost, parts=parts) is not None:
+        return low
+    for _ in range(50):
+        middle = (low + high) / 2
+        fits = _filled(costs, middle, end_cost=end_cost, parts=parts) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    # Leaves room for rounding in the sums.
+    return high * (1 + 1e-9)
+
+
+def _costliest(costs: Sequence[float], counts: Sequence[int], *, end_cost: float) -> float:
+    sums, first = [], 0
+    for count in counts:
+        sums.append(sum(costs[first : first + count]))
+        first += count
+    sums[-1] += end_cost
+    return max(sums)
+
+
+def _filled(costs: Sequence[float], limit: float, *, end_cost: float, parts: int) -> tuple[int, ...] | None:
+    """Returns parts that are filled up to `limit`, from the last to the first; None if layers are left over."""
+    counts, left, room = [], len(costs), limit - end_cost
+    for part in reversed(range(parts)):
+        count = 0
+        # Each earlier part needs a layer.
+        while left - count > part and costs[left - count - 1] <= room:
+            room -= costs[left - count - 1]
+            count += 1
+        if count == 0 and part < parts - 1:
+            return None
+        counts.append(count)
+        left, room = left - count, limit
+    return tuple(reversed(counts)) if left == 0 else None

@@ -1,7 +1,7 @@
 """Plans a run on one process without training it: memory, messages and kernels of one rank of each pipeline stage.
 
-The run's own code builds the rank's model, buffers and optimizer, over process groups that send nothing and on a device
-that has no memory; see fake_ranks.py and without_memory of megatron/core/device. How a plan is printed is in report.py.
+The run's own code builds the rank's model, buffers and optimizer on the meta device, over process groups that send
+nothing (fake_ranks.py, and without_memory of megatron/core/device). report.py prints plans.
 """
 
 import argparse
@@ -48,14 +48,21 @@ from megatron.training.meters.memory import bytes_of, gradient_tensors, paramete
 from megatron.training.setup import get_model, setup_batches, setup_model_and_optimizer, setup_tokenizer
 from megatron.training.step.expert_memory import build_expert_memory
 
+# Shown with every plan.
+NOT_PLANNED = "what the allocator keeps, and data"
+_COMPARED_TYPES = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
+# Attributes that differ between layers of the same structure.
+_IGNORED_NAMES = {"layer_number", "offset", "_init_seed"}
+ForwardStep = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class BufferLayout:
     """One buffer of a model chunk. kind: dense or expert. param_dtype, grad_dtype: names without "torch.".
 
-    bucket_bytes: of each bucket's gradients, with padding, in the order of the buffer. num_bytes: parameters and
-    gradients of the whole buffer, with padding; padding_bytes: of these, what belongs to no parameter. bucket_ends: of
-    each bucket the names of the parameters that lie first and last in it.
+    bucket_bytes: bytes of each bucket's gradients with padding, in buffer order. num_bytes: bytes of all parameters and
+    gradients, with padding. padding_bytes: the part of num_bytes that is padding. bucket_ends: names of the first and
+    the last parameter of each bucket.
     """
 
     chunk: int
@@ -69,108 +76,26 @@ class BufferLayout:
 
     @property
     def padding_share(self) -> float:
-        """The share of the buffer that is padding, 0 to 1."""
+        """Share of the buffer that is padding, 0 to 1."""
         return self.padding_bytes / self.num_bytes if self.num_bytes else 0.0
-
-
-def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
-    """The buffers of a rank's wrapped chunks, chunk by chunk; none of modules that hold parameters one by one."""
-    for number, chunk in enumerate(model):
-        if not isinstance(chunk, _BaseDataParallel):
-            continue
-        for buffer in chunk.all_buffers:
-            padding = buffer.layout.numel - sum(span.numel for span in buffer.layout.spans)
-            param_size, grad_size = buffer.param_data.dtype.itemsize, buffer.grad_data.dtype.itemsize
-            yield BufferLayout(
-                number,
-                "expert" if buffer.is_expert else "dense",
-                str(buffer.param_data.dtype).removeprefix("torch."),
-                str(buffer.grad_data.dtype).removeprefix("torch."),
-                tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
-                num_bytes=buffer.layout.numel * (param_size + grad_size),
-                padding_bytes=padding * (param_size + grad_size),
-                bucket_ends=tuple(
-                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
-                    for bucket in buffer.layout.buckets
-                ),
-            )
-
-
-_PLAIN = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
-# What tells stages apart that are otherwise alike.
-_OWN_NAMES = {"layer_number", "offset", "_init_seed"}
-
-
-@dataclass(frozen=True)
-class StageTrace:
-    """What a microbatch of each of a stage's chunks keeps for backward, and bytes of the experts of the fullest layer;
-    what a step sends, None where nothing is trained.
-    """
-
-    saved: tuple[SavedSizes, ...]
-    experts_of_layer: int
-    step: StepTrace | None
-
-    def working(self, actions: Sequence[Action]) -> int:
-        """Bytes that passes take beside what waits for backward; actions: of the step that was step."""
-        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
-        return 0 if self.step is None else max(0, self.step.peak - kept)
-
-
-def structure_of(model: Sequence[nn.Module]) -> Hashable:
-    """Equal for chunks with equal modules, settings and parameters, whatever the numbers of their layers."""
-    return tuple(_module(chunk) for chunk in model)
-
-
-def _module(part: nn.Module) -> tuple[Any, ...]:
-    parameters = tuple(
-        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
-    )
-    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _OWN_NAMES)
-    # A list of layers names them by their numbers in the whole model.
-    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
-    return type(part), parameters, settings, children
-
-
-def _setting(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_setting(one) for one in value)
-    return type(value)
-
-
-def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
-    """In words, for the validated arguments of a run; see build_flex_dispatcher."""
-    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
-        return ()
-    return (
-        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
-        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
-        "what it does not send twice, is not known without it",
-    )
-
-
-ForwardStep = Callable[..., Any]
-# By what tells stages apart.
-_Known = dict[Hashable, StageTrace]
-# What a plan does not know, said wherever one is shown.
-NOT_PLANNED = "what the allocator keeps, and data"
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The memory of one rank by kind, in bytes. layers: the numbers of its layers, from 1 over the model.
+    """Memory of one rank by kind, in bytes, and its work in a step.
 
-    parameters, gradients: of the buffers they lie in, with padding. masters, moments: the optimizer's. pages: of the
-    paged stash, on the device. activations: at the fullest moment of the schedule. host_pages, host_states,
-    host_activations: pages, masters and moments, and what is offloaded for backward, in the host's memory. sizes:
-    elements of each logical tensor that the rank has a part of, as parameters_by_key. links: what it sends in a step.
-    buffers: how its parameters lie. chunks: what a microbatch computes in each of its model chunks; update: the
-    optimizer's kernels. groups: the ranks of those groups that links name. working: what passes allocate at their
-    fullest moment in addition to all this and free again, as logits, gradients in flight and messages; updating: what
-    the update allocates, when no activations are left; messages: of both, what collectives hold at one time, persistent
-    gradients and parameters not counted. All 0 where nothing is trained.
+    layers: numbers of its layers, from 1 over the model. parameters, gradients: sizes of their buffers, with padding.
+    masters, moments: optimizer states. pages: pages of the paged stash. activations: bytes saved for backward at the
+    peak of the schedule, by kind. host_pages, host_states, host_activations: pages, optimizer states and offloaded
+    activations in the host's memory. sizes: elements of each logical tensor with a shard on the rank, as
+    parameters_by_key counts them.
+
+    working: temporary memory of the passes at their peak, such as logits, gradients in flight and messages. updating:
+    temporary memory of the update, which runs without activations. messages: temporary memory that collectives hold at
+    one time, without persistent gradients and parameters. All three are 0 where nothing is trained.
+
+    links: messages of a step. groups: ranks of each group that links name. buffers: layout of its parameters. chunks:
+    kernels of a microbatch in each model chunk. update: the optimizer's kernels.
     """
 
     rank: int
@@ -197,7 +122,7 @@ class RankPlan:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes in the host's memory, by kind."""
+        """Bytes in the host's memory by kind."""
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
@@ -207,22 +132,21 @@ class RankPlan:
 
     @property
     def total(self) -> int:
-        """Persistent bytes on the device, and activations at the fullest moment of the schedule."""
+        """Persistent bytes and activations at the peak of the schedule."""
         return self.persistent + sum(self.activations.values())
 
     @property
     def peak(self) -> int:
-        """The most that is on the device at once: with what passes, or the update, take for a while."""
+        """Peak bytes on the device, including the temporary memory of passes and of the update."""
         return max(self.total + self.working, self.persistent + self.updating)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A RankPlan for one rank of each pipeline stage. num_microbatches: of the last, largest step.
+    """A RankPlan for one rank of each pipeline stage. num_microbatches: microbatches of the last, largest step.
 
-    is_balanced: whether activations assume that all experts are chosen equally often, as the number of their rows is
-    not fixed. flops_per_sample: of the model, as num_floating_point_operations counts them. substitutions: see
-    substitutions.py.
+    is_balanced: whether activations assume balanced routing, because experts have no static buffers. flops_per_sample:
+    the model's FLOPs, as num_floating_point_operations counts them. substitutions: see the function of this name.
     """
 
     stages: list[RankPlan]
@@ -234,6 +158,28 @@ class Plan:
     substitutions: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class StageTrace:
+    """Memory and work of a stage that equal stages share.
+
+    saved: bytes that a microbatch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
+    layer save. step: the traced step, empty where nothing is trained.
+    """
+
+    saved: tuple[SavedSizes, ...]
+    experts_of_layer: int
+    step: StepTrace
+
+    def working(self, actions: Sequence[Action]) -> int:
+        """Returns the temporary bytes of the passes. actions: the schedule of the traced step."""
+        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
+        return max(0, self.step.peak - kept)
+
+
+# Traces by the structure of a stage.
+_Known = dict[Hashable, StageTrace]
+
+
 def plan_run(
     args: argparse.Namespace,
     model_provider: Callable[..., nn.Module],
@@ -243,30 +189,30 @@ def plan_run(
     rank_in_stage: int = 0,
     only_stages: Collection[int] | None = None,
 ) -> Plan:
-    """Plans the run of validated args, whose world_size says how many ranks there are.
+    """Plans the run of validated args with world_size ranks.
 
-    forward_step_func: the script's, which is given made-up batches without memory. rank_in_stage: which rank of each
-    stage; the first holds most, as the last parts of what ranks share may be shorter. only_stages: unset, all; else the
-    parameters are counted of these alone. Raises as the run itself would, for sizes that do not fit and for models
-    that cannot be built.
+    forward_step_func: the training script's function, which gets made-up batches without memory. rank_in_stage: index
+    of the planned rank in each stage. The first one holds most, as the last shards may be shorter. only_stages: stages
+    to plan, all if unset; parameters are counted over them. Raises the errors of the run itself, for sizes that do not
+    fit and for models that cannot be built.
     """
     stages, is_balanced, known = [], False, _Known()
     stashed: list[Sequence[StashEvent]] = []
     args = copy.copy(args)
-    args.ddp_debug = False  # it watches what is sent
+    args.ddp_debug = False  # a plan has no values to check
     for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
         if only_stages is not None and stage not in only_stages:
             continue
         with as_rank(args, rank) as groups:
-            build = _Build(args, model_provider, config_overrides=config_overrides)
+            build = _RankBuild(args, model_provider, config_overrides=config_overrides)
             stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, known=known))
             is_balanced = is_balanced or build.is_balanced
             stashed.append(build.stash_events)
     if args.moe_paged_stash and not args.skip_train and only_stages is None:
         with flags_named_in_errors():
             check_effect(stashed)
-    # Every rank sends a place for each name of a loss, its own or not.
-    names = {name for passes in known.values() if passes.step is not None for name in passes.step.names}
+    # Every rank's exchange of statistics holds the losses of all ranks.
+    names = {name for trace in known.values() for name in trace.step.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
@@ -275,7 +221,7 @@ def plan_run(
 
 
 def place_of(args: argparse.Namespace, rank: int) -> int:
-    """Which of the pipelines the rank is in. Raises CommandLineError for one that there is not."""
+    """Returns the number of the rank's pipeline. Raises CommandLineError for a rank outside of the run."""
     if not 0 <= rank < args.world_size:
         raise CommandLineError(
             f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1}, of --world-size"
@@ -284,7 +230,7 @@ def place_of(args: argparse.Namespace, rank: int) -> int:
 
 
 def pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
-    """The ranks of one pipeline, stage by stage; number: which of the pipelines that the layout has."""
+    """Returns the ranks of one pipeline, stage by stage. number: index among the pipelines of the layout."""
     return _pipelines(args)[number]
 
 
@@ -296,7 +242,7 @@ def _pipelines(args: argparse.Namespace) -> list[list[int]]:
 
 @contextmanager
 def as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
-    """Makes this process act as that rank, without memory, and publishes the run's arguments and timers."""
+    """Makes this process act as a rank without memory inside the block, and publishes the run's arguments."""
     with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
         try:
             _publish(args)
@@ -314,8 +260,8 @@ def _publish(args: argparse.Namespace) -> None:
     publish_tokenizer(setup_tokenizer(args))
 
 
-class _Build:
-    """One rank's model, wrapper and optimizer, and what they hold."""
+class _RankBuild:
+    """Builds one rank's wrapped model and optimizer, and plans their memory and work."""
 
     def __init__(
         self,
@@ -333,14 +279,14 @@ class _Build:
                 model_provider, ModelType.encoder_or_decoder, args=args, config_overrides=config_overrides
             )
         self.model, self._optimizer = model, optimizer
-        # The number of rows of an expert is known in advance where buffers have a fixed size.
+        # Without static buffers the number of an expert's rows depends on routing.
         self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
         self.stash_events: Sequence[StashEvent] = ()
 
     def plan(
         self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, known: _Known
     ) -> RankPlan:
-        """Plans the rank's memory and messages; stage: the rank's. known: results of other stages; grows."""
+        """Plans the rank. stage: its stage. known: traces of other stages, to which this stage's is added."""
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
@@ -353,10 +299,10 @@ class _Build:
         )
         orders = orders_of(num_microbatches)
         place = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
-        alike = structure_of(self.model), *place
-        if alike not in known:
-            known[alike] = self._passes(groups, forward_step, num_microbatches=num_microbatches)
-        passes = known[alike]
+        key = structure_of(self.model), *place
+        if key not in known:
+            known[key] = self._trace(groups, forward_step, num_microbatches=num_microbatches)
+        trace, step = known[key], known[key].step
         return RankPlan(
             rank,
             stage,
@@ -369,22 +315,22 @@ class _Build:
             moments=state["moments"],
             pages=pages[0],
             host_pages=pages[1],
-            activations=_activations(orders[stage], passes, stashes=sum(pages) > 0),
+            activations=_activations(orders[stage], trace, stashes=sum(pages) > 0),
             sizes=parameters_by_key(self.model),
             buffers=tuple(buffer_layouts(self.model)),
-            links=() if passes.step is None else passes.step.links,
-            chunks=() if passes.step is None else passes.step.chunks,
-            update=Kernels() if passes.step is None else passes.step.update,
-            groups={} if passes.step is None else ranks_by_name(groups, passes.step.links),
-            working=passes.working(orders_of(min(2, num_microbatches))[stage]),
-            updating=0 if passes.step is None else passes.step.update_peak,
-            messages=0 if passes.step is None else passes.step.messages_peak,
+            links=step.links,
+            chunks=step.chunks,
+            update=step.update,
+            groups=ranks_by_name(groups, step.links),
+            working=trace.working(orders_of(min(2, num_microbatches))[stage]),
+            updating=step.update_peak,
+            messages=step.messages_peak,
             host_states=state["host_states"],
-            host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in passes.saved]).total(),
+            host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in trace.saved]).total(),
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
-        """Bytes of the stash's pages, on the device and on the host; an evaluation has none."""
+        """Returns the bytes of the stash's pages on the device and on the host. An evaluation has none."""
         if self._optimizer is None:
             return 0, 0
         memory = build_expert_memory(self.model, self._args, groups=groups)
@@ -394,13 +340,11 @@ class _Build:
             return 0, 0
         return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
 
-    def _passes(
-        self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int
-    ) -> StageTrace:
+    def _trace(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> StageTrace:
         args, model = self._args, self.model
         if self._optimizer is None:
-            # Nothing waits for a backward.
-            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, None)
+            # An evaluation has no backward.
+            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, StepTrace())
         if self.is_balanced or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
@@ -423,25 +367,48 @@ class _Build:
         return StageTrace(tuple(saved), max(of_layers), step)
 
 
-def _activations(actions: Sequence[Action], passes: StageTrace, *, stashes: bool) -> dict[str, int]:
-    """Returns the bytes at the fullest moment, by kind. stashes: whether what experts save is stashed in pages."""
+def structure_of(model: Sequence[nn.Module]) -> Hashable:
+    """Returns a key that is equal for chunks with equal modules, settings and parameters. Ignores layer numbers."""
+    return tuple(_module(chunk) for chunk in model)
+
+
+def _module(part: nn.Module) -> tuple[Any, ...]:
+    parameters = tuple(
+        (name, one.shape, one.dtype, one.requires_grad) for name, one in part.named_parameters(recurse=False)
+    )
+    settings = tuple((name, _setting(value)) for name, value in vars(part).items() if name not in _IGNORED_NAMES)
+    # Layers are named by their numbers in the whole model.
+    children = tuple((None if name.isdecimal() else name, _module(child)) for name, child in part.named_children())
+    return type(part), parameters, settings, children
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, _COMPARED_TYPES):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_setting(one) for one in value)
+    return type(value)
+
+
+def _activations(actions: Sequence[Action], trace: StageTrace, *, stashes: bool) -> dict[str, int]:
+    """Returns the bytes of activations at the schedule's peak, by kind. stashes: whether experts stash in pages."""
     if stashes:
-        # One layer's rows are outside of pages, between its experts and its copy.
-        peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in passes.saved])
-        return {**peak, EXPERTS: passes.experts_of_layer}
-    return dict(peak_bytes(actions, [kept.by_kind for kept in passes.saved]))
+        # One layer's rows are still in its buffers, not yet copied to pages.
+        peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in trace.saved])
+        return {**peak, EXPERTS: trace.experts_of_layer}
+    return dict(peak_bytes(actions, [kept.by_kind for kept in trace.saved]))
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
     """Returns the arguments of the same run with sizes that the host knows.
 
-    Parameters are whole, as passes save the same of gathered ones. Where the number of rows would be read from the
-    device, buffers hold just the rows of experts that are all chosen equally often.
+    Drops FSDP, since passes save the same tensors with gathered parameters. Where the number of expert rows would be
+    read from the device, static buffers get exactly the rows of balanced routing.
     """
     args = copy.copy(args)
     args.use_torch_fsdp2 = False
     if args.num_experts is not None and args.moe_expert_rank_capacity_factor is None:
-        # Where experts drop what they have no room for there are fewer rows; where they are padded, perhaps more.
+        # Padding to a capacity above 1 adds rows. Dropping without padding only removes some, which is ignored.
         room = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else None
         args.moe_expert_rank_capacity_factor, args.moe_grouped_gemm = max(1.0, room or 1.0), True
         args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity = None, False
@@ -455,7 +422,7 @@ def saved_by(
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
 ) -> SavedSizes:
-    """Returns the bytes that a microbatch of the chunk saves for backward; kind_of: as SavedBytes has it."""
+    """Returns the bytes that a microbatch of the chunk saves for backward. kind_of: as for SavedBytes."""
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:
@@ -474,7 +441,41 @@ def saved_by(
 
 
 def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
-    """A microbatch as datasets give it: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32, no memory."""
+    """Returns a microbatch without memory: tokens, labels, position_ids [B, S] int64, and loss_mask [B, S] fp32."""
     shape = args.micro_batch_size, args.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
     return {**batch, "loss_mask": torch.zeros(shape, dtype=torch.float32)}
+
+
+def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
+    """Yields the buffers of a rank's wrapped chunks. FSDP modules have none."""
+    for number, chunk in enumerate(model):
+        if not isinstance(chunk, _BaseDataParallel):
+            continue
+        for buffer in chunk.all_buffers:
+            padding = buffer.layout.numel - sum(span.numel for span in buffer.layout.spans)
+            param_size, grad_size = buffer.param_data.dtype.itemsize, buffer.grad_data.dtype.itemsize
+            yield BufferLayout(
+                number,
+                "expert" if buffer.is_expert else "dense",
+                str(buffer.param_data.dtype).removeprefix("torch."),
+                str(buffer.grad_data.dtype).removeprefix("torch."),
+                tuple(bucket.span.numel * grad_size for bucket in buffer.layout.buckets),
+                num_bytes=buffer.layout.numel * (param_size + grad_size),
+                padding_bytes=padding * (param_size + grad_size),
+                bucket_ends=tuple(
+                    (buffer.slots[bucket.params[0]].name, buffer.slots[bucket.params[-1]].name)
+                    for bucket in buffer.layout.buckets
+                ),
+            )
+
+
+def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
+    """Returns sentences on parts of the run that are planned as other parts, such as a flex dispatcher's backend."""
+    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
+        return ()
+    return (
+        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
+        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
+        "what it does not send twice, is not known without it",
+    )

@@ -1,6 +1,6 @@
-"""Recorders of a traced step: kernels, messages and live memory, as they pass torch's dispatcher.
+"""Recorders of a traced step: kernels, messages and live memory, observed at torch's dispatcher.
 
-They observe the run's own code on tensors without memory. The time of what they record is in work.py.
+They observe the run's own code on tensors without memory. work.py estimates the time of the records.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,9 +36,74 @@ from megatron.planner.work import (
     merged,
 )
 
+RECOMPUTE = "recompute"
+_FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
+# Grouped products of torch, and of experts with static buffers.
+GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
+# Move no bytes: allocations, views, and reads by the host.
+_FREE = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
+    *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
+}
+# Read as many bytes as they write, however large the table is.
+_GATHERS = {"embedding", "index", "index_select", "gather"}
+# Read their source, and read and write the same number of bytes of the table.
+_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
+# Their bytes do not depend on the size of the table.
+ROWS_OF_TABLES = _GATHERS | _SCATTERS
+# Trace names to phases. The innermost open one gives a message its phase.
+_PHASES = {
+    "ScheduleRunner._forward": FORWARD,
+    "ScheduleRunner._backward": BACKWARD,
+    "P2PCommunicator.post": PIPELINE,
+    "_ParamAndGradBucketGroup.launch_gathers": PARAMS,
+    "FSDP::all_gather": PARAMS,
+    "FSDP::post_backward_reduce": GRADS,
+    "_ParamAndGradBucketGroup.launch_reductions": GRADS,
+    "_ParamAndGradBucketGroup.complete_reductions": GRADS,
+    "finalize_model_grads": GRADS,
+    "MegatronOptimizer.step": OPTIMIZER,
+    "Iteration.agree_sync": AGREEMENT,
+    "Iteration.highest_sync": AGREEMENT,
+    "Iteration.first_ranks_order_sync": AGREEMENT,
+    "StatisticsExchange.reduce_sync": STATISTICS,
+}
+_OPERATIONS = {
+    "allreduce_": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "alltoall_": "all-to-all",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+# Operations with their input as payload. Others have their output, or a tensor that they change in place.
+_BY_INPUT = {"reduce-scatter", "all-to-all"}
+# Messages inside these trace names are parts of one collective.
+_WHOLE = {
+    "gather_shards_": "all-gather",
+    "_OrderedReduceScatter": "reduce-scatter",
+    "_OrderedReduceScatter._send": "reduce-scatter",
+}
+_BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
+# Several groups may have the same ranks. The first match names a message, by phase: passes, or all others.
+_OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
+_OF_DATA = (
+    "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
+    "tp_ep_pp tp_dp ep expt_tp tp_ep"
+).split()
+_SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
+
 
 class RunningModules:
-    """Follows the forwards of models while `followed`; of nested modules the innermost counts."""
+    """Tracks the innermost module that runs forward inside `followed`."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -46,7 +111,7 @@ class RunningModules:
 
     @property
     def name(self) -> str:
-        """Within its model, as named_modules says; "" in the model itself and outside of all."""
+        """Name from named_modules of its model; "" in the model itself and outside of all modules."""
         return self._inside[-1] if self._inside else ""
 
     def __bool__(self) -> bool:
@@ -54,7 +119,7 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, modules are followed, also those whose forward raises."""
+        """Tracks modules inside the block, also after a forward that raises."""
         handles = []
         for model in self._models:
             for name, module in model.named_modules():
@@ -76,29 +141,10 @@ class RunningModules:
         self._inside.pop()
 
 
-RECOMPUTE = "recompute"
-_FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
-# torch's, and those of experts with buffers of a fixed size.
-GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
-_COUNTED = {"aten", "paged_stash", "router", "static_rows"}
-# They move nothing: memory that is handed out, other views of it, reads by the host.
-_FREE = {
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
-    *("detach", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "equal", "record_stream", "is_pinned"),
-}
-# They read as much as they write, however large the table is.
-_GATHERS = {"embedding", "index", "index_select", "gather"}
-# They read what they are given, and read and write as much of the table.
-_SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
-# The sizes of tables make no difference to either.
-ROWS_OF_TABLES = _GATHERS | _SCATTERS
-
-
 class WorkRecorder(TorchDispatchMode):
-    """Notes kernels by pass while it is on, in a step of one microbatch.
+    """Counts the kernels of each pass inside `recording`, in a step of one microbatch.
 
-    live_rows: of the rows of experts' buffers, the share that products multiply: the rest has no tokens.
+    live_rows: share of the expert buffers' rows that hold tokens. Grouped products skip the rest.
     """
 
     def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:
@@ -117,33 +163,6 @@ class WorkRecorder(TorchDispatchMode):
         with self._running.followed(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), self:
             yield
 
-    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """The work of each chunk. order: in which the step ran its passes, one of each chunk and kind."""
-        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
-        forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
-        backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
-        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
-        return tuple(found[chunk] for chunk in sorted(found))
-
-    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a fused kernel, which the dispatcher does not see. tensor: any shape, of the dtype it computes in."""
-        counter = self._counter()
-        if counter is not None:
-            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
-
-    @property
-    def kind(self) -> str:
-        """The kind of the module whose forward or backward is running."""
-        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
-
-    @property
-    def pass_name(self) -> str | None:
-        """forward, backward or, of forwards that backward runs again, recompute; None outside of passes."""
-        if _BACKWARD in self._names:
-            # Modules run forward in a backward when they are computed again.
-            return RECOMPUTE if self._running else BACKWARD
-        return FORWARD if _FORWARD in self._names else None
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator and counts its kernel, unless it is a view or free."""
         kwargs = kwargs or {}
@@ -155,22 +174,6 @@ class WorkRecorder(TorchDispatchMode):
             return result
         self._count(func, name, args=args, kwargs=kwargs, result=result)
         return result
-
-    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
-        moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
-        unit, flops = Unit.MEMORY, 0.0
-        if name in GROUPED:
-            # Of both forms: rows by the matrices of experts, and rows by rows to such matrices.
-            unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
-        elif func._overloadpacket in flop_registry:
-            unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
-        if moved or flops:
-            self.note(
-                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
-            )
 
     def _follow(self, func: Any, args: Sequence[Any]) -> None:
         if "enter" not in func._schema.name:
@@ -193,13 +196,56 @@ class WorkRecorder(TorchDispatchMode):
             return counters[name][-1]
         return self.update if _UPDATE in self._names else None
 
+    @property
+    def pass_name(self) -> str | None:
+        """The running pass: forward, backward, or recompute for a forward inside backward. None outside of passes."""
+        if _BACKWARD in self._names:
+            # A module that runs forward during backward is being recomputed.
+            return RECOMPUTE if self._running else BACKWARD
+        return FORWARD if _FORWARD in self._names else None
+
+    def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
+        moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
+        unit, flops = Unit.MEMORY, 0.0
+        if name in GROUPED:
+            # Valid for both forms: rows times expert matrices, and rows times rows for weight gradients.
+            unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
+        elif func._overloadpacket in flop_registry:
+            unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
+        if moved or flops:
+            self.note(
+                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
+            )
+
+    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        """Counts a kernel. tensor: any shape, in the dtype of the computation. Fused kernels report themselves."""
+        counter = self._counter()
+        if counter is not None:
+            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
+
+    @property
+    def kind(self) -> str:
+        """The kind of the module whose forward or backward is running."""
+        return kind_of_module(self._running.name) if self._running else self._kind or kind_of_module("")
+
     def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
         return kind_of_module(self._running.name), tensor.detach()
 
     def _unpack(self, kept: tuple[str, Tensor]) -> Tensor:
-        # The backward of the module that saved it comes next.
+        # The module that saved it runs its backward next.
         self._kind, tensor = kept
         return tensor
+
+    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
+        """Returns the work of each chunk. order: passes of the step in order, one of each chunk and kind."""
+        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
+        forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
+        backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
+        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
+        return tuple(found[chunk] for chunk in sorted(found))
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -208,7 +254,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Bytes that an operation reads and writes."""
+    """Returns the bytes that an operation reads and writes."""
     if name in _GATHERS:
         return 2.0 * sum(one.nbytes for one in outputs)
     if name in _SCATTERS:
@@ -220,68 +266,16 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
     known = {id(one) for one in inputs}
     written = sum(one.nbytes for one in outputs if id(one) not in known)
     if func._schema.is_mutable:
-        # What is changed in place is written as well.
-        written += inputs[0].nbytes if not name.startswith(("_foreach_", "_fused_")) else sum(map(_nbytes, inputs)) // 2
+        # Tensors changed in place are written, too. Lists of tensors are taken to be half sources, half results.
+        is_list = name.startswith(("_foreach_", "_fused_"))
+        written += sum(one.nbytes for one in inputs) // 2 if is_list else inputs[0].nbytes
     return float(sum(one.nbytes for one in inputs) + written)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
-
-
-# The innermost of these that is open says what a message is for.
-_PHASES = {
-    "ScheduleRunner._forward": FORWARD,
-    "ScheduleRunner._backward": BACKWARD,
-    "P2PCommunicator.post": PIPELINE,
-    "_ParamAndGradBucketGroup.launch_gathers": PARAMS,
-    "FSDP::all_gather": PARAMS,
-    "FSDP::post_backward_reduce": GRADS,
-    "_ParamAndGradBucketGroup.launch_reductions": GRADS,
-    "_ParamAndGradBucketGroup.complete_reductions": GRADS,
-    "finalize_model_grads": GRADS,
-    "MegatronOptimizer.step": OPTIMIZER,
-    "Iteration.agree_sync": AGREEMENT,
-    "Iteration.highest_sync": AGREEMENT,
-    "Iteration.first_ranks_order_sync": AGREEMENT,
-    "StatisticsExchange.reduce_sync": STATISTICS,
-}
-# Messages inside of these are parts of one collective.
-_WHOLE = {
-    "gather_shards_": "all-gather",
-    "_OrderedReduceScatter": "reduce-scatter",
-    "_OrderedReduceScatter._send": "reduce-scatter",
-}
-_BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
-_OPERATIONS = {
-    "allreduce_": "all-reduce",
-    "allgather_": "all-gather",
-    "_allgather_base_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "reduce_scatter_": "reduce-scatter",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "alltoall_": "all-to-all",
-    "broadcast_": "broadcast",
-    "send": "send",
-    "recv_": "receive",
-}
-# Their payload is what goes in, of the others what comes out or is there both before and after.
-_BY_INPUT = {"reduce-scatter", "all-to-all"}
-# Names of groups of the same ranks: the first that fits, by what the message is for.
-_OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
-_OF_DATA = (
-    "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
-    "tp_ep_pp tp_dp ep expt_tp tp_ep"
-).split()
-_SHORT = {"expt_tp": "etp", "expt_dp": "edp", "tp_dp_cp": "stage"}
-
-
 class MessageRecorder(TorchDispatchMode):
-    """Notes the messages of this thread while it is the innermost mode; they are sent as ever.
+    """Records the messages of this thread while it is the innermost mode, and sends them unchanged.
 
-    groups: this rank's, which give messages their groups' names.
+    groups: this rank's groups, which give messages the names of their groups.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
@@ -289,12 +283,12 @@ class MessageRecorder(TorchDispatchMode):
         self._groups = {name: _ranks_of(group) for name, group in vars(groups).items() if group is not None}
         self._names: list[str] = []
         self._messages: list[Traffic] = []
-        self._is_begun = False  # the collective under way has been counted
-        self._is_slice_begun = False  # likewise a slice of it
+        self._is_begun = False  # whether the current collective has been counted
+        self._is_slice_begun = False  # whether its current slice has been counted
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
 
     def take(self) -> tuple[Traffic, ...]:
-        """Returns the messages sent since the last call."""
+        """Returns and forgets the messages recorded since the last call."""
         messages, self._messages = self._messages, []
         return merged(messages)
 
@@ -308,7 +302,7 @@ class MessageRecorder(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Sequence[Any]) -> None:
         if "enter" in func._schema.name:
-            # What torch names itself has the module behind it, in brackets.
+            # Torch's own trace names end with the module in parentheses.
             name = str(args[0]).partition(" (")[0]
             self._names.append(name)
             self._is_begun = self._is_begun and name not in _BEGINNINGS
@@ -323,10 +317,10 @@ class MessageRecorder(TorchDispatchMode):
         count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
         whole = _WHOLE.get(self._names[-1]) if self._names else None
         if whole is not None:
-            # Later slices of a sum are sent where it is waited for.
+            # Later slices of a reduction are sent while it is waited for, and belong to the first one.
             count = int(not self._is_begun and not _BEGINNINGS.isdisjoint(self._names))
             if whole == "reduce-scatter" and args[3] and not self._is_slice_begun:
-                # One message for each other rank: what stays here is as much.
+                # Slices are one message per other rank. The first counts twice, to include this rank's own part.
                 num_bytes *= 2
             self._is_begun = self._is_slice_begun = True
             operation = whole
@@ -335,7 +329,7 @@ class MessageRecorder(TorchDispatchMode):
         self._messages.append(Traffic(group, size, operation, phase, count, num_bytes))
 
     def _name_of(self, group: dist.ProcessGroup, phase: str) -> tuple[str, int]:
-        """The name of a group in a phase, and its size."""
+        """Returns the name of a group in a phase, and its size."""
         key = (group.group_name, phase)
         if key not in self._known:
             ranks = _ranks_of(group)
@@ -347,7 +341,7 @@ class MessageRecorder(TorchDispatchMode):
 
 
 def ranks_by_name(groups: ProcessGroupCollection, links: Iterable[Traffic]) -> dict[str, tuple[int, ...]]:
-    """The ranks of the groups that messages name."""
+    """Returns the ranks of each group that the messages name."""
     own = {_SHORT.get(name, name): _ranks_of(group) for name, group in vars(groups).items() if group is not None}
     own["world"] = tuple(range(dist.get_world_size()))
     return {name: own[name] for name in sorted({one.group for one in links})}
@@ -367,10 +361,11 @@ def _bytes_of(tensors: Any) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts memory that operations on a device return, from its allocation until its last tensor is gone.
+    """Counts the bytes of storages that operators allocate on a device, until their last tensor is freed.
 
-    While it is the innermost mode, on this thread. What was there before counts as nothing. peaks: the most at once, of
-    each part that `begin` named, "" before. messages_peak: of what has been handed to collectives alone, in and out.
+    Counts on this thread, while it is the innermost mode. Storages allocated earlier do not count. peaks: highest
+    number of live bytes in each part that `begin` named; "" is the part before. messages_peak: highest number of live
+    bytes among inputs and outputs of collectives.
     """
 
     def __init__(self, device_type: str = "meta") -> None:
@@ -382,7 +377,7 @@ class LiveBytes(TorchDispatchMode):
         self.peaks, self.messages_peak = {"": 0}, 0
 
     def begin(self, part: str) -> None:
-        """Counts what is alive from now on for this part."""
+        """Starts a part with a peak of its own."""
         self._part = part
         self.peaks[part] = self._bytes
 
@@ -391,7 +386,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in self._storages((args, kwargs))}
         for storage in self._storages(result):
-            # Views of what was there before are nothing new.
+            # Views of an input allocate nothing.
             if storage._cdata not in given:
                 self._note(storage)
         if func.namespace == "c10d":

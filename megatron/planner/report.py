@@ -1,6 +1,6 @@
-"""The --dry-run command, and every form in which plans are shown: printed lines, plan.json and values of the page.
+"""The --dry-run command, and the forms of a plan: printed lines, plan.json, and tables of searched layouts.
 
-Nothing is planned here (plan.py, layout_search.py), and the page itself is in page.py.
+plan.py and layout_search.py compute plans, and page.py draws the page.
 """
 
 import argparse
@@ -23,10 +23,23 @@ from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
 from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, place_of, plan_run
-from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, places, run_time
+from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, ranks_per_node, run_time
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device
+
+JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
+# Columns of a printed line.
+WIDTH = 100
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_GIB = 1 << 30
+_MEMORY_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
+_LINK_COLUMNS = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
+_LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
+# Most passes in plan.json, which would otherwise have many megabytes. The first ones are written.
+_MAX_PASSES = 20_000
+# Seconds below which a value is a rounding error.
+_ROUNDING_SECONDS = 1e-12
 
 
 def print_plan(
@@ -76,18 +89,14 @@ def print_plan(
     print("\n".join(lines))
 
 
-_COLUMNS = ("parameters", "gradients", "masters", "moments", "pages", "activations", "total", "peak")
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
 def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
-    """The plan of a run with these arguments, line by line."""
+    """Returns the printed lines of a plan."""
     unit, size = next(
         ((unit, size) for unit, size in _UNITS if max(stage.total for stage in plan.stages) >= size), ("bytes", 1)
     )
-    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_COLUMNS)]
+    rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_MEMORY_COLUMNS)]
     for stage in plan.stages:
-        values = [_value(stage, column) / size for column in _COLUMNS]
+        values = [_value(stage, column) / size for column in _MEMORY_COLUMNS]
         rows.append((str(stage.stage), str(stage.rank), _range(stage.layers), *(f"{value:.2f}" for value in values)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
@@ -100,17 +109,13 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
-        f"peak: with what is taken for a while, of stage {fullest.stage} by passes up to {fullest.working / size:.2f} "
-        f"{unit} beside activations, by the update, without them, up to {fullest.updating / size:.2f} {unit}; messages "
-        f"of it at once up to {fullest.messages / size:.2f} {unit}",
+        f"peak: includes temporary memory, on stage {fullest.stage} up to {fullest.working / size:.2f} {unit} in "
+        f"passes, or up to {fullest.updating / size:.2f} {unit} in the update, which runs without activations; "
+        f"messages hold up to {fullest.messages / size:.2f} {unit} at one time",
         *buffer_lines(plan.stages, unit=unit, size=size),
         *links_lines(fullest, unit=unit, size=size),
-        *_notes(plan, unit=unit, size=size),
+        *_note_lines(plan, unit=unit, size=size),
     ]
-
-
-def _number(count: int, one: str, *, several: str | None = None) -> str:
-    return f"{count} {one if count == 1 else several or one + 's'}"
 
 
 def _value(stage: RankPlan, column: str) -> int:
@@ -119,8 +124,29 @@ def _value(stage: RankPlan, column: str) -> int:
     return value
 
 
+def _range(layers: Sequence[int]) -> str:
+    """Formats layer numbers, such as 1-4,9."""
+    starts = [n for n in layers if n - 1 not in layers]
+    ends = [n for n in layers if n + 1 not in layers]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
+
+
+def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
+    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
+
+
+def _number(count: int, one: str, *, several: str | None = None) -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
+
+
+def _layout(args: argparse.Namespace) -> str:
+    sizes = layout_sizes(args)
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+
+
 def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """The sizes of a run's layout, by the names that plans have for them; expert tensor: of a model with experts."""
+    """Returns the sizes of a run's layout by name. A model without experts has no size `expert tensor`."""
     tensor = args.tensor_model_parallel_size
     experts = {} if args.num_experts is None else {"expert tensor": args.expert_tensor_parallel_size or tensor}
     return {
@@ -134,60 +160,8 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
-def _layout(args: argparse.Namespace) -> str:
-    sizes = layout_sizes(args)
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
-
-
-def _range(layers: Sequence[int]) -> str:
-    """Numbers that follow each other as first-last."""
-    starts = [n for n in layers if n - 1 not in layers]
-    ends = [n for n in layers if n + 1 not in layers]
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "none"
-
-
-def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
-    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
-
-
-def _notes(plan: Plan, *, unit: str, size: int) -> list[str]:
-    notes = [f"not in it: {NOT_PLANNED}"]
-    if plan.is_balanced:
-        notes.append("rows of experts are those of tokens that choose all experts equally often")
-    return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
-
-
-def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
-    """Returns a line about the stage with most in the host's memory, if any uses it."""
-    most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
-    kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
-    if not kinds:
-        return []
-    return [
-        f"in the host's memory, and not in the table: up to {sum(most.host.values()) / size:.2f} {unit} a rank, "
-        f"of stage {most.stage}: {kinds}"
-    ]
-
-
-_HEAD = ("group", "ranks", "operation", "phase", "count", "payload", "on links")
-
-
-def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
-    """What a rank sends in a step, largest first; on links: bytes that leave it where collectives run as rings."""
-    if not stage.links:
-        return []
-    rows: list[tuple[str, ...]] = [_HEAD]
-    for one in sorted(stage.links, key=lambda one: -one.num_bytes):
-        sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
-        rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-    return [f"sent in a step by rank {stage.rank}, of stage {stage.stage}, in {unit}:", *lines]
-
-
 def buffer_lines(stages: Sequence[RankPlan], *, unit: str, size: int) -> list[str]:
-    """Buckets and padding of each buffer of the stage with the most padding."""
+    """Returns a line on the buckets and padding of each buffer, for the stage with most padding."""
     most = max(stages, key=lambda stage: sum(one.padding_bytes for one in stage.buffers))
     return [_buffer_line(one, most.stage, unit=unit, size=size) for one in most.buffers]
 
@@ -196,22 +170,70 @@ def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
     buckets = f"{len(one.bucket_bytes)} {'bucket' if len(one.bucket_bytes) == 1 else 'buckets'}"
     return (
         f"buffer of stage {stage}, chunk {one.chunk}: {one.kind}, {one.param_dtype} with {one.grad_dtype} gradients, "
-        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % are padding"
+        f"{buckets}, {one.num_bytes / size:.2f} {unit}, of which {100 * one.padding_share:.3f} % is padding"
     )
 
 
-JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
-# More would make files of many megabytes; those of the beginning are told.
-_MOST_PASSES = 20_000
-# Seconds below which a difference of sums is rounding.
-_NOTHING = 1e-12
+def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
+    """Returns a table of a rank's messages in a step, largest first. Column on links: bytes from link_bytes."""
+    if not stage.links:
+        return []
+    rows: list[tuple[str, ...]] = [_LINK_COLUMNS]
+    for one in sorted(stage.links, key=lambda one: -one.num_bytes):
+        sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
+        rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+    return [f"sent in a step by rank {stage.rank}, of stage {stage.stage}, in {unit}:", *lines]
+
+
+def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
+    notes = [f"not included: {NOT_PLANNED}"]
+    if plan.is_balanced:
+        notes.append("rows of experts are those of tokens that choose all experts equally often")
+    return [*notes, *plan.substitutions, *_host_lines(plan, unit=unit, size=size)]
+
+
+def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
+    """Returns a line on the stage with the most host memory, if any stage uses it."""
+    most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
+    kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
+    if not kinds:
+        return []
+    return [
+        f"in the host's memory, not in the table: up to {sum(most.host.values()) / size:.2f} {unit} per rank, "
+        f"on stage {most.stage}: {kinds}"
+    ]
+
+
+def time_lines(step: StepTime) -> list[str]:
+    """Returns the printed lines about the estimated step."""
+    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
+    mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
+    slowest = min(step.stages, key=lambda stage: stage.bubble)
+    kinds = sorted(slowest.by_kind.items(), key=lambda item: -item[1])
+    return [
+        f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
+        f"{step.tflops:.1f} TFLOP/s a device{mfu}",
+        f"split of the step, mean over stages: {split}",
+        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
+        f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
+        + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
+        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < _ROUNDING_SECONDS:
+        return "0 ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def plan_document(
     plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
 ) -> dict[str, Any]:
-    """All that is known of the plan, in bytes and seconds, as JSON has it. step: None where nothing is trained."""
-    in_node = places(plan, device)
+    """Returns the content of plan.json, in bytes and seconds. step: None where nothing is trained."""
+    in_node = ranks_per_node(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
         "world_size": args.world_size,
@@ -234,42 +256,8 @@ def plan_document(
     }
 
 
-def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Writes plan.json and plan.html into the folder, created if missing; returns the files. Raises OSError.
-
-    Without the packages of pages it writes plan.json only, and says on stderr what is missing.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {JSON_FILE: json.dumps(document, indent=1)}
-    try:
-        texts[PAGE_FILE] = page(document)
-    except MissingPackageError as error:
-        print(f"{PAGE_FILE} is not written: {error}", file=sys.stderr)
-    for name, text in texts.items():
-        with replaced_file(folder / name) as file:
-            file.write(text.encode())
-    return [folder / name for name in texts]
-
-
-def time_lines(step: StepTime) -> list[str]:
-    """Returns the printed lines about the estimated step."""
-    split = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in step.split().items())
-    mfu = "" if step.mfu is None else f", MFU {100 * step.mfu:.1f}%"
-    slowest = min(step.stages, key=lambda stage: stage.bubble)
-    kinds = sorted(slowest.by_kind.items(), key=lambda item: -item[1])
-    return [
-        f"estimated step on {step.device}: {_seconds(step.seconds)}, {step.tokens_per_second:,.0f} tokens/s, "
-        f"{step.tflops:.1f} TFLOP/s a device{mfu}",
-        f"of it, mean over stages: {split}",
-        f"passes of stage {step.stages.index(slowest)}, which waits least: forward {_seconds(slowest.forward)}, "
-        f"recompute {_seconds(slowest.recompute)}, backward {_seconds(slowest.backward)}; by kind "
-        + ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in kinds),
-        *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
-    ]
-
-
 def notes(plan: Plan, device: Device) -> list[str]:
-    """Returns notes that every form of the plan shows."""
+    """Returns the notes of plan.json and of the page."""
     found = [f"Memory leaves out {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")
@@ -319,24 +307,36 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
-    """Returns each stage's passes: F or B, chunk, microbatch, start and end in seconds."""
-    most = _MOST_PASSES // len(step.spans)
+    """Returns the passes of each stage as F or B, chunk, microbatch, and start and end in seconds."""
+    most = _MAX_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
         for stage in step.spans
     ]
 
 
-def _seconds(seconds: float) -> str:
-    if seconds < _NOTHING:
-        return "0 ms"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Writes plan.json and plan.html, and returns their paths. Creates the folder if it is missing. Raises OSError.
+
+    If a package of pages is missing, writes only plan.json and names the package on stderr.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {JSON_FILE: json.dumps(document, indent=1)}
+    try:
+        texts[PAGE_FILE] = page(document)
+    except MissingPackageError as error:
+        print(f"{PAGE_FILE} is not written: {error}", file=sys.stderr)
+    for name, text in texts.items():
+        with replaced_file(folder / name) as file:
+            file.write(text.encode())
+    return [folder / name for name in texts]
 
 
 def rank_range(ranks: Sequence[int]) -> str:
-    """Such as 0:8:1 for 0 to 7, start:stop:step as Python's range has them; at least one rank, rising.
+    """Formats at least one rank, in rising order, as start:stop:step of Python's range.
 
-    A sum, as 2:4:1 + 0:17:16, has one of each: 2, 3, 18, 19. What is no such sum is several, with commas between.
+    0:8:1 is 0 to 7. A sum has one element of each term: 2:4:1 + 0:17:16 is 2, 3, 18, 19. Ranks that form no such sum
+    are several terms with commas between them.
     """
     terms: list[range] = []
     rest = list(ranks)
@@ -348,14 +348,14 @@ def rank_range(ranks: Sequence[int]) -> str:
             return ", ".join(" + ".join(map(_term, (one, *terms))) for one in _steady(rest))
         terms.append(_steps(offsets[0]))
         rest = [block[0] for block in blocks]
-    # The first rank is where the smallest steps start.
+    # The term with the smallest steps starts at the first rank.
     first = terms.pop(0) if terms else range(1)
     moved = range(first.start + rest[0], first.stop + rest[0], first.step)
     return " + ".join(_term(one) for one in (moved, *terms))
 
 
 def _steady(ranks: Sequence[int]) -> Iterator[range]:
-    """The same ranks in parts of equal steps, each as long as can be."""
+    """Splits ranks into the longest runs of equal steps."""
     while ranks:
         length = _regular(ranks)
         yield _steps(ranks[:length])
@@ -363,7 +363,7 @@ def _steady(ranks: Sequence[int]) -> Iterator[range]:
 
 
 def _regular(ranks: Sequence[int]) -> int:
-    """How many of the first are in equal steps."""
+    """Returns the length of the first run of equal steps."""
     steps = [after - before for before, after in zip(ranks, ranks[1:])]
     return next((at + 1 for at, step in enumerate(steps) if step != steps[0]), len(ranks))
 
@@ -376,21 +376,49 @@ def _term(one: range) -> str:
     return f"{one.start}:{one.stop}:{one.step}"
 
 
-# Columns of what is printed.
-WIDTH = 100
-_GIB = 1 << 30
-_LAYOUT_COLUMNS = "tp pp vpp cp ep etp mbs states recompute experts GiB step/s MFU bubble exposed".split()
-
-
 def table_lines(advice: Sequence[Advice]) -> list[str]:
-    """One line each, under a line with names."""
+    """Returns a table with a line for each layout."""
     rows = [["", *_LAYOUT_COLUMNS], *([f"{number}.", *_cells(one)] for number, one in enumerate(advice, start=1))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
 
 
+def _cells(advice: Advice) -> list[str]:
+    layout, time = advice.layout, advice.time
+    choices = (layout.sharding, layout.recompute, layout.experts)
+    sizes = (
+        layout.tensor,
+        layout.stages,
+        layout.chunks,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.micro_batch,
+    )
+    return [
+        *map(str, sizes),
+        *("-" if one is None else one.value for one in choices),
+        f"{advice.num_bytes / _GIB:.2f}",
+        f"{time.seconds:.3g}",
+        "-" if time.mfu is None else f"{100 * time.mfu:.1f}%",
+        f"{100 * _bubble(time) / time.seconds:.1f}%",
+        f"{100 * _exposed(time) / time.seconds:.1f}%",
+    ]
+
+
+def _bubble(time: StepTime) -> float:
+    """Returns the mean seconds that stages wait for each other."""
+    # A difference of sums may be negative by rounding.
+    return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
+
+
+def _exposed(time: StepTime) -> float:
+    """Returns the mean seconds that stages wait for communication that is not overlapped."""
+    return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)
+
+
 def flag_lines(advice: Advice) -> str:
-    """The command, ready for a shell, in lines of at most WIDTH where a flag and its values are no longer."""
+    """Returns a layout's command for a shell, in lines of at most WIDTH unless one flag is longer."""
     lines = ["pretrain_gpt.py"]
     flags: list[list[str]] = []
     for word in advice.words:
@@ -398,7 +426,7 @@ def flag_lines(advice: Advice) -> str:
             flags.append([])
         flags[-1].append(word)
     for flag in map(shlex.join, flags):
-        # Room for the number before it, and for what goes on behind it.
+        # Leaves room for the number before the command and the backslash after it.
         if len(lines[-1]) + 1 + len(flag) + 6 > WIDTH:
             lines.append(f"    {flag}")
         else:
@@ -407,12 +435,12 @@ def flag_lines(advice: Advice) -> str:
 
 
 def bytes_in_words(num_bytes: int) -> str:
-    """With all digits, and in GiB."""
+    """Formats a number of bytes with all digits and in GiB."""
     return f"{num_bytes:,} bytes ({num_bytes / _GIB:.2f} GiB)"
 
 
 def found_as_json(found: Found, *, verified: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The front, fastest first, with the differences that dry runs of its first layouts had."""
+    """Returns the result of a search as JSON. verified: differences of the first layouts from their dry runs."""
     return {
         "compared": found.compared,
         "fitting": found.fitting,
@@ -444,37 +472,3 @@ def _advice_as_json(advice: Advice) -> dict[str, Any]:
         "bubble_seconds": _bubble(time),
         "exposed_seconds": _exposed(time),
     }
-
-
-def _cells(advice: Advice) -> list[str]:
-    layout, time = advice.layout, advice.time
-    choices = (layout.sharding, layout.recompute, layout.experts)
-    sizes = (
-        layout.tensor,
-        layout.stages,
-        layout.chunks,
-        layout.context,
-        layout.expert,
-        layout.expert_tensor,
-        layout.micro_batch,
-    )
-    return [
-        *map(str, sizes),
-        *("-" if one is None else one.value for one in choices),
-        f"{advice.num_bytes / _GIB:.2f}",
-        f"{time.seconds:.3g}",
-        "-" if time.mfu is None else f"{100 * time.mfu:.1f}%",
-        f"{100 * _bubble(time) / time.seconds:.1f}%",
-        f"{100 * _exposed(time) / time.seconds:.1f}%",
-    ]
-
-
-def _bubble(time: StepTime) -> float:
-    """Seconds that the stages wait for each other, on average."""
-    # Differences of sums may end a rounding below nothing.
-    return max(0.0, sum(stage.bubble for stage in time.stages) / len(time.stages))
-
-
-def _exposed(time: StepTime) -> float:
-    """Seconds that the stages wait for messages that nothing hides, on average."""
-    return sum(sum(stage.exposed.values()) for stage in time.stages) / len(time.stages)

@@ -1,8 +1,8 @@
 """Memory and work of each pipeline stage, added up from the costs of single layers (layer_costs.py).
 
-Uses the arithmetic of buffers, optimizers, schedules and the stash themselves, and builds no model. A dry run (plan.py)
-builds whole stages instead. The two agree to the byte where all layers of a kind are identical
-(tests/unit_tests/planner/test_stage_costs.py); layers that recompute or offload by their position are the exception.
+Builds no model. Calls the functions that size buffers, optimizer states, schedules and the stash in a run. A dry run
+(plan.py) builds whole stages instead. The two agree to the byte where all layers of a kind are identical
+(tests/unit_tests/planner/test_stage_costs.py), which excludes layers that recompute or offload by their position.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipelin
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
-from megatron.planner.step_time import StageLoad
+from megatron.planner.step_time import StageLoad, short_step
 from megatron.planner.work import (
     BACKWARD,
     EXPERTS,
@@ -43,15 +43,20 @@ from megatron.training.command_line.validation import batch_sizes
 from megatron.training.data_parallel import ddp_config_of
 from megatron.training.step.expert_memory import stash_events
 
-# Rounds of microbatches after which a schedule only repeats itself, until its end.
-_ROUNDS = 3
+# Optimizers with states that state_bytes counts.
+_OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
+
+
+# Stages in the middle of a pipeline have the same sizes.
+_cached_layout = lru_cache(maxsize=1 << 12)(lay_out)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that stages follow from. layers: of each part of the pipeline, chunk c of stage s at c * stages + s.
+    """Sizes of a layout, by which stages are added up.
 
-    num_microbatches: of a step. group_size: of interleaved schedules; None: as many as stages.
+    layers: layers of each part of the pipeline; chunk c of stage s is part c * stages + s. num_microbatches:
+    microbatches of a step. group_size: group size of interleaved schedules; None means the number of stages.
     """
 
     world_size: int
@@ -66,16 +71,16 @@ class Shape:
     group_size: int | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.layers) == self.stages * self.chunks, "one entry a chunk of each stage"
+        assert len(self.layers) == self.stages * self.chunks, "one entry per chunk of each stage"
 
     @property
     def dense_ranks(self) -> int:
-        """Ranks that share dense parameters: data-parallel and context-parallel ones."""
+        """Number of ranks that share dense parameters, over data and context parallelism."""
         return self.world_size // (self.tensor * self.stages)
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that share an expert."""
+        """Number of ranks that share an expert."""
         return self.world_size // (self.expert * self.expert_tensor * self.stages)
 
     @property
@@ -86,7 +91,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class PersistentBytes:
-    """Bytes that the first rank of a stage holds from step to step, as RankPlan has them."""
+    """Persistent bytes of the first rank of a stage, with the fields of RankPlan."""
 
     parameters: int
     gradients: int
@@ -96,13 +101,13 @@ class PersistentBytes:
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
+        """Persistent bytes on the device."""
         return self.parameters + self.gradients + self.masters + self.moments
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of the first rank of a stage, as RankPlan has them."""
+    """Bytes of the first rank of a stage at its peak, with the fields of RankPlan."""
 
     persistent: PersistentBytes
     pages: int
@@ -111,12 +116,65 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
+        """Bytes on the device."""
         return self.persistent.total + self.pages + sum(self.activations.values())
 
 
+def shape_of(args: argparse.Namespace) -> Shape:
+    """Returns the sizes of the run of validated args."""
+    kinds = iter(layer_kinds(args))
+    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
+    return Shape(
+        world_size=args.world_size,
+        tensor=args.tensor_model_parallel_size,
+        stages=args.pipeline_model_parallel_size,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        layers=tuple(tuple(islice(kinds, count)) for count in counts),
+        num_microbatches=batch_sizes(args).final_num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
+
+
+def check_counted(args: argparse.Namespace) -> None:
+    """Raises CommandLineError for flags with memory that is not counted here."""
+    if args.use_torch_fsdp2:
+        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
+    if args.optimizer not in _OPTIMIZERS:
+        raise CommandLineError(
+            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
+            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
+        )
+    if args.skip_train:
+        raise CommandLineError("--skip-train: layouts are compared for training; drop it")
+
+
+def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
+    """Returns the memory of the first rank of each stage in the run of validated args. costs: measured for these args.
+
+    Raises CommandLineError for flags with memory that is not counted here.
+    """
+    check_counted(args)
+    shape, ddp_config = shape_of(args), ddp_config_of(args)
+    optimizer_config = config_from_args(OptimizerConfig, args)
+    stages = []
+    for stage in range(shape.stages):
+        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
+        stages.append(
+            StageMemory(
+                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                device_pages,
+                host_pages,
+                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
+            )
+        )
+    return stages
+
+
 def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
-    """The parts of each chunk of a stage."""
+    """Returns the parts of each chunk of a stage."""
     numbers = range(stage, len(shape.layers), shape.stages)
     return [
         costs.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
@@ -132,10 +190,10 @@ def persistent_bytes(
     ddp_config: DistributedDataParallelConfig,
     optimizer_config: OptimizerConfig,
 ) -> PersistentBytes:
-    """Returns the persistent bytes of the first rank of a stage, whose parts are the largest of the stage.
+    """Returns the persistent bytes of the first rank of a stage, which owns the largest shards of the stage.
 
-    Padding is that of the run's own buffers. States in fp16 have a scale for each block of elements, which is counted
-    over all of them: less than a block a run of neighbours too few.
+    Buffers have the padding of the run. States in fp16 have one scale per block of elements. Blocks are counted over
+    all elements of a buffer, which misses less than one block per contiguous range.
     """
     chunks = stage_chunks(costs, shape, stage=stage)
     parameters = sum(part.other_bytes for parts in chunks for part in parts)
@@ -149,7 +207,7 @@ def persistent_bytes(
             )
             of_kind = partial(state_bytes, params_dtype=kind.param_dtype, grads_dtype=kind.grad_dtype)
             states = of_kind(stepped - on_host, optimizer_config)
-            # There masters are whole numbers of fp32 or wider, whatever they are on the device.
+            # Masters on the host have at least fp32, whatever their dtype on the device.
             wide = torch.promote_types(kind.param_dtype, torch.float32).itemsize
             host_states += on_host * wide + of_kind(on_host, optimizer_config).moments
             owned = layout.numel // ranks if ddp_config.shard_gradients else layout.numel
@@ -162,99 +220,49 @@ def persistent_bytes(
 def chunk_buffers(
     parts: Sequence[PartCost], shape: Shape, *, is_first: bool, ddp_config: DistributedDataParallelConfig
 ) -> Iterator[tuple[BufferKind, BufferLayout]]:
-    """Yields the buffer layouts of a chunk's parameters; is_first: whether it is the first of the first stage."""
+    """Yields the buffer layouts of a chunk's parameters. is_first: whether it is the first chunk of the first stage."""
     is_whole = (not is_first and not ddp_config.has_bucket_lifetime_grads) or not ddp_config.cuts_buckets
     for kind, params in _by_buffer(parts, apart=shape.dense_ranks != shape.expert_ranks).items():
         ranks = shape.expert_ranks if kind.is_expert else shape.dense_ranks
         ranks //= ddp_config.num_distributed_optimizer_instances
         yield (
             kind,
-            _laid_out(
+            _cached_layout(
                 tuple(param.numel for param in params),
-                tuple(index for index, param in enumerate(params) if param.own_bucket),
-                ranks=ranks,
+                num_shards=ranks,
                 bucket_size=resolve_bucket_size(
                     ddp_config.bucket_size, ddp_config.num_buckets, num_ranks=ranks, single_bucket=is_whole
                 ),
+                own_bucket=tuple(index for index, param in enumerate(params) if param.own_bucket),
                 num_buckets=None if is_whole else ddp_config.num_buckets,
                 high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             ),
         )
 
 
-def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
-    """Bytes that a microbatch of each chunk of a stage leaves for its backward, by kind."""
-    found = []
-    for parts in stage_chunks(costs, shape, stage=stage):
-        saved: Counter[str] = Counter()
-        for part in parts:
-            saved.update(part.saved)
-        found.append(saved)
+def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, list[ParamSize]]:
+    found: dict[BufferKind, list[ParamSize]] = {}
+    for part in parts:
+        for param in part.params:
+            found.setdefault(param.buffer if apart else replace(param.buffer, is_expert=False), []).append(param)
     return found
 
 
-def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
-    """Returns the bytes at the fullest moment of the stage's schedule, by kind. stashes: whether experts stash."""
-    saved = saved_by_chunk(costs, shape, stage=stage)
-    in_buffers = 0
-    if stashes:
-        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
-        # One layer's rows are outside of pages, between its experts and its copy.
-        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
-        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
-    moments = fullest_moments(
-        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
-    )
-    sizes = [sum(kinds.values()) for kinds in saved]
-    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
-    peak: Counter[str] = Counter()
-    for count, kinds in zip(fullest, saved, strict=True):
-        peak.update({kind: size * count for kind, size in kinds.items()})
-    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
+def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: float) -> tuple[int, int]:
+    """Returns the number of elements that the first rank updates, and the number of these in the host's memory.
 
-
-def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
-    """Returns how many layers with experts a part of the pipeline has, including multi-token prediction."""
-    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
-    return sum(kind.has_experts for kind in shape.layers[part]) + further
-
-
-@lru_cache(maxsize=1 << 14)
-def fullest_moments(
-    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
-) -> tuple[tuple[int, ...], ...]:
-    """Returns the microbatches of each chunk between forward and backward, at the moments that no other exceeds.
-
-    A long step is replaced by a shorter one, which has as many rounds as it takes to fill the pipeline.
+    The rank updates its shard of each bucket, up to the padding at the bucket's end.
     """
-    alive = [0] * pipeline.num_chunks
-    found: set[tuple[int, ...]] = set()
-    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
-        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
-        if action.kind is ActionKind.FORWARD:
-            found.add(tuple(alive))
-    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
-
-
-def short_step(num_microbatches: int, group_size: int) -> int:
-    """Microbatches of the shortest step that fills the pipeline as much, and ends alike."""
-    return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
-
-
-def full_rounds(group_size: int) -> int:
-    """Microbatches after which the pipeline is as full as it ever is."""
-    return _ROUNDS * group_size
-
-
-@lru_cache(maxsize=256)
-def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
-    """Returns the order of passes of each stage, in a step no longer than it takes to fill the pipeline."""
-    length = short_step(num_microbatches, group_size or pipeline.num_stages)
-    return stage_orders(pipeline, length, group_size=group_size)
+    stepped = on_host = 0
+    for bucket in layout.buckets:
+        owned = bucket.span.numel // (layout.num_shards if is_sharded else 1)
+        own = min(round_up(bucket.numel_unpadded, ALIGNMENT), owned)
+        stepped, on_host = stepped + own, on_host + min(own, host_elements(owned, host_fraction))
+    return stepped, on_host
 
 
 def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
-    """Bytes of the stash's pages of a stage, on the device and on the host, before anything is learned."""
+    """Returns the bytes of a stage's stash pages on the device and on the host, at the start of a run."""
     if costs.rows is None or not costs.config.moe_paged_stash:
         return 0, 0
     layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
@@ -269,7 +277,7 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, in
 
 
 def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
-    """Returns for each part of the pipeline the numbers of its layers with experts, from 1 over the model."""
+    """Returns the numbers of the expert layers in each part of the pipeline, from 1 over the model."""
     numbers, first = [], 1
     for part, kinds in enumerate(shape.layers):
         found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
@@ -279,87 +287,65 @@ def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
     return numbers
 
 
-def _by_buffer(parts: Sequence[PartCost], *, apart: bool) -> dict[BufferKind, list[ParamSize]]:
-    found: dict[BufferKind, list[ParamSize]] = {}
-    for part in parts:
-        for param in part.params:
-            found.setdefault(param.buffer if apart else replace(param.buffer, is_expert=False), []).append(param)
+def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
+    """Returns the number of expert layers in a part of the pipeline, including multi-token prediction."""
+    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
+    return sum(kind.has_experts for kind in shape.layers[part]) + further
+
+
+def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
+    """Returns the bytes that a microbatch saves for backward in each chunk of a stage, by kind."""
+    found = []
+    for parts in stage_chunks(costs, shape, stage=stage):
+        saved: Counter[str] = Counter()
+        for part in parts:
+            saved.update(part.saved)
+        found.append(saved)
     return found
 
 
-# Stages in the middle of a pipeline have the same sizes.
-@lru_cache(maxsize=1 << 12)
-def _laid_out(
-    sizes: tuple[int, ...],
-    own_bucket: tuple[int, ...],
-    *,
-    ranks: int,
-    bucket_size: int | None,
-    num_buckets: int | None,
-    high_busbw: bool,
-) -> BufferLayout:
-    return lay_out(
-        sizes,
-        num_shards=ranks,
-        bucket_size=bucket_size,
-        own_bucket=own_bucket,
-        num_buckets=num_buckets,
-        high_busbw=high_busbw,
+def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
+    """Returns the bytes of activations at the peak of the stage's schedule, by kind. stashes: whether experts stash."""
+    saved = saved_by_chunk(costs, shape, stage=stage)
+    in_buffers = 0
+    if stashes:
+        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
+        # One layer's rows are still in its buffers, not yet copied to pages.
+        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
+    moments = fullest_moments(
+        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
     )
+    sizes = [sum(kinds.values()) for kinds in saved]
+    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
+    peak: Counter[str] = Counter()
+    for count, kinds in zip(fullest, saved, strict=True):
+        peak.update({kind: size * count for kind, size in kinds.items()})
+    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
 
 
-def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: float) -> tuple[int, int]:
-    """Elements that the first rank steps, its shard of each bucket up to the padding at the end; and how many of them
-    are kept in the host's memory.
+@lru_cache(maxsize=1 << 14)
+def fullest_moments(
+    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of microbatches that each chunk holds for backward, at all Pareto-maximal moments.
+
+    A long step is replaced by the short one with the same peak, see short_step.
     """
-    stepped = on_host = 0
-    for bucket in layout.buckets:
-        owned = bucket.span.numel // (layout.num_shards if is_sharded else 1)
-        own = min(round_up(bucket.numel_unpadded, ALIGNMENT), owned)
-        stepped, on_host = stepped + own, on_host + min(own, host_elements(owned, host_fraction))
-    return stepped, on_host
+    alive = [0] * pipeline.num_chunks
+    found: set[tuple[int, ...]] = set()
+    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
+        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
+        if action.kind is ActionKind.FORWARD:
+            found.add(tuple(alive))
+    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
 
 
-def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
-    """Returns by group how many of its ranks share a node, in the order of ranks that runs have."""
-    tp, etp = shape.tensor, shape.expert_tensor
-    groups = {
-        "tp": (1, tp),
-        "cp": (tp, shape.context),
-        "tp_cp": (1, tp * shape.context),
-        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
-        "dp_cp": (tp, shape.dense_ranks),
-        "pp": (shape.world_size // shape.stages, shape.stages),
-        "etp": (1, etp),
-        "ep": (etp, shape.expert),
-        "tp_ep": (1, etp * shape.expert),
-        "edp": (etp * shape.expert, shape.expert_ranks),
-        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
-        "stage": (1, shape.world_size // shape.stages),
-        "world": (1, shape.world_size),
-    }
-    return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}
-
-
-def _data_messages(
-    costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
-) -> tuple[Traffic, ...]:
-    """Gradients and parameters of a step of a stage, bucket by bucket."""
-    found = []
-    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
-    for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
-        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
-            if layout.num_shards < 2:
-                continue
-            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
-            group, count = (name, layout.num_shards), len(layout.buckets)
-            grads = layout.numel * kind.grad_dtype.itemsize
-            if not ddp_config.use_distributed_optimizer:
-                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
-                continue
-            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
-            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
-    return merged(found)
+@lru_cache(maxsize=256)
+def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
+    """Returns the order of passes of each stage, in a step no longer than short_step."""
+    length = short_step(num_microbatches, group_size or pipeline.num_stages)
+    return stage_orders(pipeline, length, group_size=group_size)
 
 
 def stage_load(
@@ -373,7 +359,8 @@ def stage_load(
 ) -> StageLoad:
     """Returns the work of a stage's rank in a step.
 
-    hidden_bytes: sent to the next stage for each microbatch. state_bytes: optimizer states of the rank.
+    hidden_bytes: bytes of a microbatch's hidden states, sent between stages. state_bytes: bytes of the rank's
+    optimizer states.
     """
     step, times, last = costs.step, shape.num_microbatches, len(shape.layers) - 1
     traffic = [*_data_messages(costs, shape, stage=stage, ddp_config=ddp_config), *step.traffic]
@@ -395,57 +382,43 @@ def stage_load(
     return StageLoad(tuple(chunks), merged(traffic), update)
 
 
-_OPTIMIZERS = ("adam", "sgd", "distributed_fused_adam")
+def _data_messages(
+    costs: ModelCosts, shape: Shape, *, stage: int, ddp_config: DistributedDataParallelConfig
+) -> tuple[Traffic, ...]:
+    """Returns the messages about a stage's gradients and parameters in a step, one per bucket."""
+    found = []
+    times = shape.num_microbatches if ddp_config.has_bucket_lifetime_grads else 1
+    for number, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
+        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
+            if layout.num_shards < 2:
+                continue
+            name = "edp" if kind.is_expert else "dp_cp" if shape.context > 1 else "dp"
+            group, count = (name, layout.num_shards), len(layout.buckets)
+            grads = layout.numel * kind.grad_dtype.itemsize
+            if not ddp_config.use_distributed_optimizer:
+                found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
+                continue
+            found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
+            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
+    return merged(found)
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
-    """The sizes of the run of validated args."""
-    kinds = iter(layer_kinds(args))
-    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
-    return Shape(
-        world_size=args.world_size,
-        tensor=args.tensor_model_parallel_size,
-        stages=args.pipeline_model_parallel_size,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        layers=tuple(tuple(islice(kinds, count)) for count in counts),
-        num_microbatches=batch_sizes(args).final_num_microbatches,
-        group_size=args.microbatch_group_size_per_vp_stage,
-    )
-
-
-def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
-    """What the first rank of each stage holds, in the run of validated args; costs: of these args.
-
-    Raises CommandLineError for flags that lead to memory which is not counted here.
-    """
-    check_counted(args)
-    shape, ddp_config = shape_of(args), ddp_config_of(args)
-    optimizer_config = config_from_args(OptimizerConfig, args)
-    stages = []
-    for stage in range(shape.stages):
-        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
-        stages.append(
-            StageMemory(
-                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
-                device_pages,
-                host_pages,
-                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
-            )
-        )
-    return stages
-
-
-def check_counted(args: argparse.Namespace) -> None:
-    """Raises CommandLineError for flags that lead to memory which is not counted here."""
-    if args.use_torch_fsdp2:
-        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
-    if args.optimizer not in _OPTIMIZERS:
-        raise CommandLineError(
-            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
-            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
-        )
-    if args.skip_train:
-        raise CommandLineError("--skip-train: layouts are compared for training; drop it")
+def in_node_ranks(shape: Shape, devices_per_node: int) -> dict[str, int]:
+    """Returns the number of ranks of each group on one node, in the rank order of a run."""
+    tp, etp = shape.tensor, shape.expert_tensor
+    groups = {
+        "tp": (1, tp),
+        "cp": (tp, shape.context),
+        "tp_cp": (1, tp * shape.context),
+        "dp": (tp * shape.context, shape.dense_ranks // shape.context),
+        "dp_cp": (tp, shape.dense_ranks),
+        "pp": (shape.world_size // shape.stages, shape.stages),
+        "etp": (1, etp),
+        "ep": (etp, shape.expert),
+        "tp_ep": (1, etp * shape.expert),
+        "edp": (etp * shape.expert, shape.expert_ranks),
+        "embd": (shape.world_size // shape.stages * max(1, shape.stages - 1), 2),
+        "stage": (1, shape.world_size // shape.stages),
+        "world": (1, shape.world_size),
+    }
+    return {name: max(1, min(size, devices_per_node // stride)) for name, (stride, size) in groups.items()}

@@ -1,6 +1,6 @@
-"""Estimated time of a step: passes on the run's schedule, communication that overlaps hide, the optimizer.
+"""Estimated time of a step: passes on the run's schedule, overlapped communication, and the optimizer.
 
-The time of one kernel or message is in work.py.
+work.py has the time of one kernel or message.
 """
 
 import argparse
@@ -30,19 +30,27 @@ from megatron.planner.work import (
 from megatron.training.compute.devices import Device
 from megatron.training.data_parallel import ddp_config_of
 
-# Ranks tell each other of losses and norms: counted to the optimizer's messages.
+# Shown with every estimated time.
+ASSUMPTIONS = (
+    "each kernel takes the longer of its arithmetic and its bytes, at the shares of peaks of the table of devices",
+    "kernels are those that torch calls, one after the other: nothing is fused beside attention and norms",
+    "messages have links to themselves; ranks lie on nodes in their order, one network port for each",
+    "all ranks of a stage take equally long; data come in time",
+)
+# Messages of losses and norms count as messages of the optimizer.
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
 _TERA = 1e12
-
+# Rounds of microbatches after which a schedule only repeats itself, until its end.
+_ROUNDS = 3
 Spans = list[dict[Action, Span]]
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """The work of a stage's rank in a step. traffic: all its messages, with phases as traffic.py names them.
+    """The work of a stage's rank in a step. update: the optimizer's kernels.
 
-    Messages of forward and backward are spread over its passes evenly. update: the optimizer's kernels.
+    traffic: all of its messages. Those of the phases forward and backward are spread evenly over the passes.
     """
 
     chunks: tuple[ChunkWork, ...]
@@ -52,24 +60,27 @@ class StageLoad:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Communication that overlaps with computation. gradients, parameters: their buckets.
+    """Communication that overlaps with computation.
 
-    in_every_pass: the phases, of these two, whose messages all microbatches send, not the last and the first.
-    transfers: between stages. behind: by group, the kinds of modules that run while a pass's messages are in flight.
+    gradients, parameters: whether reductions and gathers of buckets overlap. in_every_pass: which of the phases GRADS
+    and PARAMS send messages in every microbatch, not only in the last or the first. transfers: whether transfers
+    between stages overlap. overlapped_by: maps a group to the kinds of modules that run during its messages.
     """
 
     gradients: bool = False
     parameters: bool = False
     in_every_pass: frozenset[str] = frozenset()
     transfers: bool = True
-    behind: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    overlapped_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage's rank in a step; they add up to the step. exposed: communication that nothing hides, by
-    phase; hidden: what computation does hide, which is in none of the others' seconds. by_kind: forward, recompute and
-    backward once more, by kind of module. bubble: waits for other stages.
+    """Seconds of one stage's rank in a step.
+
+    forward, recompute, backward, exposed, optimizer and bubble add up to the step. exposed: communication that is not
+    overlapped, by phase. bubble: waits for other stages. hidden: overlapped communication, in addition to the sum.
+    by_kind: seconds of all passes, by kind of module.
     """
 
     forward: float
@@ -89,8 +100,10 @@ class StageTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """An estimate of a step. spans: when each stage runs which pass, in seconds. mfu: None where the peak is not known;
-    as the log of the run counts it: of the model's operations, without recompute, by the peak of bf16.
+    """An estimate of a step. spans: start and end of each stage's passes, in seconds.
+
+    mfu: the model's FLOPs without recompute, over the device's bf16 peak, as in the log of a run. None for devices
+    without a known peak.
     """
 
     device: str
@@ -102,7 +115,7 @@ class StepTime:
     spans: Spans
 
     def split(self) -> dict[str, float]:
-        """Seconds of a step by what they go into, mean over stages: they add up to it."""
+        """Returns the seconds of a step by cause, as a mean over stages. They add up to the step."""
         parts = [
             {
                 "compute": one.compute,
@@ -115,6 +128,63 @@ class StepTime:
         return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
 
 
+def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
+    """Estimates a step of the plan; None for runs that train nothing.
+
+    Raises ValueError for a matmul dtype that the device does not support.
+    """
+    if not all(stage.chunks for stage in plan.stages):
+        return None
+    stages = [StageLoad(stage.chunks, stage.links, stage.update) for stage in plan.stages]
+    orders = stage_orders(
+        Pipeline(len(stages), len(stages[0].chunks)),
+        plan.num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage,
+    )
+    samples = plan.num_microbatches * args.micro_batch_size * args.data_parallel_size
+    return estimate_step(
+        stages,
+        orders,
+        device=device,
+        overlap=overlap_of(args),
+        in_node=ranks_per_node(plan, device),
+        tokens=samples * args.seq_length,
+        flops_per_rank=plan.flops_per_sample * samples / args.world_size,
+    )
+
+
+def overlap_of(args: argparse.Namespace) -> Overlap:
+    """Returns the communication that the flags overlap with computation."""
+    overlapped_by: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
+    if args.cp_comm_type in ("p2p", ["p2p"]):
+        # Ring attention computes on one block while the next one is sent.
+        overlapped_by["cp"] = ("attention",)
+    in_every_pass: frozenset[str] = frozenset()
+    if args.use_torch_fsdp2:
+        # FSDP2 gathers units ahead of their layer, in both passes of each microbatch.
+        in_every_pass = frozenset((GRADS, PARAMS))
+    elif args.overlap_grad_reduce and ddp_config_of(args).has_bucket_lifetime_grads:
+        # Every microbatch reduces its buckets during its own backward.
+        in_every_pass = frozenset((GRADS,))
+    return Overlap(
+        gradients=args.overlap_grad_reduce,
+        parameters=args.overlap_param_gather,
+        in_every_pass=in_every_pass,
+        transfers=args.overlap_p2p_comm,
+        overlapped_by=overlapped_by,
+    )
+
+
+def ranks_per_node(plan: Plan, device: Device) -> dict[str, int]:
+    """Returns the number of ranks of each group on one node, in the stage with the fewest."""
+    found: dict[str, int] = {}
+    for stage in plan.stages:
+        for name, ranks in stage.groups.items():
+            shared = ranks_in_node(ranks, device.devices_per_node)
+            found[name] = min(shared, found.get(name, shared))
+    return found
+
+
 def estimate_step(
     stages: Sequence[StageLoad],
     orders: Orders,
@@ -125,10 +195,10 @@ def estimate_step(
     tokens: int,
     flops_per_rank: float,
 ) -> StepTime:
-    """The step of a pipeline, one load and one list of passes a stage.
+    """Estimates a step of a pipeline with one load and one list of passes per stage.
 
-    in_node: by group, how many of its ranks share a node. tokens: of the whole step. flops_per_rank: of the model, as
-    num_floating_point_operations counts them. Raises ValueError for products that the device does not compute.
+    in_node: number of ranks of each group on one node. tokens: tokens of the step. flops_per_rank: the model's FLOPs,
+    as num_floating_point_operations counts them. Raises ValueError for a matmul dtype that the device does not support.
     """
     pipeline = Pipeline(len(stages), len(stages[0].chunks))
     clocks = [
@@ -144,7 +214,7 @@ def estimate_step(
     transfer = max(clock.transfer for clock in clocks)
     spans = timeline(orders, pipeline, seconds=seconds, transfer=transfer, overlap=overlap.transfers)
     passed = _end(spans)
-    # The norm of all gradients makes every rank wait for the last reduction.
+    # Every rank waits for the last reduction, because the gradient norm is over all ranks.
     reduced = max(clock.reduced_at(own) for clock, own in zip(clocks, spans))
     updated = max(clock.update for clock in clocks)
     waits = {PIPELINE: passed - _end(timeline(orders, pipeline, seconds=seconds)), GRADS: reduced - passed}
@@ -161,13 +231,13 @@ def _end(spans: Spans) -> float:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Seconds of messages, with the device and the places of groups at hand."""
+    """Computes seconds of messages on a device, from the number of ranks of each group on one node."""
 
     device: Device
     in_node: Mapping[str, int]
 
     def of_messages(self, messages: Iterable[Traffic]) -> float:
-        """One after the other."""
+        """Returns the seconds of the messages, sent one after the other."""
         return sum(
             message_seconds(one, self.device, in_node=self.in_node.get(one.group, one.group_size)) for one in messages
         )
@@ -175,7 +245,11 @@ class _Rates:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of one pass of a chunk: computed, of that computed again, waited for messages, and of messages hidden."""
+    """Seconds of one pass of a chunk.
+
+    compute: all kernels, of which recompute for repeated forwards. exposed: messages that the pass waits for. hidden:
+    messages that it overlaps.
+    """
 
     compute: float
     recompute: float
@@ -200,12 +274,12 @@ class _StageClock:
         self.update = self._step + self._step_messages + self._late_gather
 
     def seconds(self, action: Action) -> float:
-        """Returns the time of a pass, without waits for parameters."""
+        """Returns the time of a pass without waits for parameters."""
         its = self.passes[action.kind][action.chunk]
         return its.compute + its.exposed
 
     def gather_delays(self, spans: Mapping[Action, Span]) -> dict[Action, float]:
-        """Returns the delay of each chunk's first pass by parameters that are gathered during it."""
+        """Returns the delay of each chunk's first pass while its parameters are gathered."""
         if not self._overlap.parameters or PARAMS in self._overlap.in_every_pass or not self._gather:
             return {}
         found, clock = {}, 0.0
@@ -213,12 +287,12 @@ class _StageClock:
             action = Action(ActionKind.FORWARD, chunk, 0)
             start, end = spans[action]
             buckets, each = self._buckets(self._gather, self._gathers)
-            # A pass goes on with each bucket's part of it when that has come.
+            # A pass runs each bucket's part of it once that bucket is gathered.
             part, at = (end - start) / buckets, start
             for _ in range(buckets):
                 clock += each
                 at = max(at, clock) + part
-            # Sums of parts end a rounding beside the whole.
+            # The sum of the parts may differ from the whole by rounding.
             found[action] = at - end if at - end > 1e-9 * (end - start) else 0.0
         return found
 
@@ -238,7 +312,7 @@ class _StageClock:
         return max(end, clock)
 
     def parts(self, total: float, *, waits: Mapping[str, float], gather: float) -> StageTime:
-        """Splits a step of that length into its parts. waits: of all stages, for transfers and the last reduction."""
+        """Splits a step of `total` seconds. waits: waits of all stages, for transfers and for the last reduction."""
         sums = {kind: self._sum(kind) for kind in ActionKind}
         forward, backward = sums[ActionKind.FORWARD], sums[ActionKind.BACKWARD]
         exposed = {
@@ -262,18 +336,18 @@ class _StageClock:
             exposed=exposed,
             hidden=hidden,
             optimizer=self._step,
-            # Differences of sums may end a rounding below nothing.
+            # A difference of sums may be negative by rounding.
             bubble=max(0.0, total - compute - sum(exposed.values()) - self._step),
             by_kind={kind: forward.by_kind.get(kind, 0.0) + s for kind, s in backward.by_kind.items()},
         )
 
     def _phase(self, phase: str) -> tuple[float, int]:
-        """Seconds and number of the messages of a phase, without those between stages."""
+        """Returns the seconds and the number of a phase's messages, without transfers between stages."""
         messages = [one for one in self._load.traffic if one.phase == phase and not _is_transfer(one)]
         return self._rates.of_messages(messages), sum(one.count for one in messages)
 
     def _buckets(self, seconds: float, count: int) -> tuple[int, float]:
-        """Returns the number of buckets of a chunk, and the seconds of each."""
+        """Returns the number of buckets of a chunk and the seconds of each."""
         chunks = len(self._load.chunks)
         buckets = max(1, count // chunks)
         return buckets, seconds / chunks / buckets
@@ -293,7 +367,7 @@ class _StageClock:
             )
             compute, hidden = sum(by_kind.values()), 0.0
             for group, seconds in by_group.items():
-                hidden += min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.behind.get(group, ())))
+                hidden += min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.overlapped_by.get(group, ())))
             exposed = sum(by_group.values()) - hidden
             streamed = self._streamed(kind, number)
             hidden, exposed = hidden + min(streamed, compute), exposed + max(0.0, streamed - compute)
@@ -301,7 +375,7 @@ class _StageClock:
         return found
 
     def _streamed(self, kind: ActionKind, number: int) -> float:
-        """Returns the time of messages about parameters and gradients in each pass of a kind."""
+        """Returns the time of parameter gathers and gradient reductions in each pass of a kind."""
         phases = self._overlap.in_every_pass
         gathers = self._gather / len(self._order) if PARAMS in phases else 0.0
         sums = self._reduction / number if GRADS in phases and kind is ActionKind.BACKWARD else 0.0
@@ -323,20 +397,17 @@ class _StageClock:
 
 
 def _is_transfer(traffic: Traffic) -> bool:
-    """Whether it goes from stage to stage, which the schedule's times tell of."""
+    """Whether the messages go between stages, which the schedule's timeline counts separately."""
     return traffic.group == _PIPELINE_GROUP and traffic.operation in ("send", "receive")
 
 
-# Rounds of the shorter step: as many as it takes to fill the pipeline.
-_ROUNDS = 3
-
-
 def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, group_size: int) -> StepTime:
-    """A step of so many microbatches; spans are those of a short one. estimate: of a step of a number of microbatches.
+    """Extrapolates a long step from two short ones, which differ by one round of microbatches.
 
-    group_size: microbatches of one round of the schedule, by which the two short steps differ.
+    estimate: maps a number of microbatches to a step. group_size: microbatches of one round. The spans are those of
+    the shorter step.
     """
-    short = _ROUNDS * group_size + num_microbatches % group_size
+    short = short_step(num_microbatches, group_size)
     if num_microbatches <= short + group_size:
         return estimate(num_microbatches)
     first, second = estimate(short), estimate(short + group_size)
@@ -349,7 +420,7 @@ def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, gro
         _grown(before, after, grown=grown) for before, after in zip(first.stages, second.stages, strict=True)
     )
     seconds = grown(first.seconds, second.seconds)
-    # Of a step that takes so long and has so many times the short one's tokens.
+    # Rates grow with the tokens and shrink with the seconds of the step.
     share = (num_microbatches / short) * (first.seconds / seconds)
     return replace(
         first,
@@ -359,6 +430,16 @@ def long_step(estimate: Callable[[int], StepTime], num_microbatches: int, *, gro
         mfu=None if first.mfu is None else first.mfu * share,
         stages=stages,
     )
+
+
+def short_step(num_microbatches: int, group_size: int) -> int:
+    """Returns the microbatches of the shortest step that fills the pipeline and ends as the whole step does."""
+    return min(num_microbatches, full_rounds(group_size) + num_microbatches % group_size)
+
+
+def full_rounds(group_size: int) -> int:
+    """Returns the number of microbatches after which the pipeline is as full as it gets."""
+    return _ROUNDS * group_size
 
 
 def _grown(before: StageTime, after: StageTime, *, grown: Callable[[float, float], float]) -> StageTime:
@@ -375,69 +456,3 @@ def _grown(before: StageTime, after: StageTime, *, grown: Callable[[float, float
         bubble=grown(before.bubble, after.bubble),
         by_kind=of_kinds(before.by_kind, after.by_kind),
     )
-
-
-# Said wherever a time is shown.
-ASSUMPTIONS = (
-    "each kernel takes the longer of its arithmetic and its bytes, at the shares of peaks of the table of devices",
-    "kernels are those that torch calls, one after the other: nothing is fused beside attention and norms",
-    "messages have links to themselves; ranks lie on nodes in their order, one network port for each",
-    "all ranks of a stage take equally long; data come in time",
-)
-
-
-def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
-    """Estimates a step of the plan; None for runs that train nothing.
-
-    Raises ValueError for products that the device does not compute.
-    """
-    if not all(stage.chunks for stage in plan.stages):
-        return None
-    stages = [StageLoad(stage.chunks, stage.links, stage.update) for stage in plan.stages]
-    orders = stage_orders(
-        Pipeline(len(stages), len(stages[0].chunks)),
-        plan.num_microbatches,
-        group_size=args.microbatch_group_size_per_vp_stage,
-    )
-    samples = plan.num_microbatches * args.micro_batch_size * args.data_parallel_size
-    return estimate_step(
-        stages,
-        orders,
-        device=device,
-        overlap=overlap_of(args),
-        in_node=places(plan, device),
-        tokens=samples * args.seq_length,
-        flops_per_rank=plan.flops_per_sample * samples / args.world_size,
-    )
-
-
-def overlap_of(args: argparse.Namespace) -> Overlap:
-    """Returns the communication that the flags overlap with computation."""
-    behind: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
-    if args.cp_comm_type in ("p2p", ["p2p"]):
-        # Blocks go round while attention works on the one before.
-        behind["cp"] = ("attention",)
-    in_every_pass: frozenset[str] = frozenset()
-    if args.use_torch_fsdp2:
-        # Its units are gathered ahead of their layer, in both passes of each microbatch.
-        in_every_pass = frozenset((GRADS, PARAMS))
-    elif args.overlap_grad_reduce and ddp_config_of(args).has_bucket_lifetime_grads:
-        # Buckets are sent while the backward that filled them goes on, of every microbatch.
-        in_every_pass = frozenset((GRADS,))
-    return Overlap(
-        gradients=args.overlap_grad_reduce,
-        parameters=args.overlap_param_gather,
-        in_every_pass=in_every_pass,
-        transfers=args.overlap_p2p_comm,
-        behind=behind,
-    )
-
-
-def places(plan: Plan, device: Device) -> dict[str, int]:
-    """Returns for each group how many of its ranks share a node, in the stage where they are fewest."""
-    found: dict[str, int] = {}
-    for stage in plan.stages:
-        for name, ranks in stage.groups.items():
-            shared = ranks_in_node(ranks, device.devices_per_node)
-            found[name] = min(shared, found.get(name, shared))
-    return found

@@ -1,14 +1,14 @@
-"""Runs steps of a wrapped model without memory and records what a rank computes, sends and allocates.
+"""Runs steps of a wrapped model without memory and records a rank's kernels, messages and allocations.
 
-Steps of one and of two microbatches are enough: each further microbatch adds what the second one adds. The recorders
-are in recorders.py; the model is built in plan.py.
+Runs steps of one and of two microbatches, because each further microbatch adds what the second one adds. recorders.py
+has the recorders, and plan.py builds the model.
 """
 
 import argparse
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
@@ -38,14 +38,185 @@ from megatron.training.step.exit_conditions import LOCAL_REASONS
 from megatron.training.step.statistics import StatisticsExchange, Totals
 from megatron.training.step.step_runner import StepRunner
 
+# Name of the part of a step after its passes.
+_UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Record of a rank's step, empty by default.
+
+    links: messages of a step. names: names of the reported losses, which set the size of the exchange of statistics.
+    peak: bytes allocated at the peak of the passes in addition to persistent memory, including saved tensors, in a step
+    of two microbatches, or of one if the run has one. update_peak: bytes allocated at the peak of the update.
+    messages_peak: largest number of bytes that collectives hold at one time. chunks: kernels of a microbatch in each
+    chunk. update: the optimizer's kernels.
+    """
+
+    links: tuple[Traffic, ...] = ()
+    names: frozenset[str] = frozenset()
+    peak: int = 0
+    update_peak: int = 0
+    messages_peak: int = 0
+    chunks: tuple[ChunkWork, ...] = ()
+    update: Kernels = field(default_factory=Kernels)
+
+
+class _NamedStatistics(StatisticsExchange):
+    """Records the names of the values that this rank exchanges."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self.found: set[str] = set()
+
+    def _sum_sync(self, totals: Totals, required: Collection[str], **rest: Any) -> list[float]:
+        self.found |= totals.keys()
+        return super()._sum_sync(totals, required, **rest)
+
+
+class _Experts:
+    """Implements StepMemory for a traced step, in which experts never overflow."""
+
+    def __init__(self, layers: Sequence[MoELayer]) -> None:
+        self._layers = layers
+
+    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
+        for layer in self._layers:
+            assert layer.expert_step is not None
+            layer.expert_step.begin()
+
+    def overflow_flags(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64)
+
+    def grow_sync(self, *, iteration: int) -> str:
+        raise AssertionError("no step of a plan overflows")
+
+    def end_step(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """Steps of a run without memory. statistics: records the names of losses."""
+
+    steps: StepRunner
+    optimizer: MegatronOptimizer
+    statistics: _NamedStatistics
+
+    def step(
+        self,
+        num_microbatches: int,
+        *,
+        batch: dict[str, Tensor],
+        modes: Sequence[TorchDispatchMode],
+        live: LiveBytes | None = None,
+    ) -> None:
+        """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
+
+        batch: tensors [B, S], int64 or fp32, as in trace_step. live: entered as the innermost mode. The update is a
+        part of its own in it.
+        """
+        with ExitStack() as entered:
+            for mode in (*modes, *([] if live is None else [live])):
+                entered.enter_context(mode)
+            self.optimizer.zero_grad()
+            self.steps.train_sync(
+                repeat(batch),
+                num_microbatches=num_microbatches,
+                iteration=1,
+                exit_reasons=lambda: [False] * len(LOCAL_REASONS),
+            )
+            if live is not None:
+                live.begin(_UPDATE)
+            self.steps.update_sync()
+
+
+def trace_step(
+    args: argparse.Namespace,
+    model: list[nn.Module],
+    *,
+    optimizer: MegatronOptimizer,
+    forward_step: Callable[..., Any],
+    groups: ProcessGroupCollection,
+    num_microbatches: int,
+    batch: dict[str, Tensor],
+) -> StepTrace:
+    """Records a rank's step of num_microbatches, in a run of equal steps.
+
+    model: the rank's wrapped chunks, without memory. batch: one microbatch as forward_step reads it, tensors [B, S],
+    int64 or fp32, without memory.
+    """
+    recorder = MessageRecorder(groups)
+    work = WorkRecorder(model, live_rows=live_rows(args))
+    with traced_steps(
+        args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
+    ) as traced:
+        # Discards the first step's messages: gathers deferred to the next forward are missing there.
+        with work.recording():
+            traced.step(1, batch=batch, modes=[recorder])
+        recorder.take()
+        live = LiveBytes()
+        of_one = live if num_microbatches == 1 else None
+        traced.step(1, batch=batch, modes=[recorder], live=of_one)
+        one = recorder.take()
+        traced.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
+    found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
+    config = get_model_config(model[0])
+    pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
+    stage = group_rank(groups.pp)
+    program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
+    return StepTrace(
+        merged(by_pass(found, program)),
+        frozenset(traced.statistics.found),
+        live.peaks[""],
+        live.peaks[_UPDATE],
+        live.messages_peak,
+        chunks=work.chunks(stage_orders(pipeline, 1, group_size=in_a_row)[stage]),
+        update=work.update,
+    )
+
+
+def live_rows(args: argparse.Namespace) -> float:
+    """Returns the share of the expert buffers' rows that hold tokens."""
+    return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
+
+
+@contextmanager
+def traced_steps(
+    args: argparse.Namespace,
+    model: list[nn.Module],
+    *,
+    optimizer: MegatronOptimizer,
+    forward_step: Callable[..., Any],
+    groups: ProcessGroupCollection,
+    note: Callable[..., None],
+) -> Iterator[TracedSteps]:
+    """Yields the run's steps. model: wrapped chunks without memory. note: as WorkRecorder.note."""
+    steps = setup_steps(
+        args,
+        model,
+        forward_step_func=forward_step,
+        optimizer=optimizer,
+        timers=Timers(0, "minmax"),
+        memory=None,
+        graphs=None,
+    )
+    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
+    static = [layer for layer in layers if layer.expert_step is not None]
+    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
+        # Also on stages without experts, since all ranks exchange the same number of flags.
+        steps.memory = _Experts(static)
+    steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
+    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
+        yield TracedSteps(steps, optimizer, statistics)
+
 
 @contextmanager
 def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, what fully_shard allocates for the chunks has no memory either; there are streams of the CPU, which do
-    nothing.
+    """Makes fully_shard allocate on the meta device inside the block, with the CPU's streams, which do nothing.
 
-    The units themselves are changed in place and for good: their device is meta, and nothing checks for it any more.
-    Reads private parts of torch 2.11 to 2.13: no public way tells fully_shard to run where its parameters are.
+    Changes the units in place and permanently: their device is meta, and they no longer refuse it. Uses private parts
+    of torch 2.11 to 2.13, as fully_shard has no public option to run on the device of its parameters.
     """
     parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
     units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
@@ -53,7 +224,7 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
         unit.device = torch.device("meta")
         for param in unit.fsdp_params:
             param.device = torch.device("meta")
-        # It would refuse them in the first forward.
+        # The check would refuse the parameters in the first forward.
         vars(unit)["_validate_no_meta_params"] = lambda: None
     handle = vars(_fsdp_collectives)["_get_device_handle"]
     vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
@@ -63,33 +234,45 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
         vars(_fsdp_collectives)["_get_device_handle"] = handle
 
 
-# The part of a step that follows its passes.
-_UPDATE = "update"
+@contextmanager
+def _evenly_routed(
+    args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
+) -> Iterator[None]:
+    """Routes tokens evenly inside the block where the host would read counts, and answers other reads with zeros."""
+    factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
+    gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
+    tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
+    num_rows = round(factor * tokens * (args.moe_router_topk if layers else 0)) * group_size(groups.expt_tp)
+
+    def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
+        ranks, own = group_size(group), dist.get_rank(group)
+        send = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
+        return RowSplits(exchange_counts(counts, group), ranks * send[own], send, [send[own]] * ranks)
+
+    splits_sync = vars(dispatch_alltoall)["_splits_sync"]
+    sequential = [part for layer in layers for part in layer.modules() if isinstance(part, SequentialMLP)]
+    handles = [part.register_forward_pre_hook(_with_even_counts) for part in sequential]
+    vars(dispatch_alltoall)["_splits_sync"] = even_splits
+    try:
+        with NoValues(factor / group_size(groups.ep) if gathers else factor):
+            yield
+    finally:
+        vars(dispatch_alltoall)["_splits_sync"] = splits_sync
+        for handle in handles:
+            handle.remove()
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """links: what the rank sends in a step. names: of the losses that it reports, by which agreements grow.
-
-    peak, update_peak, messages_peak: bytes that the passes of a step of two microbatches, or of one where there is one,
-    take at their fullest moment beside what stands, with what they keep for backward; bytes that its update takes; and
-    what is handed to collectives at once, at most. chunks: what a microbatch computes in each chunk; update: the
-    optimizer's kernels.
-    """
-
-    links: tuple[Traffic, ...]
-    names: frozenset[str]
-    peak: int
-    update_peak: int
-    messages_peak: int
-    chunks: tuple[ChunkWork, ...]
-    update: Kernels
+def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the same rows, divided evenly among experts. inputs: the arguments of SequentialMLP.forward."""
+    rows, counts, probs = inputs
+    of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
+    return rows, torch.tensor(of_expert, dtype=torch.int64, device="cpu"), probs
 
 
 class NoValues(TorchDispatchMode):
-    """Answers reads of tensors without memory with zeros, and leaves out updates that have no shapes to show.
+    """Answers reads of meta tensors with zeros, and skips fused optimizer kernels, which return nothing.
 
-    even_share: of the slots of tokens, how many go to the experts of one rank where it asks.
+    even_share: share of the tokens' slots that `nonzero` returns, for the experts of one rank.
     """
 
     def __init__(self, even_share: float = 1.0) -> None:
@@ -123,187 +306,40 @@ def _zero(number: Tensor) -> float | int:
 
 
 def _on_host(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> Any:
-    """NotImplemented for what stays without memory."""
+    """Returns zeros for a copy to the CPU; NotImplemented for other copies."""
     if device is None or torch.device(device).type != "cpu":
         return NotImplemented
     return torch.zeros(tensor.shape, dtype=dtype or tensor.dtype, device="cpu")
 
 
 def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Tensor:
-    """Returns the empty result of a grouped product, since torch knows its shape for bf16 alone.
+    """Returns the empty result of a grouped product, whose shape torch infers only for bf16.
 
-    The product is of rows by expert with a matrix for each, or of two tables of rows, which gives one matrix an expert.
+    The operands are rows and one matrix per expert, or two tables of rows, whose product is one matrix per expert.
     """
     shape = left.shape[-2], right.shape[-1]
     ends = more[0] if more else rest["offs"]
     return left.new_empty(shape if left.dim() != right.dim() else (len(ends), *shape))
 
 
-class _NamesNoted(StatisticsExchange):
-    """The names that this rank would bring to the exchange; the vector is without names."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group)
-        self.found: set[str] = set()
-
-    def _sum_sync(self, totals: Totals, required: Collection[str], **rest: Any) -> list[float]:
-        self.found |= totals.keys()
-        return super()._sum_sync(totals, required, **rest)
-
-
-class _Experts:
-    """A StepMemory in which nothing can be lost."""
-
-    def __init__(self, layers: Sequence[MoELayer]) -> None:
-        self._layers = layers
-
-    def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
-        for layer in self._layers:
-            assert layer.expert_step is not None
-            layer.expert_step.begin()
-
-    def overflow_flags(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.float64)
-
-    def grow_sync(self, *, iteration: int) -> str:
-        raise AssertionError("no step of a plan overflows")
-
-    def end_step(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class TracedSteps:
-    """The steps of a run without memory, at hand. statistics: notes the names of losses."""
-
-    steps: StepRunner
-    optimizer: MegatronOptimizer
-    statistics: _NamesNoted
-
-    def step(
-        self,
-        num_microbatches: int,
-        *,
-        batch: dict[str, Tensor],
-        modes: Sequence[TorchDispatchMode],
-        live: LiveBytes | None = None,
-    ) -> None:
-        """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
-
-        batch: as in trace_step, tensors [B, S], int64 or fp32. live: entered innermost of all, and told when the passes
-        end and the update begins.
-        """
-        with ExitStack() as entered:
-            for mode in (*modes, *([] if live is None else [live])):
-                entered.enter_context(mode)
-            self.optimizer.zero_grad()
-            self.steps.train_sync(
-                repeat(batch),
-                num_microbatches=num_microbatches,
-                iteration=1,
-                exit_reasons=lambda: [False] * len(LOCAL_REASONS),
-            )
-            if live is not None:
-                live.begin(_UPDATE)
-            self.steps.update_sync()
-
-
-@contextmanager
-def traced_steps(
-    args: argparse.Namespace,
-    model: list[nn.Module],
-    *,
-    optimizer: MegatronOptimizer,
-    forward_step: Callable[..., Any],
-    groups: ProcessGroupCollection,
-    note: Callable[..., None],
-) -> Iterator[TracedSteps]:
-    """Yields the run's steps without memory. model: wrapped chunks, without memory. note: as WorkRecorder's."""
-    steps = setup_steps(
-        args,
-        model,
-        forward_step_func=forward_step,
-        optimizer=optimizer,
-        timers=Timers(0, "minmax"),
-        memory=None,
-        graphs=None,
-    )
-    layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
-    static = [layer for layer in layers if layer.expert_step is not None]
-    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
-        # Ranks whose stages have no experts tell as many numbers as others.
-        steps.memory = _Experts(static)
-    steps.statistics = statistics = _NamesNoted(dist.group.WORLD)
-    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
-        yield TracedSteps(steps, optimizer, statistics)
-
-
-def live_rows(args: argparse.Namespace) -> float:
-    """Returns the share of expert buffer rows that hold tokens."""
-    return 1.0 / max(1.0, args.moe_expert_rank_capacity_factor or 1.0)
-
-
-def trace_step(
-    args: argparse.Namespace,
-    model: list[nn.Module],
-    *,
-    optimizer: MegatronOptimizer,
-    forward_step: Callable[..., Any],
-    groups: ProcessGroupCollection,
-    num_microbatches: int,
-    batch: dict[str, Tensor],
-) -> StepTrace:
-    """Returns a rank's messages in one of many equal steps of num_microbatches; model: its wrapped chunks.
-
-    The chunks have no memory. Steps of one and of two microbatches are run: each further one adds what the second adds.
-    batch: of one microbatch, as forward_step reads it: [B, S] each, int64 or fp32, without memory.
-    """
-    recorder = MessageRecorder(groups)
-    work = WorkRecorder(model, live_rows=live_rows(args))
-    with traced_steps(
-        args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
-    ) as traced:
-        # The first for the others: gathers that wait for the next forward are those of the step before.
-        with work.recording():
-            traced.step(1, batch=batch, modes=[recorder])
-        recorder.take()
-        live = LiveBytes()
-        of_one = live if num_microbatches == 1 else None
-        traced.step(1, batch=batch, modes=[recorder], live=of_one)
-        one = recorder.take()
-        traced.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
-    found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
-    config = get_model_config(model[0])
-    pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
-    stage = group_rank(groups.pp)
-    program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
-    return StepTrace(
-        merged(by_pass(found, program)),
-        frozenset(traced.statistics.found),
-        live.peaks[""],
-        live.peaks[_UPDATE],
-        live.messages_peak,
-        chunks=work.chunks(stage_orders(pipeline, 1, group_size=in_a_row)[stage]),
-        update=work.update,
-    )
-
-
-def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """Returns the messages where all ranks agree on the statistics of num_names losses; see StatisticsExchange."""
-    # Where it holds, and its sum and count, as fp64.
-    return tuple(
-        replace(one, num_bytes=one.num_bytes + 24 * num_names) if _is_statistics(one) else one for one in links
-    )
-
-
-def _is_statistics(one: Traffic) -> bool:
-    return (one.group, one.operation, one.phase) == ("world", "all-reduce", STATISTICS)
+def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
+    """Extrapolates the messages of a step of num_microbatches from steps of one and of two microbatches."""
+    first = {(t.group, t.operation, t.phase): t for t in one}
+    found = []
+    for later in two:
+        before = first.get((later.group, later.operation, later.phase), replace(later, count=0, num_bytes=0))
+        further = num_microbatches - 2
+        count = later.count + further * (later.count - before.count)
+        num_bytes = later.num_bytes + further * (later.num_bytes - before.num_bytes)
+        if count and later.phase != OTHER:
+            found.append(replace(later, count=count, num_bytes=num_bytes))
+    return tuple(found)
 
 
 def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
-    """Splits messages between stages into those of forward and backward, in the numbers of the schedule.
+    """Splits messages between stages into those of forward and of backward, with the counts of the schedule.
 
-    All of them have the same size.
+    All of these messages have the same size.
     """
     transfers = [transfer for step in program if isinstance(step, Post) for transfer in step.transfers]
     kinds = Counter((transfer.direction.value, transfer.action.kind) for transfer in transfers)
@@ -317,50 +353,12 @@ def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
                 yield replace(one, phase=phase, count=count, num_bytes=one.num_bytes // one.count * count)
 
 
-def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
-    """Returns the messages of a step of num_microbatches; one, two: those of steps of one and of two."""
-    first = {(t.group, t.operation, t.phase): t for t in one}
-    found = []
-    for later in two:
-        before = first.get((later.group, later.operation, later.phase), replace(later, count=0, num_bytes=0))
-        further = num_microbatches - 2
-        count = later.count + further * (later.count - before.count)
-        num_bytes = later.num_bytes + further * (later.num_bytes - before.num_bytes)
-        if count and later.phase != OTHER:
-            found.append(replace(later, count=count, num_bytes=num_bytes))
-    return tuple(found)
-
-
-@contextmanager
-def _evenly_routed(
-    args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
-) -> Iterator[None]:
-    """Answers reads inside the block, and gives all experts the same number of rows where the device would be read."""
-    factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
-    gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
-    tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
-    num_rows = round(factor * tokens * (args.moe_router_topk if layers else 0)) * group_size(groups.expt_tp)
-
-    def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
-        ranks, own = group_size(group), dist.get_rank(group)
-        send = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
-        return RowSplits(exchange_counts(counts, group), ranks * send[own], send, [send[own]] * ranks)
-
-    splits_sync = vars(dispatch_alltoall)["_splits_sync"]
-    sequential = [part for layer in layers for part in layer.modules() if isinstance(part, SequentialMLP)]
-    handles = [part.register_forward_pre_hook(_with_even_counts) for part in sequential]
-    vars(dispatch_alltoall)["_splits_sync"] = even_splits
-    try:
-        with NoValues(factor / group_size(groups.ep) if gathers else factor):
-            yield
-    finally:
-        vars(dispatch_alltoall)["_splits_sync"] = splits_sync
-        for handle in handles:
-            handle.remove()
-
-
-def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same rows, distributed evenly over experts; inputs: as SequentialMLP.forward takes them."""
-    rows, counts, probs = inputs
-    of_expert = [len(rows) // len(counts) + (index < len(rows) % len(counts)) for index in range(len(counts))]
-    return rows, torch.tensor(of_expert, dtype=torch.int64, device="cpu"), probs
+def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
+    """Returns the messages with an exchange of statistics that holds num_names losses; see StatisticsExchange."""
+    exchange = ("world", "all-reduce", STATISTICS)
+    # Each loss adds three fp64 numbers: whether the rank requires it, its sum, and its count.
+    num_bytes = 24 * num_names
+    return tuple(
+        replace(one, num_bytes=one.num_bytes + num_bytes) if (one.group, one.operation, one.phase) == exchange else one
+        for one in links
+    )

@@ -1,11 +1,11 @@
-"""Kernels and messages of a training step as data, and the time of each on a device; pure functions.
+"""Kernels and messages of a training step as data, and the time of each on a device. All functions are pure.
 
-Nothing is recorded here (recorders.py), and whole steps are timed in step_time.py.
+recorders.py records them, and step_time.py times whole steps.
 
 [Note: payload] num_bytes counts a collective's payload on this rank, the larger of its input and its output: the
 tensor of an all-reduce, a broadcast, a send or a receive, the result of an all-gather, the input of a reduce-scatter,
 and the input of an all-to-all, including this rank's part for itself. The bytes that cross a link depend on the
-algorithm: see link_bytes.
+algorithm, see link_bytes.
 """
 
 import math
@@ -17,17 +17,6 @@ from enum import Enum
 
 from megatron.training.compute.devices import Device
 
-# The first that is found in a module's name says whose tensors its saved ones are.
-_KINDS = (
-    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
-    (re.compile(r"\bshared_experts\b"), "shared experts"),
-    (re.compile(r"\bexperts\b"), "experts"),
-    (re.compile(r"\brouter\b"), "router"),
-    (re.compile(r"\bmlp\b"), "feed-forward"),
-    (re.compile(r"\bembedding\b"), "embedding"),
-    (re.compile(r"\boutput_layer\b"), "output and loss"),
-)
-EXPERTS, REST = "experts", "norms and residuals"
 # Phases of a step.
 FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OTHER = (
     "forward",
@@ -40,50 +29,19 @@ FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OT
     "statistics",
     "other",
 )
-# Shares of the payload that leave a rank, and reach it, where ranks form a ring; per rank of n: share * (n - 1) / n.
+EXPERTS, REST = "experts", "norms and residuals"
+# The first pattern found in a module's name gives the kind of its kernels and saved tensors.
+_KINDS = (
+    (re.compile(r"\b(self|cross)_attention\b"), "attention"),
+    (re.compile(r"\bshared_experts\b"), "shared experts"),
+    (re.compile(r"\bexperts\b"), "experts"),
+    (re.compile(r"\brouter\b"), "router"),
+    (re.compile(r"\bmlp\b"), "feed-forward"),
+    (re.compile(r"\bembedding\b"), "embedding"),
+    (re.compile(r"\boutput_layer\b"), "output and loss"),
+)
+# In a ring of n ranks, each rank sends and receives share * (n - 1) / n of the payload.
 RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Messages of one kind of one rank in one training step, over all of its microbatches.
-
-    group: its name, as in ProcessGroupCollection, but etp, edp, stage and world in short. operation: all-reduce,
-    all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: forward, backward, grad reduce, param
-    gather, optimizer, or the few numbers of agreement and statistics. count: how many. num_bytes: of all of them
-    together, see [Note: payload].
-    """
-
-    group: str
-    group_size: int
-    operation: str
-    phase: str
-    count: int
-    num_bytes: int
-
-
-def link_bytes(traffic: Traffic) -> float:
-    """Bytes that leave this rank, and as many that reach it, where collectives run as rings (Patarasu and Yuan, 2009):
-    2 (n - 1) / n of an all-reduce, (n - 1) / n of an all-gather, reduce-scatter or all-to-all among n ranks. Of a send,
-    a receive or a broadcast all, one way.
-    """
-    share = RING_SHARES.get(traffic.operation)
-    if share is None:
-        return float(traffic.num_bytes)
-    return traffic.num_bytes * share * (traffic.group_size - 1) / traffic.group_size
-
-
-def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
-    """The same with one entry for each group, operation and phase, in the order of these words."""
-    found: dict[tuple[str, int, str, str], Traffic] = {}
-    for one in messages:
-        key = (one.group, one.group_size, one.operation, one.phase)
-        known = found.get(key)
-        count, num_bytes = (0, 0) if known is None else (known.count, known.num_bytes)
-        found[key] = replace(one, count=count + one.count, num_bytes=num_bytes + one.num_bytes)
-    return tuple(found[key] for key in sorted(found))
-
-
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
@@ -97,8 +55,10 @@ class Unit(Enum):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation on a device. kind: of the module that runs it, as activations are told apart. dtype: bf16, fp16,
-    fp8 or fp32. flops: 2 for a multiply-add. num_bytes: read and written.
+    """One operation on a device.
+
+    kind: kind of the module that runs it, see kind_of_module. dtype: bf16, fp16, fp8 or fp32. flops: 2 for each
+    multiply-add. num_bytes: bytes read and written.
     """
 
     kind: str
@@ -108,28 +68,45 @@ class Kernel:
     num_bytes: float
 
 
-# How often each kernel runs.
+# Number of launches of each kernel.
 Kernels = Counter[Kernel]
 
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Kernels of one microbatch in one model chunk; recompute: forwards that backward runs again."""
+    """Kernels of one microbatch in one model chunk. recompute: forward kernels that backward repeats."""
 
     forward: Kernels
     backward: Kernels
     recompute: Kernels = field(default_factory=Kernels)
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind that a rank sends in a training step, over all microbatches.
+
+    group: name of the group, as in ProcessGroupCollection or one of etp, edp, stage and world. operation: all-reduce,
+    all-gather, reduce-scatter, all-to-all, broadcast, send or receive. phase: one of the phases of a step above.
+    count: number of messages. num_bytes: payload of all of them, see [Note: payload].
+    """
+
+    group: str
+    group_size: int
+    operation: str
+    phase: str
+    count: int
+    num_bytes: int
+
+
 def kind_of_module(name: str) -> str:
-    """Returns the kind of memory that tensors of the module of that name belong to."""
+    """Returns the kind of the module with this name, by which kernels and activations are grouped."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """The roofline (Williams et al., 2009): the longer of its arithmetic and its bytes, and no less than a launch.
+    """Returns the roofline time of a kernel (Williams et al., 2009): its arithmetic, its bytes or a launch.
 
-    Raises ValueError for products in a type that the device does not compute in.
+    The longest of the three counts. Raises ValueError for a matmul dtype that the device does not support.
     """
     moving = kernel.num_bytes / (device.memory_gb_s * _GIGA * device.attainable_memory)
     if kernel.unit is Unit.MEMORY:
@@ -140,7 +117,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
 
 
 def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:
-    """Returns the time of all kernels run one after the other, by the kind of module."""
+    """Returns the time of all kernels run one after the other, by kind of module."""
     found: dict[str, float] = {}
     for kernel, count in kernels.items():
         found[kernel.kind] = found.get(kernel.kind, 0.0) + count * kernel_seconds(kernel, device)
@@ -152,17 +129,40 @@ def compute_seconds(kernels: Kernels, device: Device) -> float:
     return sum(seconds_by_kind(kernels, device).values())
 
 
+def merged(messages: Iterable[Traffic]) -> tuple[Traffic, ...]:
+    """Returns the messages with one entry for each group, operation and phase, sorted by these names."""
+    found: dict[tuple[str, int, str, str], Traffic] = {}
+    for one in messages:
+        key = (one.group, one.group_size, one.operation, one.phase)
+        known = found.get(key)
+        count, num_bytes = (0, 0) if known is None else (known.count, known.num_bytes)
+        found[key] = replace(one, count=count + one.count, num_bytes=num_bytes + one.num_bytes)
+    return tuple(found[key] for key in sorted(found))
+
+
+def link_bytes(traffic: Traffic) -> float:
+    """Returns the bytes that leave this rank where collectives run as rings (Patarasu and Yuan, 2009).
+
+    Among n ranks they are 2 (n - 1) / n of an all-reduce's payload and (n - 1) / n of an all-gather's, reduce-scatter's
+    or all-to-all's. The same number of bytes arrives. A send, a receive or a broadcast moves its payload one way.
+    """
+    share = RING_SHARES.get(traffic.operation)
+    if share is None:
+        return float(traffic.num_bytes)
+    return traffic.num_bytes * share * (traffic.group_size - 1) / traffic.group_size
+
+
 def ranks_in_node(ranks: Sequence[int], devices_per_node: int) -> int:
-    """Returns the most ranks of a group that share a node; nodes are of consecutive ranks."""
+    """Returns the largest number of a group's ranks on one node. Nodes hold consecutive ranks."""
     return max(Counter(rank // devices_per_node for rank in ranks).values())
 
 
 def message_seconds(traffic: Traffic, device: Device, *, in_node: int) -> float:
-    """Returns the time of all messages of the entry, one after the other; in_node: ranks of the group that share a
-    node.
+    """Returns the time of all messages of the entry, one after the other.
 
-    Collectives run as rings through nodes, one for each rank that a node has of the group, so that a node sends with as
-    many network ports; an all-to-all sends to each rank directly. Latencies are those of trees, log2 of the ranks.
+    in_node: number of the group's ranks on one node. A collective runs one ring across nodes for each of them, so that
+    a node sends through that many network ports. An all-to-all sends to each rank directly. Latency grows as in a tree,
+    with log2 of the ranks.
     """
     size = traffic.group_size
     if size < 2 or not traffic.count:

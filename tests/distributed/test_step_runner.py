@@ -156,6 +156,8 @@ def _train_twice(argv: list[str], folder: str) -> None:
     assert [line for line in memory.log if line != "ended"] == [f"grown at {at}" for at in (1, 1, 2, 2, 2, 2, 3)]
 
 
+# "copies of experts" has the groups of "experts" and of "replicas", which test that all ranks retry a step that
+# overflows on one.
 # "copies of experts" has the groups of "experts" and of "replicas", which test that a step that overflows on one rank
 # is retried on all.
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A fault as text to replace in one file. What must notice it: tools/seeded_faults.py and tests/mutants."""
+"""A fault: a text to replace in one file. tools/seeded_faults.py and tests/mutants check that it is noticed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

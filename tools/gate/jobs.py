@@ -86,7 +86,7 @@ def export(commit: str, folder: Path, *, root: Path = ROOT) -> Path:
 def write_corpora(folder: Path) -> None:
     """Writes two small .bin/.idx pairs of random documents, the same in every call.
 
-    Without this project's writer: a fault in the head's would reach both trees.
+    Does not use this project's writer, because a fault in the head's would affect both trees.
     """
     folder.mkdir()
     for seed, name in enumerate(("a", "b")):
@@ -160,7 +160,7 @@ def _raise_if_one_failed(workers: "dict[str, subprocess.Popen[bytes]]", folder: 
 
 
 def _kill(worker: "subprocess.Popen[bytes]") -> None:
-    """Ends a worker and its ranks, if any is left: they may outlive it."""
+    """Ends a worker and its ranks, which may outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
@@ -168,7 +168,9 @@ def _kill(worker: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def ends_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise SystemExit, so that workers and temporary folders do not outlive the tool."""
+    """In its body SIGTERM and SIGHUP raise SystemExit, so that workers and temporary folders do not outlive the
+    tool.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,6 +1,6 @@
 """Compares the runs of a case in two trees: exit codes, every logged value and the final checkpoint.
 
-Values are the same if their JSON text is, so floats are compared bit for bit. jobs.py makes the runs.
+Values are equal if their JSON texts are, so that floats are compared bitwise. jobs.py makes the runs.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ RENAMES: Renames = ()
 CHECKPOINT_RENAMES: Renames = ()
 # Fields that the head alone may log. Remove an entry, like one of RENAMES, once the base contains the change.
 NEW_FIELDS: frozenset[str] = frozenset()
-# Logged fields that two equal runs need not share, and why.
+# Logged fields in which two equal runs may differ, and why.
 EXCLUDED: dict[str, str] = {
     "seconds": "time",
     "tokens_per_second": "time",
@@ -176,7 +176,9 @@ def _some(names: list[str]) -> str:
 
 
 def _renamed(named: Mapping[str, Any], renames: Renames) -> dict[str, Any]:
-    """Raises ValueError where the base has something under the new name, too: one of them would be lost."""
+    """Applies renames. Raises ValueError if the base has something under the new name too, because one would be
+    lost.
+    """
     renamed: dict[str, Any] = {}
     for name, value in named.items():
         new = _new_name(name, renames)
@@ -205,7 +207,7 @@ def read_left(folder: Path) -> Left:
 
 
 def read_log(path: Path) -> Log:
-    """Every field of every line but the excluded ones; a nested one is named as outer/inner."""
+    """Returns every field of every line except the excluded ones, with nested ones named outer/inner."""
     log: Log = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:

@@ -24,9 +24,9 @@ import megatron
 import pretrain_gpt
 
 TIMEOUT = 180.0  # seconds of one run
-GRACE = 10.0  # seconds that ranks may live on after the first one failed
+GRACE = 10.0  # seconds that ranks may continue after the first one failed
 RESULT = "result.json"  # as in cases.py, which another tree may lack
-# Imports that take ranks long, done once before they are forked. A tree may lack some of the last.
+# Slow imports, done once before ranks are forked. A tree may lack some of the last ones.
 PRELOAD = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -51,7 +51,7 @@ def main(tree: Path, plan: Path) -> None:
     with suppress(ImportError, AttributeError):
         importlib.import_module("megatron.training.command_line.flags").flag_table()  # cached; every run needs it
     torch.set_num_threads(1)
-    # A collection in a rank would copy every page that it shares with this process.
+    # A garbage collection in a rank would copy every page that it shares with this process.
     gc.collect()
     gc.freeze()
     content = json.loads(plan.read_text(encoding="utf-8"))
@@ -100,7 +100,7 @@ def run_job(job: Job) -> None:
 
 
 def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: int) -> list[int]:
-    """Exit codes of the ranks; rank i prints to `folder`/rank<i>.txt."""
+    """Returns the exit codes of the ranks. Rank i prints to `folder`/rank<i>.txt."""
     context = multiprocessing.get_context("fork")
     words = {"argv": argv, "program": program, "folder": folder, "world_size": ranks, "port": port}
     processes = [context.Process(target=run_rank, args=(rank,), kwargs=words) for rank in range(ranks)]
@@ -123,7 +123,7 @@ def run_ranks(argv: list[str], *, program: str, ranks: int, folder: Path, port: 
 
 
 def run_rank(rank: int, *, argv: list[str], program: str, folder: Path, world_size: int, port: int) -> None:
-    """One rank, with the environment that torchrun gives it."""
+    """Runs one rank, with the environment variables of torchrun."""
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -137,7 +137,7 @@ def run_rank(rank: int, *, argv: list[str], program: str, folder: Path, world_si
     )
     os.chdir(folder)
     sys.argv = [program, *argv]
-    # An error that leaves it becomes a traceback in that file and an exit code: multiprocessing sees to both.
+    # multiprocessing writes the traceback of an error to that file and sets the exit code.
     runpy.run_path(program, run_name="__main__")
 
 

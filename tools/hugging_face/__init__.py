@@ -1,3 +1,3 @@
-"""Models of Hugging Face's hub as canonical checkpoints and back: settings, names, files; the command line is
-tools/checkpoint.py.
+"""Converts models of the Hugging Face hub to canonical checkpoints and back: settings, names and files.
+tools/checkpoint.py is the command line.
 """

@@ -1,6 +1,6 @@
-"""What lies beside the weights of a model of the hub and is carried along: config.json, tokenizer, generation settings.
+"""Files that accompany the weights of a hub model and are copied: config.json, tokenizer, generation settings.
 
-Checkpoints keep it in a folder of its own; a run takes that along to the folder that it saves to.
+Checkpoints keep them in a separate folder, which a run copies to the folder where it saves.
 """
 
 import json
@@ -12,12 +12,14 @@ from megatron.training.checkpointing.folder import COMPANION_FOLDER
 from tools.hugging_face.config_kinds import require_known_kinds
 
 CONFIG_FILE = "config.json"
-# Weights in any format, and what says where they are.
+# Weights in any format, and their indices.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; ValueError where there is none, no JSON object in it, or a value of a wrong kind."""
+    """Returns the config.json of a folder. Raises ValueError if there is none, it is no JSON object, or a value has a
+    wrong type.
+    """
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder} has no {CONFIG_FILE}: give the folder of a model of transformers")
@@ -30,12 +32,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Writes config.json as transformers does."""
+    """Writes config.json in transformers' format."""
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copies every file of a folder but weights, hidden files and folders; `target` is made."""
+    """Copies every file of a folder except weights, hidden files and folders. Creates `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
@@ -43,6 +45,6 @@ def carry(source: Path, target: Path) -> None:
 
 
 def companions_of(checkpoint: Path) -> Path | None:
-    """The folder of companions beside a checkpoint, if there is one."""
+    """Returns the folder of companions next to a checkpoint, if there is one."""
     folder = checkpoint.parent / COMPANION_FOLDER
     return folder if (folder / CONFIG_FILE).is_file() else None

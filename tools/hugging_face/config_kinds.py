@@ -1,13 +1,13 @@
-"""Which kind of value a key of config.json has, so that a wrong one is named before anything is computed from it.
+"""Types of the values in config.json, so that a wrong one is reported before it is used.
 
-What keys mean is in config_parts.py and expert_parts.py; keys that are not here are compared there or not read.
+config_parts.py and expert_parts.py interpret the keys. Keys that are missing here are compared there or not read.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Whole numbers from 1, and from 0.
+# Integers from 1, and from 0.
 _COUNTS = """vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim num_experts num_local_experts n_routed_experts num_experts_per_tok
     max_position_embeddings kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim decoder_sparse_step
@@ -35,7 +35,7 @@ def _is_list(value: Any, is_element: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(is_element(element) for element in value)
 
 
-# By key: whether a value will do, and what would.
+# By key: a check of the value, and a description of valid ones.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS.split(), (lambda value: _is_whole(value, 1), "a whole number, 1 or more")),
     **dict.fromkeys(_COUNTS_FROM_0.split(), (lambda value: _is_whole(value, 0), "a whole number, 0 or more")),
@@ -53,7 +53,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def require_known_kinds(config: Mapping[str, Any]) -> None:
-    """Raises ValueError naming a value of a config.json that is of another kind than its key's; null is no value."""
+    """Raises ValueError naming a value of a config.json with a wrong type. null counts as absent."""
     for key, value in config.items():
         if value is None or key not in _RULES:
             continue
@@ -68,6 +68,6 @@ def require_known_kinds(config: Mapping[str, Any]) -> None:
 
 
 def without_unset_counts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config without sizes and counts that are null, which say no more than those that are not there."""
+    """Returns the config without sizes and counts that are null, which mean the same as absent ones."""
     counts = (_COUNTS + _COUNTS_FROM_0.removesuffix("sliding_window")).split()
     return {key: value for key, value in config.items() if value is not None or key not in counts}

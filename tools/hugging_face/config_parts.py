@@ -1,7 +1,7 @@
-"""Parts of a config.json and the settings that they stand for, each readable in both directions.
+"""Parts of a config.json and the settings that they correspond to, readable in both directions.
 
-A family (families.py) is a list of these. Settings are named as in the parsed arguments; those of experts are in
-expert_parts.py, tensors in names.py.
+A family (families.py) is a list of parts. Settings have their names in the parsed arguments. expert_parts.py has the
+parts of experts, names.py the tensors.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 Values = dict[str, Any]
 _REQUIRED = object()
-# Of rope_scaling, where it is YaRN's: their keys, our settings.
+# Keys of rope_scaling for YaRN, and our settings.
 _YARN = {
     "factor": "rotary_scaling_factor",
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
@@ -21,25 +21,27 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
-_MAX_WINDOW_LAYERS = 28  # of a config.json that does not say
+_MAX_WINDOW_LAYERS = 28  # of a config.json without the key
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 class Part(Protocol):
-    """What some keys of a config.json say, as settings, and the keys that say the same of settings."""
+    """Converts some keys of a config.json to settings, and back."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
-        """Raises ValueError naming the key where no setting says the same."""
+        """Returns the settings. Raises ValueError naming a key without a corresponding setting."""
         ...
 
     def write(self, settings: Mapping[str, Any]) -> Values:
-        """Where no key can say it, what `read` makes of the result differs from `settings`."""
+        """Returns the keys. If no key can express the settings, `read` of the result differs from `settings`."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One value under two names; default: what a config.json without the key means; also: another name of the key."""
+    """One value under two names. default: meaning of a config.json without the key; also: alternative name of the
+    key.
+    """
 
     theirs: str
     ours: str
@@ -75,14 +77,14 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key with the one value that can be honoured, which a config.json without the key means too."""
+    """A key with one supported value, which is also the meaning of a config.json without the key."""
 
     theirs: str
     value: Any
 
     def read(self, config: Mapping[str, Any]) -> Values:
         found = config.get(self.theirs, self.value)
-        # Null is how transformers writes what is not used.
+        # transformers writes null for unused features.
         if found != self.value and not (found is None and not self.value):
             raise ValueError(f"config.json: {self.theirs} is {found!r}: only {self.value!r} can be converted")
         return {}
@@ -92,7 +94,7 @@ class Only:
 
 
 class Tied:
-    """Whether the output layer has weights of its own."""
+    """Whether the output layer has its own weights."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         return {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False)}
@@ -103,7 +105,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, groups and the width of a head; has_width: config.json has a key for it, of this default."""
+    """Query heads, groups and the head size; has_width: config.json has a key for it, with this default."""
 
     has_width: bool = True
     default_width: int | None = None
@@ -127,7 +129,7 @@ class Heads:
 
 
 class LatentHeads:
-    """The heads of multi-latent attention, and the ranks that it projects down to."""
+    """The heads of multi-latent attention, and the ranks of its projections."""
 
     _widths = (
         Same("kv_lora_rank", "kv_lora_rank"),
@@ -157,14 +159,14 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions: their base, how much of a head they turn, and what stretches them.
+    """Rotary positions: base, rotated share of a head, and scaling.
 
-    Files of transformers before 5 have rope_theta and rope_scaling, later ones rope_parameters for both.
+    transformers before 5 writes rope_theta and rope_scaling, later versions rope_parameters for both.
     """
 
     default_base: float = 10000.0
-    share: float | None = None  # the default of partial_rotary_factor, where the family has that key
-    unstretched: str | None = None  # rope_type where nothing stretches them
+    share: float | None = None  # default of partial_rotary_factor, if the family has that key
+    unstretched: str | None = None  # rope_type without scaling
 
     def read(self, config: Mapping[str, Any]) -> Values:
         rotation = rotation_of(config)
@@ -183,7 +185,7 @@ class Rotation:
         if settings["rope_type"] == "yarn":
             scaling = {"rope_type": "yarn", **{key: settings[name] for key, name in _YARN.items()}}
             if not settings["mscale_all_dim"]:
-                # In the way of these two both or none count.
+                # These two keys count only together.
                 del scaling["mscale"], scaling["mscale_all_dim"]
         elif settings["use_rope_scaling"]:
             scaling = {"rope_type": "llama3", "factor": float(settings["rope_scaling_factor"]), **_LLAMA_3}
@@ -194,9 +196,9 @@ class Rotation:
 
 
 def rotation_of(config: Mapping[str, Any]) -> Values:
-    """What a config.json of either form says of rotary positions, in one dict."""
+    """Returns the rotary settings of a config.json of either form in one dict."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    # The word of transformers before 4.43.
+    # Key of transformers before 4.43.
     kind = found.pop("type", None)
     found.setdefault("rope_type", kind or "default")
     if config.get("rope_theta") is not None:
@@ -244,7 +246,7 @@ def _yarn(rotation: Mapping[str, Any]) -> Values:
 
 
 class WindowRule(Enum):
-    """Which layers have a sliding window, where transformers goes by more than the window's size."""
+    """Which layers have a sliding window, where transformers uses more than the window's size."""
 
     EVERY = auto()  # all; layer_types is not read
     FROM_A_LAYER = auto()  # layer_types; without it from max_window_layers on
@@ -258,7 +260,7 @@ class Windows:
 
     rule: WindowRule = WindowRule.FROM_A_LAYER
     switch: bool = True
-    # Of transformers, where config.json has no sliding_window at all.
+    # transformers' default for a config.json without sliding_window.
     default_size: int | None = 4096
 
     def read(self, config: Mapping[str, Any]) -> Values:
@@ -269,7 +271,7 @@ class Windows:
         pattern = self._pattern(config)
         if not any(pattern):
             return none
-        # Theirs counts the token itself.
+        # Their window includes the token itself.
         return {"window_size": (size - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
 
     def _pattern(self, config: Mapping[str, Any]) -> list[int]:
@@ -297,7 +299,7 @@ class Windows:
 
 
 def window_pattern(skip: int | list[int] | None, *, num_layers: int) -> list[int]:
-    """1 for each layer with a window, 0 for each without; skip: window_attn_skip_freq."""
+    """Returns 1 for each layer with a window, 0 for each without. skip: window_attn_skip_freq."""
     if skip is None:
         return [1] * num_layers
     if isinstance(skip, int):

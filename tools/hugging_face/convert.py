@@ -1,6 +1,6 @@
-"""A model of the hub as a canonical checkpoint, and back, one tensor at a time; no model is built.
+"""Converts a hub model to a canonical checkpoint and back, one tensor at a time, without building a model.
 
-Which tensor is which is names.py's, what config.json says settings.py's.
+names.py maps the tensors, settings.py interprets config.json.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ from tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_t
 from tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Moved by steps of 1e-3, which half precision would lose: kept as it is.
+# Keeps fp32: its steps of 1e-3 would be lost in half precision.
 _NEVER_CONVERTED = "router.expert_bias"
-# Tables that older versions of transformers wrote beside the weights.
+# Tables that older versions of transformers stored with the weights.
 _DERIVED = "rotary_emb.inv_freq"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _MAX_NAMED = 4
@@ -46,7 +46,7 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the hub in a folder: its family, settings, files, and the tensors that it must have."""
+    """A hub model in a folder: its family, settings, files and required tensors."""
 
     family: Family
     settings: dict[str, Any]
@@ -56,12 +56,14 @@ class HubModel:
 
     @classmethod
     def open(cls, folder: Path) -> "HubModel":
-        """Raises ValueError naming what is missing, unknown, or of another shape; reads no tensor's values."""
+        """Returns the model. Raises ValueError naming what is missing, unknown, or of another shape. Reads no tensor's
+        values.
+        """
         config = read_config(folder)
         family, settings = family_of_config(config), settings_of_config(config)
         files = PlainFiles(TensorFiles(folder), config)
         if not any(is_mtp_tensor(name, settings) for name in files.kinds):
-            # Transformers leaves them out.
+            # transformers does not write them.
             settings["mtp_num_layers"] = None
         every = tuple(hub_tensors(family, settings))
         tensors = tuple(tensor for tensor in every if tensor.copy_of is None)
@@ -70,21 +72,21 @@ class HubModel:
         return cls(family, settings, files, tensors, _extra_tensors(every, files))
 
     def dtype(self) -> torch.dtype:
-        """The type that most of its tensors have."""
+        """Returns the most frequent dtype of its tensors."""
         return Counter(self.files.kinds[tensor.name].dtype for tensor in self.tensors).most_common(1)[0][0]
 
 
 def from_hub(load: Path, save: Path, *, dtype: torch.dtype | None = None) -> Path:
     """Writes the model in the folder `load` as a checkpoint to start from; returns its folder.
 
-    dtype: of the stored weights; None: as they are. Raises ValueError naming what is wrong with config.json or the
-    files, or where `save` holds checkpoints already.
+    dtype: of the stored weights; None keeps theirs. Raises ValueError naming errors in config.json or the files, or if
+    `save` holds checkpoints already.
     """
     model = HubModel.open(load)
     if complete_iterations(save) or (save / RELEASE).exists():
         raise ValueError(f"--save is {save}: there are checkpoints in it already; give a new folder")
     for name in model.left_out:
-        print(f"left out: {name}")
+        print(f"not converted: {name}")
     target = save / RELEASE
     common = {
         "iteration": 0,
@@ -110,15 +112,14 @@ def to_hub(
 ) -> Path:
     """Writes the weights of a checkpoint as a model that transformers loads, into the new folder `save`; returns it.
 
-    Low-rank adapters are added to the weights beside them, in a checkpoint of its own that is deleted afterwards.
-    dtype: of its tensors; None: as they are stored. reference: a folder of the hub whose config.json and tokenizer are
-    taken; None: those that lie beside the checkpoint, or a new config.json. Raises ValueError where there is no
-    checkpoint, or no architecture for its settings.
+    Merges low-rank adapters into the weights, through a temporary checkpoint. dtype: of its tensors; None keeps the
+    stored ones. reference: a hub folder whose config.json and tokenizer are copied; None means those next to the
+    checkpoint, or a new config.json. Raises ValueError if there is no checkpoint, or no architecture for its settings.
     """
     found = checkpoint_of_load(load, step)
     arguments = load_run_values(found.path)["args"]
     if arguments.get("lora_rank") is not None:
-        # Beside the result, as it is as large.
+        # In the same file system as the result, because it is as large.
         with TemporaryDirectory(dir=save.parent, prefix=".merged-") as folder:
             merged = Path(folder) / "merged"
             merge_adapters(load, merged, step=step)
@@ -143,7 +144,7 @@ def to_hub(
 
 
 class _StoredModel:
-    """The tensors of a checkpoint under the names of the hub."""
+    """The tensors of a checkpoint under their hub names."""
 
     def __init__(
         self, checkpoint: VerifiedCheckpoint, tensors: tuple[HubTensor, ...], *, dtype: torch.dtype | None
@@ -162,7 +163,7 @@ class _StoredModel:
         self.num_parameters = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
 
     def read(self, name: str) -> Tensor:
-        """A tensor by the hub's name: its shape there, the dtype of `kinds`."""
+        """Returns a tensor by its hub name: its shape there, the dtype of `kinds`."""
         kind = self.kinds[name]
         tensor = torch.empty(kind.shape, dtype=kind.dtype)
         self._reader.fill(sharded_tensors(list(self._tensors[name].pieces), tensor, allow_cast=True))
@@ -170,7 +171,9 @@ class _StoredModel:
 
 
 def _boxes(model: HubModel, dtype: torch.dtype | None) -> Iterator[ShardedTensor]:
-    """Boxes of the stored tensors, one tensor of the files in memory at a time: any shape, dtype or their own."""
+    """Yields boxes of the stored tensors with one tensor of the files in memory at a time: any shape; dtype, or their
+    own.
+    """
     for tensor in model.tensors:
         values = model.files.read(tensor.name)
         if dtype is not None and not _keeps_its_type(tensor):
@@ -186,7 +189,7 @@ def _keeps_its_type(tensor: HubTensor) -> bool:
 
 
 def _check_copies(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
-    """Raises ValueError where what a checkpoint has once is there twice and differs; files may lack the copy."""
+    """Raises ValueError if the copies of a tensor that checkpoints store once differ. Files may lack a copy."""
     for tensor in tensors:
         if tensor.copy_of is None or tensor.name not in files.kinds:
             continue
@@ -226,7 +229,9 @@ def _check_presence(tensors: tuple[HubTensor, ...], files: PlainFiles) -> None:
 
 
 def _extra_tensors(tensors: tuple[HubTensor, ...], files: PlainFiles) -> tuple[str, ...]:
-    """Names that the files have and a checkpoint needs not; ValueError for what belongs to another model."""
+    """Returns tensor names in the files that a checkpoint does not need. Raises ValueError for those of another
+    model.
+    """
     extra = sorted(files.kinds.keys() - {tensor.name for tensor in tensors})
     unknown = [name for name in extra if not name.endswith(_DERIVED)]
     if unknown == [_OUTPUT] and files.have_same(_OUTPUT, _EMBEDDING):
@@ -246,7 +251,7 @@ def _named(missing: list[str], unknown: list[str]) -> str:
 
 
 def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, source: Path) -> dict[str, Any]:
-    """The arguments that a run of this model would have, for --use-checkpoint-args and for tools."""
+    """Returns the arguments that a run of this model would have, for --use-checkpoint-args and tools."""
     args = parse_args(argv=[])
     vars(args).update(model.settings)
     args.unpadded_vocab_size = args.vocab_size
@@ -259,13 +264,13 @@ def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, sou
     elif (source / "tokenizer.model").is_file():
         args.tokenizer_type, args.tokenizer_model = "Llama2Tokenizer", str((companions / "tokenizer.model").resolve())
     stored = args_to_json(args)
-    # How long a run's samples are is the run's alone.
+    # The sequence length belongs to the run, not to the model.
     del stored["seq_length"]
     return stored
 
 
 def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run's checkpoint, with the vocabulary that its tensors have."""
+    """Returns the settings of a run's checkpoint, with the vocabulary size of its tensors."""
     settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
     if not settings.get("group_query_attention"):
         settings["num_query_groups"] = settings["num_attention_heads"]

@@ -1,6 +1,6 @@
-"""Parts of a config.json that say which layers have experts, how tokens choose them, and what they are.
+"""Parts of a config.json about experts: layers with experts, routing, and expert sizes.
 
-As the parts of config_parts.py, which has those of attention and positions.
+config_parts.py has the parts of attention and positions.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tools.hugging_face.config_parts import Values
 
 
 class SparseLayers:
-    """Which layers have experts, as Qwen's models say it."""
+    """Layers with experts, in the keys of Qwen's models."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
@@ -24,7 +24,7 @@ class SparseLayers:
 
 
 class LeadingDenseLayers:
-    """How many layers before those with experts are dense."""
+    """Number of dense layers before those with experts."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         dense, layers = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
@@ -35,7 +35,7 @@ class LeadingDenseLayers:
 
 
 class ExpertWidth:
-    """The width of an expert, where it is the one width that there is."""
+    """The width of an expert, if it is the only feed-forward width."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         width = config["intermediate_size"]
@@ -46,7 +46,7 @@ class ExpertWidth:
 
 
 class TopKNormalization:
-    """Softmax scores: of the chosen alone (normalised), or of all experts."""
+    """Softmax scores over the chosen experts (normalized), or over all experts."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
@@ -56,7 +56,7 @@ class TopKNormalization:
 
 
 class SharedExperts:
-    """Shared experts that are counted: their width together is that many times one expert's."""
+    """A number of shared experts: their total width is this multiple of one expert's."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         count = config.get("n_shared_experts") or 0
@@ -68,13 +68,13 @@ class SharedExperts:
 
 
 class ExpertGroups:
-    """Groups of experts, of which a token uses some; one group is none."""
+    """Groups of experts, of which a token uses some. One group means none."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         groups = config.get("n_group") or 1
         chosen = config.get("topk_group") if groups > 1 else None
         experts = config["num_experts_per_tok"]
-        # A group is as good as its two best experts there; here, as those that a token takes from each.
+        # Their score of a group is the sum of its two best experts; ours sums the experts that a token uses per group.
         if chosen is not None and experts // chosen != 2:
             raise ValueError(
                 f"config.json: topk_group is {chosen} and num_experts_per_tok {experts}: only twice as many experts as "
@@ -88,7 +88,7 @@ class ExpertGroups:
 
 
 class GroupLimitedGreedy:
-    """Groups of DeepSeek-V2, which are as good as their best expert, and which it uses where topk_method says so."""
+    """DeepSeek-V2's groups, scored by their best expert, which topk_method enables."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         method = config.get("topk_method") or "greedy"
@@ -107,7 +107,7 @@ class GroupLimitedGreedy:
 
 
 class MTPLayers:
-    """Layers beyond the last that predict tokens further ahead."""
+    """Number of layers for multi-token prediction."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         return {"mtp_num_layers": config.get("num_nextn_predict_layers") or None}
@@ -117,7 +117,7 @@ class MTPLayers:
 
 
 class RoutedScaling:
-    """A factor of all routing weights; 1 is none."""
+    """A factor of all routing weights; 1 means none."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
         factor = config.get("routed_scaling_factor") or 1.0
@@ -128,10 +128,10 @@ class RoutedScaling:
 
 
 def expert_layers(settings: Mapping[str, Any]) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one."""
+    """Returns 1 for each layer with experts, 0 for each dense one."""
     return layers_with_experts(settings["num_experts"], settings["moe_layer_freq"], num_layers=settings["num_layers"])
 
 
 def short_pattern(pattern: list[int]) -> int | list[int]:
-    """A pattern as moe_layer_freq is given: 1 where all layers have experts."""
+    """Returns a pattern in the form of moe_layer_freq: 1 if all layers have experts."""
     return 1 if all(pattern) else pattern

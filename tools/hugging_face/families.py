@@ -1,6 +1,6 @@
-"""The architectures that can be converted: what their config.json says, and how their tensors are named.
+"""Architectures that can be converted: their config.json and the names of their tensors.
 
-How one is found from settings, and config.json kept up with them, is in settings.py.
+settings.py finds the architecture of settings and updates config.json.
 """
 
 from dataclasses import dataclass, field
@@ -32,11 +32,11 @@ from tools.hugging_face.expert_parts import (
 
 @dataclass(frozen=True)
 class FeedForwardNames:
-    """What tensors below model.layers.I are called, where families differ.
+    """Tensor names below model.layers.I that differ between families.
 
-    block: what holds the router and the experts. gate, up, down: the matrices of an expert. bias: of the router's
-    choice. shared, shared_gate: the shared expert and its gate. router: what chooses. interleaved: tensors are of all
-    experts at once, their columns gate and up in turn.
+    block: module with the router and the experts. gate, up, down: matrices of an expert. bias: of the router's choice.
+    shared, shared_gate: the shared expert and its gate. router: the routing matrix. interleaved: one tensor holds all
+    experts, with gate and up in alternating columns.
     """
 
     block: str = "mlp"
@@ -52,7 +52,7 @@ class FeedForwardNames:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """An architecture by its names in config.json, and the parts of which config.json consists."""
+    """An architecture by its names in config.json, and the parts of its config.json."""
 
     model_type: str
     architecture: str
@@ -65,7 +65,7 @@ class Family:
         return any(isinstance(part, Same) and part.ours == "num_experts" for part in self.parts)
 
 
-# What all of them have: no dropout but that of attention.
+# Common to all: no dropout except in attention.
 _DECODER: tuple[Part, ...] = (
     Fixed({"normalization": "RMSNorm", "squared_relu": False, "hidden_dropout": 0.0, "rotary_interleaved": False}),
     Only("hidden_act", "silu"),
@@ -94,9 +94,9 @@ _DENSE: tuple[Part, ...] = (
     Same("intermediate_size", "ffn_hidden_size"),
     Fixed({"num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None}),
 )
-# Given for every model with experts; computing them together changes no value.
+# For every model with experts. Grouped computation does not change values.
 _EXPERTS: tuple[Part, ...] = (Same("num_experts_per_tok", "moe_router_topk"), Fixed({"moe_grouped_gemm": True}))
-# DeepSeek's way, which GLM-4.5 has too: many narrow experts, shared ones, dense layers first.
+# DeepSeek's and GLM-4.5's experts: many narrow ones, shared ones, dense layers first.
 _FINE_GRAINED_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
     Same("n_routed_experts", "num_experts"),
@@ -197,7 +197,7 @@ QWEN_3_MOE = Family(
     (
         *_DECODER,
         *_QWEN_EXPERTS,
-        # Unlike the dense one, it has no width of its own by default.
+        # Unlike the dense model, it has no default width.
         Heads(),
         *_QWEN,
         _QWEN_3,
@@ -253,10 +253,10 @@ _DEEPSEEK: tuple[Part, ...] = (
     _PLAIN,
     *_FINE_GRAINED_EXPERTS,
     LatentHeads(),
-    # Latent attention would take YaRN by itself.
+    # Latent attention would use YaRN by default.
     Rotation(unstretched="rope"),
     _WHOLE_HEADS,
-    # The norms of what is projected down have this one in transformers, whatever config.json says.
+    # transformers uses this epsilon for the norms of down-projections, regardless of config.json.
     Only("rms_norm_eps", 1e-6),
     Only("attention_bias", False),
     Fixed({"layernorm_epsilon": 1e-6, "add_qkv_bias": False, "qk_layernorm": True}),

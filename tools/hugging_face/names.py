@@ -1,6 +1,6 @@
-"""Which tensors a model of the hub has, and which boxes of a canonical checkpoint each of them fills.
+"""Tensors of a hub model, and the boxes of a canonical checkpoint that each of them fills.
 
-Where files keep them is ../safetensors_files.py's; which family says what is in families.py. Shape letters as in
+../safetensors_files.py reads the files, families.py has the names of families. Shape letters are those of
 megatron/core/README.md.
 """
 
@@ -18,9 +18,9 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of the hub's files, and the windows of it that are stored.
+    """A tensor of the hub's files, and the stored windows of it.
 
-    copy_of: the tensor that has the same values, where files have them twice and a checkpoint once.
+    copy_of: another tensor with the same values, if files have them twice and a checkpoint once.
     """
 
     name: str
@@ -30,7 +30,7 @@ class HubTensor:
 
 
 def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTensor]:
-    """All tensors of a model with these settings, layer by layer."""
+    """Returns all tensors of a model with these settings, layer by layer."""
     vocabulary = (settings["vocab_size"], settings["hidden_size"])
     yield _same("model.embed_tokens.weight", _EMBEDDING, *vocabulary)
     for number, has_experts in enumerate(expert_layers(settings)):
@@ -44,14 +44,14 @@ def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTens
 
 
 def is_mtp_tensor(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a tensor is of a layer beyond the last, which multi-token prediction has."""
+    """Whether a tensor belongs to a layer of multi-token prediction."""
     words = name.split(".")
     number = words[2] if words[:2] == ["model", "layers"] and len(words) > 2 else ""
     return number.isdecimal() and int(number) >= settings["num_layers"]
 
 
 def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNames) -> Iterator[HubTensor]:
-    """A layer of multi-token prediction, with the vocabulary's tables as files have them again."""
+    """Yields a layer of multi-token prediction, with the vocabulary tables that files repeat."""
     theirs, ours = f"model.layers.{settings['num_layers'] + depth}.", f"mtp.layers.{depth}."
     hidden, vocabulary = settings["hidden_size"], (settings["vocab_size"], settings["hidden_size"])
     whole = _whole(_EMBEDDING, vocabulary)
@@ -59,7 +59,7 @@ def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNam
     for norm in ("enorm", "hnorm"):
         yield _same(f"{theirs}{norm}.weight", f"{ours}{norm}.weight", hidden)
     yield _same(f"{theirs}eh_proj.weight", f"{ours}eh_proj.weight", hidden, 2 * hidden)
-    # Of the last layer's kind.
+    # Of the same kind as the last layer.
     has_experts = bool(expert_layers(settings)[-1])
     yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).tensors(has_experts)
     yield _same(f"{theirs}shared_head.norm.weight", f"{ours}final_layernorm.weight", hidden)
@@ -69,7 +69,7 @@ def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNam
 
 @dataclass(frozen=True)
 class _Layer:
-    """The tensors of a layer; theirs, ours: what its names begin with."""
+    """The tensors of a layer. theirs, ours: prefixes of their names."""
 
     theirs: str
     ours: str
@@ -77,7 +77,7 @@ class _Layer:
     names: FeedForwardNames
 
     def tensors(self, has_experts: bool) -> Iterator[HubTensor]:
-        """Attention, and a feed-forward layer with or without experts."""
+        """Yields attention, and a feed-forward layer with or without experts."""
         yield self._same("input_layernorm.weight", "input_layernorm.weight", self.settings["hidden_size"])
         yield from self._latent_attention() if self.settings["multi_latent_attention"] else self._attention()
         yield self._same("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", self.settings["hidden_size"])
@@ -130,7 +130,7 @@ class _Layer:
             yield self._same(f"self_attn.{theirs}.weight", f"self_attention.{ours}.weight", *shape)
 
     def _experts(self) -> Iterator[HubTensor]:
-        """Router, experts and what every token sees."""
+        """Yields the router, the experts and the shared experts."""
         settings, names = self.settings, self.names
         hidden, count = settings["hidden_size"], settings["num_experts"]
         yield self._same(f"{names.block}.{names.router}.weight", "mlp.router.weight", count, hidden)
@@ -147,7 +147,7 @@ class _Layer:
             yield self._same(name, "mlp.shared_experts.gate_weight", 1, hidden)
 
     def _numbered_experts(self) -> Iterator[HubTensor]:
-        """A tensor for each matrix of each expert."""
+        """Yields one tensor for each matrix of each expert."""
         settings, names = self.settings, self.names
         hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
         matrices = (
@@ -161,7 +161,7 @@ class _Layer:
                 yield self._tensor(f"{names.block}.experts.{expert}.{name}.weight", shape, piece)
 
     def _interleaved_experts(self) -> Iterator[HubTensor]:
-        """Tensors of all experts, input before output, whose columns are gate and up in turn."""
+        """Yields tensors of all experts, input before output, with gate and up in alternating columns."""
         settings, block = self.settings, self.names.block
         hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
         fc1, fc2 = (f"{self.ours}mlp.experts.linear_{name}" for name in ("fc1", "fc2"))
@@ -209,17 +209,17 @@ def _same(name: str, key: str, *shape: int) -> HubTensor:
 
 
 def _whole(key: str, shape: tuple[int, ...]) -> LogicalPiece:
-    """All elements of a tensor in order, as a stored tensor of that shape."""
+    """Returns all elements of a tensor in order, as a stored tensor of that shape."""
     return _window(key, shape, stride=_strides(shape))
 
 
 def _window(key: str, shape: tuple[int, ...], *, stride: tuple[int, ...], start: int = 0) -> LogicalPiece:
-    """Some elements of a tensor, from the first on, as a whole stored tensor."""
+    """Returns some elements of a tensor, from the first one on, as a whole stored tensor."""
     return LogicalPiece(key, shape, stride, start, shape, (0,) * len(shape))
 
 
 def _row(key: str, shape: tuple[int, ...], *, row: int, rows: int) -> LogicalPiece:
-    """A tensor as one row of a stored tensor of so many rows."""
+    """Returns a tensor as one row of a stored tensor with this number of rows."""
     one = (1, *shape)
     return LogicalPiece(key, one, _strides(one), 0, (rows, *shape), (row, *(0,) * len(shape)))
 

@@ -1,7 +1,7 @@
-"""Weights that the hub has in fewer bits, as the plain numbers that they stand for: read tensor by tensor, in bf16.
+"""Dequantizes hub weights tensor by tensor, to bf16.
 
-Two kinds are known: FP8 with a factor for each block of a matrix (DeepSeek-V3), and MXFP4 with one for each 32 numbers
-of a row (gpt-oss). Nothing is written in fewer bits.
+Supports FP8 with a scale for each block of a matrix (DeepSeek-V3), and MXFP4 with a scale for each 32 numbers of a row
+(gpt-oss). Writes no quantized weights.
 """
 
 import math
@@ -18,15 +18,15 @@ from tools.safetensors_files import TensorFiles, TensorKind
 QUANTIZATION = "quantization_config"
 _FACTORS = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# The values of four bits: a sign, two bits of exponent and one of fraction.
+# Values of four bits: a sign, two bits of exponent and one of fraction.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
-# Numbers that share a factor.
+# Numbers that share a scale.
 _GROUP = 32
 
 
 def require_known_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ValueError naming what a config.json says of its weights, where that is not known here."""
+    """Raises ValueError naming an unknown quantization in a config.json."""
     found = config.get(QUANTIZATION)
     if not found:
         return
@@ -44,10 +44,10 @@ def require_known_quantization(config: Mapping[str, Any]) -> None:
 
 
 class PlainFiles:
-    """Tensors of files as plain numbers: `kinds` has what `read` gives, and neither names factors."""
+    """Dequantized tensors of files: `kinds` describes the results of `read`. Neither has scales."""
 
     def __init__(self, files: TensorFiles, config: Mapping[str, Any]) -> None:
-        """config: what config.json says. Raises ValueError naming factors that do not fit their weight."""
+        """config: of config.json. Raises ValueError naming scales that do not fit their weight."""
         found = config.get(QUANTIZATION) or {}
         self.folder, self._files, self.kinds = files.folder, files, dict(files.kinds)
         self._block: list[int] = found.get("weight_block_size") or []
@@ -65,7 +65,7 @@ class PlainFiles:
                 self.kinds[weight] = replace(files.kinds[weight], dtype=torch.bfloat16)
 
     def read(self, name: str) -> Tensor:
-        """A tensor: any shape and dtype, as `kinds` says, on the host, in memory of its own."""
+        """Returns a tensor on the host: any shape and dtype, as `kinds` says."""
         if name not in self._files.kinds:
             return _from_mxfp4(self._files.read(name + _BLOCKS), self._files.read(name + _SCALES))
         values = self._files.read(name)
@@ -74,15 +74,15 @@ class PlainFiles:
         return values
 
     def file_of(self, name: str) -> Path:
-        """The file that a tensor, or its numbers in fewer bits, lies in."""
+        """Returns the file of a tensor, or of its quantized values."""
         return self._files.file_of(name if name in self._files.kinds else name + _BLOCKS)
 
     def have_same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same shape, type and bytes."""
+        """Whether two tensors have the same shape, dtype and bytes."""
         return self._files.have_same(name, other)
 
     def _kind_of_mxfp4(self, weight: str) -> TensorKind:
-        """Shape and type of what blocks and scales stand for."""
+        """Returns shape and dtype of the dequantized blocks."""
         blocks, scales = (self._files.kinds[weight + suffix] for suffix in (_BLOCKS, _SCALES))
         wanted = TensorKind((*scales.shape, _GROUP // 2), torch.uint8)
         if len(scales.shape) != 3 or scales.dtype != torch.uint8 or blocks != wanted:
@@ -92,7 +92,7 @@ class PlainFiles:
                 f"{_GROUP // 2} bytes for each of these"
             )
         experts, rows, groups = scales.shape
-        # Output before input, which plain ones have the other way round.
+        # Output before input, unlike plain weights.
         return TensorKind((experts, _GROUP * groups, rows), torch.bfloat16)
 
     def _check_fp8_factors(self, weight: str) -> None:
@@ -105,7 +105,7 @@ class PlainFiles:
             )
 
     def _weight_of_factors(self, name: str) -> str | None:
-        """The weight whose factors a tensor holds, if that is what it is."""
+        """Returns the weight that a tensor holds the scales of, if it holds scales."""
         suffix = _SCALES if self._is_mxfp4 else _FACTORS
         known = self._files.kinds
         weight = name.removesuffix(suffix)
@@ -114,10 +114,10 @@ class PlainFiles:
 
 
 def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
-    """values: [R, C], fp8; factors: [blocks of R, blocks of C], fp32 -> [R, C], bf16."""
+    """Dequantizes values [R, C], fp8, with factors [blocks of R, blocks of C], fp32; returns [R, C], bf16."""
     rows, columns = block
     result = torch.empty(values.shape, dtype=torch.bfloat16)
-    # A row of blocks at a time: in fp32 the whole would take twice the memory of the result.
+    # One row of blocks at a time: all of it in fp32 would need twice the memory of the result.
     for index, of_row in enumerate(factors):
         part = slice(index * rows, (index + 1) * rows)
         wide = of_row.float().repeat_interleave(columns)[: values.shape[1]]
@@ -126,8 +126,8 @@ def _from_fp8(values: Tensor, factors: Tensor, *, block: list[int]) -> Tensor:
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks: [E, R, groups, 16], uint8, two numbers each, the lower half first; scales: [E, R, groups], uint8, powers
-    of two. Returns [E, 32 groups, R], bf16.
+    """Dequantizes blocks [E, R, groups, 16], uint8, two numbers each with the lower half first, and scales [E, R,
+    groups], uint8, powers of two; returns [E, 32 groups, R], bf16.
     """
     table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=torch.bfloat16)
     experts, rows, groups, width = blocks.shape

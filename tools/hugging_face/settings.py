@@ -1,6 +1,6 @@
-"""From config.json to the settings of a model and back: which family it is, and what is kept of a file that is there.
+"""Converts config.json to the settings of a model and back: finds the family, and keeps keys of an existing file.
 
-What single keys mean is in config_parts.py, which of them a family has in families.py.
+config_parts.py interprets single keys, families.py lists those of each family.
 """
 
 import difflib
@@ -14,15 +14,15 @@ from tools.hugging_face.expert_parts import expert_layers
 from tools.hugging_face.families import FAMILIES, Family
 from tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
 
-# Of the settings that make a model, those that config.json has no words for, or that say how it is trained.
+# Settings of a model that config.json cannot express, or that concern its training.
 _NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
 _COMPARED = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_COMPARED), "vocab_size")
-# One form of positions in place of the other.
+# Settings of one kind of positions that replace the other.
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
-    """Raises ValueError naming the architecture of a config.json that cannot be converted, and what can be."""
+    """Returns the family. Raises ValueError naming an architecture that cannot be converted, and those that can."""
     names = config.get("architectures") or []
     for family in FAMILIES:
         if family.architecture in names or (not names and config.get("model_type") == family.model_type):
@@ -35,9 +35,9 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
 
 
 def settings_of_config(config: Mapping[str, Any]) -> Values:
-    """The settings, by name in the parsed arguments, of the model that a config.json describes.
+    """Returns the settings of the model of a config.json, by name in the parsed arguments.
 
-    Raises ValueError naming the key that is missing, or whose value no setting has.
+    Raises ValueError naming a key that is missing, or a value without a corresponding setting.
     """
     family = family_of_config(config)
     require_known_quantization(config)
@@ -52,12 +52,12 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Values:
-    """`settings` over the defaults of all flags: an older checkpoint lacks what came later."""
+    """Returns `settings` over the defaults of all flags, because older checkpoints lack newer flags."""
     return {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
 
 
 def comparable_settings(settings: Mapping[str, Any]) -> Values:
-    """`settings` over the defaults of the command line, as they are compared: one form for what can be said in two."""
+    """Returns `settings` over the defaults of the command line, in a canonical form for comparison."""
     defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
     values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
     if values["num_experts"] is None:
@@ -65,11 +65,11 @@ def comparable_settings(settings: Mapping[str, Any]) -> Values:
     elif values["moe_ffn_hidden_size"] is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
     pattern = expert_layers(values)
-    # The width of dense layers is nobody's where there are none.
+    # The width of dense layers has no meaning without dense layers.
     values |= {"ffn_hidden_size": None if all(pattern) else values["ffn_hidden_size"], "moe_layer_freq": pattern}
     if not values["group_query_attention"]:
         values |= {"group_query_attention": True, "num_query_groups": values["num_attention_heads"]}
-    # Latent attention has widths of its own.
+    # Latent attention has its own head sizes.
     if values["multi_latent_attention"]:
         values["kv_channels"] = None
     elif values["kv_channels"] is None:
@@ -96,14 +96,14 @@ def _one_rotation(values: Values) -> Values:
 
 
 def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapping[str, Any] | None = None) -> Values:
-    """The config.json of a model: `carried`, where it says the same; else with what differs put right.
+    """Returns the config.json of a model: `carried` if it means the same, else with differences corrected.
 
-    settings: those of a run, by name in its arguments. dtype: of the tensors, as "bfloat16". carried: of the model that
-    the run began with. Raises ValueError naming the settings that no family, or not that of `carried`, has.
+    settings: of a run, by name in its arguments. dtype: of the tensors, such as "bfloat16". carried: of the model that
+    the run started from. Raises ValueError naming settings that no family, or not that of `carried`, supports.
     """
     wanted = comparable_settings(settings)
     if carried is not None:
-        # What is written is plain numbers.
+        # The written weights are not quantized.
         carried = {key: value for key, value in carried.items() if key != QUANTIZATION}
         return _with_dtype(_kept_up(carried, wanted, settings=settings), dtype)
     candidates = list(_candidates(settings, wanted))
@@ -115,21 +115,21 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
 
 
 def _candidates(settings: Mapping[str, Any], wanted: Values) -> Iterator[tuple[Values, dict[str, tuple[Any, Any]]]]:
-    """For each architecture the config.json that comes nearest to the settings, and what differs all the same."""
+    """Returns for each architecture the config.json closest to the settings, and the remaining differences."""
     for family in FAMILIES:
         if family.has_experts == (wanted["num_experts"] is not None):
             config = _written(family, settings)
             try:
                 yield config, differing(config, wanted)
             except ValueError:
-                # Its words cannot say this at all.
+                # This architecture cannot express the settings.
                 continue
 
 
 def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """By setting, (of `wanted`, which are comparable, of a config.json) where the two models differ."""
+    """Returns differing settings with their values in both models. wanted: comparable settings."""
     found = comparable_settings(settings_of_config(config))
-    # Transformers leaves these layers out, and the number of them in config.json.
+    # transformers writes neither these layers nor their number in config.json.
     if wanted["mtp_num_layers"] is None:
         found["mtp_num_layers"] = None
     return {name: (wanted[name], found[name]) for name in _COMPARED if wanted[name] != found[name]}
@@ -151,7 +151,7 @@ def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings:
 
 def _written(family: Family, settings: Mapping[str, Any]) -> Values:
     full = with_defaults(settings)
-    # A value that runs derive, and files may lack.
+    # A derived value, which files may lack.
     for name, value in comparable_settings(settings).items():
         if full[name] is None or name in ("group_query_attention", "num_query_groups"):
             full[name] = value
@@ -164,7 +164,7 @@ def _written(family: Family, settings: Mapping[str, Any]) -> Values:
 
 
 def _with_dtype(config: Values, dtype: str) -> Values:
-    # Later versions of transformers write the first, all read both.
+    # Later versions of transformers write the first key. All versions read both.
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return config if config.get(key) == dtype else {**config, key: dtype}
 

@@ -1,6 +1,6 @@
-"""Whether a converted model computes what transformers computes: logits of both, in fp32, on random tokens.
+"""Compares a converted model with transformers: logits of both, in fp32, on random tokens.
 
-Both models are in memory whole, which conversions avoid.
+Keeps both whole models in memory, unlike conversions.
 """
 
 import argparse
@@ -17,16 +17,16 @@ from megatron.training.checkpointing.folder import find_checkpoint
 from megatron.training.checkpointing.run_values import load_run_values, model_arguments
 from megatron.training.gpt_builder import build_gpt
 
-# Relative to the largest logit.
+# Tolerance relative to the largest logit.
 TOLERANCE = 1e-4
-# Of rounding to half precision, where one side was.
+# Tolerance if one side was rounded to half precision.
 _HALF_TOLERANCE = 5e-2
 _TOKENS = (2, 64)
 
 
 @dataclass(frozen=True)
 class LogitsReport:
-    """How far logits are apart: the largest difference over the largest logit, and what was allowed."""
+    """Result of the comparison: the largest difference over the largest logit, and the allowed one."""
 
     relative: float
     tolerance: float
@@ -34,12 +34,12 @@ class LogitsReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are close enough; what is not a number is not."""
+        """Whether the difference is allowed. NaN is not."""
         return self.relative <= self.tolerance
 
     @property
     def text(self) -> str:
-        """A line for the user."""
+        """One line for the user."""
         verdict = "agree" if self.agrees else "DIFFER"
         return (
             f"logits of {self.num_tokens} random tokens {verdict}: the largest difference is {self.relative:.2e} of "
@@ -50,7 +50,7 @@ class LogitsReport:
 def compare_logits(run: Path, hub: Path, *, step: int | None = None, dtype: torch.dtype | None = None) -> LogitsReport:
     """Compares the model of a checkpoint in `run` with that in the folder `hub`.
 
-    dtype: what the weights of one side were rounded to, if they were.
+    dtype: to which the weights of one side were rounded, if they were.
     """
     try:
         from transformers import AutoModelForCausalLM
@@ -70,7 +70,7 @@ def compare_logits(run: Path, hub: Path, *, step: int | None = None, dtype: torc
 
 
 def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
-    """The model of a checkpoint in a folder of --save, in fp32 and evaluation mode, in this process alone."""
+    """Returns the model of a checkpoint in a folder of --save, in fp32 and evaluation mode, on this process only."""
     found = find_checkpoint(str(run), step=step)
     if found is None:
         raise ValueError(f"{run} holds no checkpoint")
@@ -79,7 +79,7 @@ def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
     vars(args).update(model_arguments(stored, here=vars(args)))
     args.unpadded_vocab_size, args.padded_vocab_size = stored["unpadded_vocab_size"], stored["padded_vocab_size"]
     args.params_dtype, args.virtual_pipeline_model_parallel_size = torch.float32, None
-    # Their precision of the router is fp32 here with or without it, and one product is faster than many.
+    # The router is in fp32 here anyway, and one matrix product is faster than many.
     args.moe_grouped_gemm = bool(stored.get("moe_grouped_gemm"))
     model = build_gpt(args)
     load(model_sharded_tensors(model, allow_cast=True), found.path)
@@ -87,7 +87,7 @@ def stored_model(run: Path, *, step: int | None = None) -> GPTModel:
 
 
 def logits_of(model: GPTModel, tokens: Tensor) -> Tensor:
-    """tokens: [B, S], int64 -> logits without padding [B, S, V], the model's dtype."""
+    """Returns logits without padding [B, S, V], the model's dtype. tokens: [B, S], int64."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     logits: Tensor = model(tokens, positions, None)
     return logits[..., : model.unpadded_vocab_size]

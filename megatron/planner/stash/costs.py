@@ -1,7 +1,7 @@
-"""Time that a planned stash costs, the memory that it saves, and the reasons where it does not pay.
+"""Time cost and memory saving of a planned stash, and the reasons if it does not pay.
 
-Letters: H hidden size, F ffn size of one expert. Rates of devices are in configs/devices.yaml; the bytes of a step come
-from the stash's own page-exact arithmetic.
+Letters: H hidden size, F ffn size of one expert. Rates of devices are in configs/devices.yaml. The stash's own
+page-exact arithmetic gives the bytes of a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of one expert in elements, H and F, and itemsize in bytes. is_gated: gate_up has 2F columns, else F."""
+    """Sizes of one expert: H and F in elements, itemsize in bytes. is_gated: gate_up has 2F columns instead of F."""
 
     hidden_size: int
     ffn_hidden_size: int
@@ -60,15 +60,15 @@ class ExpertShape:
 
     @property
     def flops(self) -> int:
-        """Operations of forward and backward per row: three H x F matrices, three products each, 18 H F.
+        """FLOPs of forward and backward per row: 18 H F for three H x F matrices with three products each.
 
-        Each multiply-add counts as 2. Without a gate there are two matrices.
+        Without a gate there are two matrices. A multiply-add counts as 2.
         """
         return 6 * self.hidden_size * (self._fc1_width + self.ffn_hidden_size)
 
     @property
     def gate_up_flops(self) -> int:
-        """Operations to compute gate_up once, per row: 4 H F, or 2 H F without a gate."""
+        """FLOPs to compute gate_up once, per row: 4 H F, or 2 H F without a gate."""
         return 2 * self.hidden_size * self._fc1_width
 
     @property
@@ -80,8 +80,8 @@ class ExpertShape:
 class Machine:
     """Rates of one device per second, and the time of the stash's work on it without any overlap.
 
-    flops: operations of grouped products. copied_bytes: read plus written in device memory. host_bytes: in one
-    direction between device and host.
+    flops: FLOPs of grouped products. copied_bytes: bytes read plus bytes written in device memory. host_bytes: bytes in
+    one direction between device and host.
     """
 
     flops: float
@@ -98,11 +98,11 @@ class Machine:
         )
 
     def compute_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the seconds of the experts' forward and backward; a third of it is the forward."""
+        """Returns the seconds of the experts' forward and backward. A third of it is the forward."""
         return num_rows * expert.flops / self.flops
 
     def copy_seconds(self, num_bytes: float) -> float:
-        """Returns the seconds to stash and restore: each copies every byte, which reads and writes it."""
+        """Returns the seconds to stash and restore, which each read and write every byte."""
         return 4 * num_bytes / self.copied_bytes
 
     def host_seconds(self, num_bytes: float) -> float:
@@ -114,16 +114,17 @@ class Machine:
         return num_rows * (expert.gate_up_bytes + expert.act_bytes) / self.copied_bytes
 
     def gate_up_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the seconds to recompute gate_up from x: 4 of the 18 H F operations of a row."""
+        """Returns the seconds to recompute gate_up from x, with 4 of the 18 H F FLOPs of a row."""
         return num_rows * expert.gate_up_flops / self.flops
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one stage, on the rank with the largest value: seconds of a step, means over steps.
+    """Costs of one stage on the rank with the largest value, in seconds of a step, as means over steps.
 
-    forward, backward: of the experts' own products, during which copies can run. stash: to copy rows into pages and
-    back. spill: one way to the host. act, gate_up: to recompute them. line: a sentence on what the stash saves.
+    forward, backward: the experts' own products, during which copies can run. stash: copies into pages and back.
+    spill: copies to the host, in one direction. act, gate_up: recomputation. waiting_groups: groups saved for backward
+    at the peak. tail_share: share of the pages' bytes that hold no row. line: sentence on the memory saving.
     """
 
     stage: int
@@ -140,12 +141,12 @@ class StageCosts:
 
     @property
     def hides_spill(self) -> bool:
-        """Whether rows reach the host, and come back, within the time of the experts' own products."""
+        """Whether copies to and from the host fit into the time of the experts' own products."""
         return self.spill <= min(self.forward, self.backward)
 
     @property
     def words(self) -> str:
-        """A sentence on the time that it costs."""
+        """A clause on the stash's share of the experts' time."""
         extra = (self.stash + self.act + self.gate_up) / (self.forward + self.backward)
         return f"copies and recomputation take {extra:.1%} of the experts' own time"
 
@@ -187,12 +188,35 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
     return costs
 
 
+def _expert_shape(flags: StashFlags) -> ExpertShape:
+    assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
+    ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
+    return ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)
+
+
+def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
+    """Returns the sum of rows over the passes of a step, [S, N]."""
+    summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
+    return summed
+
+
+def _most(values: np.ndarray) -> float:
+    """Returns the mean over steps on the rank with the largest one. values: [S, N]."""
+    return float(values.mean(axis=0).max()) if values.size else 0.0
+
+
+def _waiting_groups(needs: StepNeeds) -> int:
+    """Returns the number of groups saved for backward at the peak of a step."""
+    resident = resident_groups(needs.events)
+    return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
+
+
 def verdict(
     plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[Rung, Sequence[StageCosts]]
 ) -> tuple[bool, list[str]]:
-    """Whether the stash saves memory on the stage that needs most, and the figures that say why, in words.
+    """Returns whether the stash saves memory on the fullest stage, and sentences with the reasons.
 
-    costs: of the plan, with every page on the device; others: of plans with fewer pages, by the rung that they come to.
+    costs: costs of the plan, with every page on the device. others: costs of plans with fewer pages, by rung.
     """
     if not costs:
         return False, [
@@ -232,28 +256,5 @@ def verdict(
 
 
 def _fullest(costs: Sequence[StageCosts]) -> StageCosts:
-    """Returns the stage whose experts save most for backward."""
+    """Returns the stage with the most expert bytes saved for backward."""
     return max(costs, key=lambda one: one.footprint.static_bytes)
-
-
-def _waiting_groups(needs: StepNeeds) -> int:
-    """Returns the number of groups that wait for backward at the peak of a step."""
-    resident = resident_groups(needs.events)
-    return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
-
-
-def _most(values: np.ndarray) -> float:
-    """[S, N] -> the mean over steps of the rank with most."""
-    return float(values.mean(axis=0).max()) if values.size else 0.0
-
-
-def _rows_of_steps(span: RoutingSpan, layers: Sequence[int]) -> np.ndarray:
-    """[S, N]: rows of all passes of a step."""
-    summed: np.ndarray = np.sum([span.rows[layer].sum(axis=0, dtype=np.int64) for layer in layers], axis=0)
-    return summed
-
-
-def _expert_shape(flags: StashFlags) -> ExpertShape:
-    assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
-    ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
-    return ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)

@@ -1,4 +1,4 @@
-"""How often the steps of a run reach each outcome with given factors, and which factors suffice for most of them."""
+"""Shares of a run's steps with each outcome for given factors, and the factors that suffice for most steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 from megatron.planner.stash.walk import Rung, Walk, factors_needed, walk
 
-# Factors are looked for in steps of this.
+# Resolution of the search for factors.
 _STEP = 0.01
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Each step's needs over the balanced case, on the rank that needs most: [S], fp64. rows: the capacity factor.
+    """Needs of each step relative to balanced routing, on the rank with the largest need: [S], fp64.
 
-    pages: the factor of a stage's pools; 0 for steps where nothing is stashed.
+    rows: capacity factor. pages: factor of a stage's pools, 0 for steps without a stash.
     """
 
     rows: np.ndarray
@@ -28,10 +28,10 @@ class Needs:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The steps of a run with these flags, whose buffers and pools do not grow. shares: of the steps, by rung.
+    """Outcomes of a run's steps with these flags, without growth of buffers and pools.
 
-    device_bytes, host_bytes: of the largest pools. spilled_bytes, largest_spill: that go to the host in a step, on the
-    rank with most of them: the mean, and the most of a step.
+    shares: share of the steps at each rung. device_bytes, host_bytes: sizes of the largest pools. spilled_bytes,
+    largest_spill: mean and maximum over steps of the bytes spilled to the host, on the rank with most.
     """
 
     flags: StashFlags
@@ -48,7 +48,7 @@ class Outlook:
 
 
 def needs_of_steps(run: PlannedRun, spans: Sequence[RoutingSpan]) -> Needs:
-    """Returns the needs of all steps, which do not depend on the factors."""
+    """Returns the needs of all steps, which are independent of the factors."""
     found = walk(run, run.flags, spans=spans, grows=False)
     pages = [stage.pages_wanted.max(axis=1) / max(1, stage.balanced_pages) for stage in found.stages]
     rows = np.concatenate([factors_needed(span, run) for span in spans])
@@ -72,20 +72,20 @@ def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan])
 
 
 def enough_capacity(needs: Needs, wanted: float) -> float:
-    """A capacity factor for all steps but half of those that may go wrong: pages may lack in the other half."""
+    """Returns a capacity factor with half of the allowed failures. The other half is left for too few pages."""
     return max(1.0, rounded_up(factor_at((1 + wanted) / 2, needs.rows.tolist())))
 
 
 def recommended(
     run: PlannedRun, needs: Needs, *, spans: Sequence[RoutingSpan], flags: StashFlags, wanted: float
 ) -> dict[Rung, Outlook]:
-    """The smallest pools with which that share of the steps comes to no rung above each one, found by the same walks.
+    """Returns, for each rung, the smallest pools with which a share `wanted` of the steps stays at or below it.
 
-    Up to HOST the device has pages for half of the steps, and the host for what the others need. Flags are taken over
-    but for the factors. A rung that no factor reaches, as buffers lose rows, is left out.
+    For HOST, the device has pages for the median step, and the host for the rest. Keeps all flags except the factors.
+    Leaves out rungs that no factor reaches, because buffers lose rows.
     """
     found: dict[Rung, Outlook | None] = {}
-    # Above what any step needs, a reserve alone may withhold pages.
+    # Larger factors than any step needs help only against reserved pages.
     top = 1.05 * float(needs.pages.max()) + _STEP
     alone = replace(flags, moe_paged_stash_buffer_size_factor_cpu=0.0, moe_paged_stash_buffer_bytes=None)
     usual = max(_STEP, rounded_up(factor_at(0.5, needs.pages.tolist())))
@@ -104,7 +104,7 @@ def recommended(
 
 
 def _smallest(of: Callable[[float], Outlook], rung: Rung, *, wanted: float, top: float) -> Outlook | None:
-    """With the smallest factor, in hundredths, that is enough; None if four times the top is not."""
+    """Searches the smallest factor, in hundredths, that suffices; None if four times the top does not."""
     low, high, best = 0, max(1, round(top / _STEP)), None
     while best is None:
         tried = of(round(high * _STEP, 2))

@@ -1,4 +1,4 @@
-"""Rows that experts receive in the steps of a plan, from a routing trace or from a model of skewed routing.
+"""Expert rows in the steps of a plan, from a routing trace or from a model of skewed routing.
 
 Letters: S steps, M microbatches of a step, N expert ranks (of all planned groups; ranks of one group are adjacent), E
 experts. A block is the tokens of one rank's microbatch.
@@ -15,14 +15,26 @@ import torch
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep
 
-# Of the numbers that a plan may keep in memory: 4 bytes each.
-_MOST_NUMBERS = 1 << 30
+# Most numbers that a plan keeps in memory, of 4 bytes each.
+_MAX_STORED_NUMBERS = 1 << 30
+# Maps a model of skew to the names of its numbers, in order, and an example.
+_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
+    "balanced": ((), "balanced"),
+    "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),
+    "zipf": (("EXPONENT",), "zipf:1.1"),
+    "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
+}
+_MIN_POPULARITY = 1e-12
+# Beyond these limits routing is degenerate or uniform, and exp of drift's SPREAD overflows fp64.
+_MIN_NUMBER, _MAX_NUMBERS = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
 
 
 @dataclass(frozen=True)
 class RoutingSpan:
-    """Steps that follow each other with as many micro-batches. rows: layer -> live rows of each pass, [M, S, N], int32.
-    most_of_pair: [S], int64: the most that one rank sends another in a pass; 0 where that is not limited.
+    """Consecutive steps with the same number of micro-batches.
+
+    rows: layer -> live rows of each pass, [M, S, N], int32. most_of_pair: most rows that one rank sends another in a
+    pass, [S], int64; 0 where they are not limited.
     """
 
     num_microbatches: int
@@ -31,52 +43,69 @@ class RoutingSpan:
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """Number of steps, S."""
         return len(self.most_of_pair)
 
     @property
     def most_rows(self) -> np.ndarray:
-        """[S], int64: the most live rows of a pass, on any rank."""
+        """Most live rows of a pass on any rank, [S], int64."""
         return np.max([rows.max(axis=(0, 2)) for rows in self.rows.values()], axis=0).astype(np.int64)
 
     def part(self, begin: int, end: int) -> "RoutingSpan":
-        """The steps from begin to end."""
+        """Returns the steps from begin to end."""
         rows = {layer: of_layer[:, begin:end] for layer, of_layer in self.rows.items()}
         return RoutingSpan(self.num_microbatches, rows, self.most_of_pair[begin:end])
 
 
+@dataclass(frozen=True)
+class Skew:
+    """Model of the experts' popularities, with its numbers.
+
+    balanced: all experts are equally popular. dirichlet: draws popularities for each step and layer; a larger
+    concentration makes them more equal. zipf: the expert of rank k has popularity k ** -exponent, with ranks drawn for
+    each step and layer. drift: logarithms of popularities are autoregressive, with a spread and a correlation time in
+    steps.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(f"{number:g}" for number in self.numbers)])
+
+
 def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
-    """Raises ValueError where the rows of so many steps would fill the memory of a machine."""
+    """Raises ValueError if the rows of num_steps steps exceed the limit of memory."""
     passes = num_steps * len(run.layers) * run.num_microbatches
     numbers = passes * num_groups * run.ranks.expert_ranks
-    if numbers > _MOST_NUMBERS:
+    if numbers > _MAX_STORED_NUMBERS:
         raise ValueError(
             f"{num_steps:,} steps x {len(run.layers)} layers x {run.num_microbatches} micro-batches x "
             f"{num_groups * run.ranks.expert_ranks} expert ranks are {numbers:,} passes: must be at most "
-            f"{_MOST_NUMBERS:,}; give fewer --plan-steps or --plan-groups"
+            f"{_MAX_STORED_NUMBERS:,}; give fewer --plan-steps or --plan-groups"
         )
 
 
 def traced_spans(
     steps: Iterable[RoutingStep], run: PlannedRun, *, num_groups: int, seed: int
 ) -> tuple[list[RoutingSpan], list[str]]:
-    """The steps of a trace as the ranks of the run would meet them, and what of it is guessed, in words.
+    """Maps the steps of a trace to the ranks of the run. Returns them with sentences on what is guessed.
 
-    Where the trace has the run's ranks, tokens and micro-batches, the rows are those that were. Else its blocks fill
-    the run's ranks in their order, joined or split to the run's tokens; where a step has too few, each is drawn from
-    those of that step. Raises ValueError for the trace of another model.
+    If the trace has the run's ranks, tokens and micro-batches, its rows are used unchanged. Otherwise its blocks are
+    joined or split to the run's tokens and fill the run's ranks in order. If a step has too few blocks, blocks are
+    drawn from those of the step. Raises ValueError for the trace of another model.
     """
-    layout = _Layout(run, num_groups=num_groups, random=np.random.default_rng(seed))
-    planned = [layout.step(step) for step in steps]
+    mapper = _BlockMapper(run, num_groups=num_groups, random=np.random.default_rng(seed))
+    planned = [mapper.step(step) for step in steps]
     if not planned:
         raise ValueError("the trace has no step yet: must be what --record-routing wrote in a run of one step or more")
     check_size(run, num_steps=len(planned), num_groups=num_groups)
-    spans = [_joined(list(alike)) for _, alike in groupby(planned, key=lambda one: one.num_microbatches)]
-    return spans, sorted(layout.guesses)
+    spans = [_joined(list(equal)) for _, equal in groupby(planned, key=lambda one: one.num_microbatches)]
+    return spans, sorted(mapper.guesses)
 
 
-class _Layout:
-    """Puts recorded blocks on the ranks of the run."""
+class _BlockMapper:
+    """Maps recorded blocks to the ranks of the run. guesses: sentences on what the trace does not tell."""
 
     def __init__(self, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> None:
         self._run, self._ranks, self._num_groups, self._random = run, run.ranks, num_groups, random
@@ -84,7 +113,7 @@ class _Layout:
         self.guesses: set[str] = set()
 
     def step(self, step: RoutingStep) -> RoutingSpan:
-        """One step."""
+        """Returns a recorded step as a span of one step of the run."""
         if step.header is not self._checked:
             check_model(step.header, self._run)
             self._checked = step.header
@@ -96,25 +125,28 @@ class _Layout:
             chosen = self._rearranged(step, num_microbatches)
         pairs = {layer: rows_of_pairs(of_layer, self._ranks) for layer, of_layer in chosen.items()}
         most = max(int(of_layer.max()) for of_layer in pairs.values()) if self._ranks.counts_pairs else 0
-        rows = {layer: _rows(of_layer) for layer, of_layer in pairs.items()}
+        rows = {
+            layer: of_layer.sum(axis=2).reshape(num_microbatches, 1, -1).astype(np.int32)
+            for layer, of_layer in pairs.items()
+        }
         return RoutingSpan(num_microbatches, rows, np.array([most]))
 
     @property
     def _num_planned(self) -> int:
-        """Ranks whose tokens are looked at."""
+        """Number of ranks of the planned groups."""
         return self._num_groups * self._ranks.num_sharing
 
     def _length(self, header: RoutingHeader, counts: np.ndarray) -> int:
-        """Micro-batches of the planned step: those of the recorded one, if the run has such steps."""
+        """Returns the micro-batches of the planned step, those of the recorded step if the run has such steps."""
         return len(counts) if self._is_exact(header, counts) else self._run.num_microbatches
 
     def _is_exact(self, header: RoutingHeader, counts: np.ndarray) -> bool:
         num_microbatches, num_ranks, _ = counts.shape
-        is_alike = (header.tokens_of_microbatch, num_ranks) == (self._ranks.tokens, self._ranks.num_ranks)
-        return is_alike and num_microbatches in self._run.lengths
+        has_sizes = (header.tokens_of_microbatch, num_ranks) == (self._ranks.tokens, self._ranks.num_ranks)
+        return has_sizes and num_microbatches in self._run.lengths
 
     def _rearranged(self, step: RoutingStep, num_microbatches: int) -> dict[int, np.ndarray]:
-        """Layer -> [M, planned ranks, E], int64."""
+        """Returns the tokens of each expert, as layer -> [M, planned ranks, E], int64."""
         blocks = {layer: self._sized(of_layer, step.header) for layer, of_layer in step.tokens.items()}
         num_blocks, per_pass = len(next(iter(blocks.values()))), self._ranks.num_ranks
         if num_blocks >= num_microbatches * per_pass:
@@ -124,12 +156,12 @@ class _Layout:
                 f"the trace has {num_blocks:,} times {self._ranks.tokens:,} tokens in a step and the run needs "
                 f"{num_microbatches * per_pass:,}: each is drawn from those of the step"
             )
-            # The same place for all layers: the tokens of a block are the same in each.
+            # The same blocks in all layers, since a block holds the same tokens in each layer.
             places = self._random.integers(0, num_blocks, (num_microbatches, self._num_planned))
         return {layer: of_layer[places] for layer, of_layer in blocks.items()}
 
     def _sized(self, counts: np.ndarray, header: RoutingHeader) -> np.ndarray:
-        """[M, R, E] -> blocks of the run's tokens, [B, E]."""
+        """Joins or splits counts [M, R, E] to blocks of the run's tokens, [B, E]."""
         blocks, recorded, wanted = counts.reshape(-1, counts.shape[2]), header.tokens_of_microbatch, self._ranks.tokens
         if wanted % recorded == 0:
             joined = wanted // recorded
@@ -153,7 +185,7 @@ class _Layout:
         return self._split(blocks, recorded // wanted)
 
     def _split(self, blocks: np.ndarray, parts: int) -> np.ndarray:
-        """[B, E] -> [B * parts, E]: each block's choices dealt out in equal parts."""
+        """Draws `parts` equal parts of the choices of each block: [B, E] -> [B * parts, E]."""
         found = np.empty((len(blocks), parts, blocks.shape[1]), dtype=np.int64)
         for left, block in zip(found, blocks):
             rest = block.copy()
@@ -164,7 +196,7 @@ class _Layout:
 
 
 def check_model(header: RoutingHeader, run: PlannedRun) -> None:
-    """Raises ValueError where the trace is of a model with other experts than the run's."""
+    """Raises ValueError if the trace is of a model with other experts."""
     ranks = run.ranks
     for what, recorded, wanted in (
         ("--num-experts", header.num_experts, ranks.num_experts),
@@ -179,18 +211,12 @@ def check_model(header: RoutingHeader, run: PlannedRun) -> None:
 
 
 def rows_of_pairs(tokens: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
-    """tokens: [M, R, E], int64 -> rows of each pass, [M, groups, from a rank, to experts' ranks], int64."""
+    """Returns the rows of each pass, [M, groups, from rank, to expert rank], int64. tokens: [M, R, E], int64."""
     by_rank = tokens.reshape(
         len(tokens), -1, ranks.num_sharing, ranks.expert_ranks, tokens.shape[2] // ranks.expert_ranks
     )
     summed: np.ndarray = by_rank.sum(axis=-1)
     return summed
-
-
-def _rows(pairs: np.ndarray) -> np.ndarray:
-    """[M, groups, from, to] -> [M, 1, groups * to], int32."""
-    rows: np.ndarray = pairs.sum(axis=2).reshape(len(pairs), 1, -1).astype(np.int32)
-    return rows
 
 
 def _joined(steps: Sequence[RoutingSpan]) -> RoutingSpan:
@@ -202,35 +228,8 @@ def _joined(steps: Sequence[RoutingSpan]) -> RoutingSpan:
     )
 
 
-# Names of the models, of their numbers in order, and one example each.
-_MODELS: dict[str, tuple[tuple[str, ...], str]] = {
-    "balanced": ((), "balanced"),
-    "dirichlet": (("CONCENTRATION",), "dirichlet:0.3"),
-    "zipf": (("EXPONENT",), "zipf:1.1"),
-    "drift": (("SPREAD", "STEPS"), "drift:0.5:50"),
-}
-_LEAST_POPULARITY = 1e-12
-# Beyond these one expert gets all or all get alike, and fp64 overflows: drift takes exp of SPREAD.
-_LEAST, _MOST = 0.001, {"EXPONENT": 100.0, "SPREAD": 100.0, "CONCENTRATION": 1e6, "STEPS": 1e6}
-
-
-@dataclass(frozen=True)
-class Skew:
-    """How popular experts are. name: balanced: all alike. dirichlet: popularities of each step and layer are drawn
-    anew, the more alike the larger the concentration. zipf: the expert at place k is chosen as often as k ** -exponent
-    says, places drawn anew. drift: logarithms of popularities wander, with that spread, and forget where they were
-    within about so many steps.
-    """
-
-    name: str
-    numbers: tuple[float, ...]
-
-    def __str__(self) -> str:
-        return ":".join([self.name, *(f"{number:g}" for number in self.numbers)])
-
-
 def parse_skew(text: str) -> Skew:
-    """balanced, dirichlet:0.3, zipf:1.1 or drift:0.5:50. Raises ValueError for anything else."""
+    """Parses a skew such as balanced, dirichlet:0.3, zipf:1.1 or drift:0.5:50. Raises ValueError for others."""
     name, *words = text.split(":")
     examples = ", ".join(example for _, example in _MODELS.values())
     if name not in _MODELS:
@@ -240,8 +239,8 @@ def parse_skew(text: str) -> Skew:
         numbers = tuple(float(word) for word in words)
     except ValueError:
         numbers = ()
-    if len(numbers) != len(wanted) or not all(map(_is_usable, wanted, numbers)):
-        limits = " and ".join(f"{one} from {_LEAST:g} to {_MOST[one]:g}" for one in wanted)
+    if len(numbers) != len(wanted) or not all(_MIN_NUMBER <= n <= _MAX_NUMBERS[one] for one, n in zip(wanted, numbers)):
+        limits = " and ".join(f"{one} from {_MIN_NUMBER:g} to {_MAX_NUMBERS[one]:g}" for one in wanted)
         shape = ":".join([name, *wanted])
         raise ValueError(
             f"--skew is {text!r}: must be {shape} with {limits}, as {example}"
@@ -251,16 +250,12 @@ def parse_skew(text: str) -> Skew:
     return Skew(name, numbers)
 
 
-def _is_usable(what: str, number: float) -> bool:
-    return _LEAST <= number <= _MOST[what]
-
-
 def made_up_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:
-    """So many of the run's last steps. Raises ValueError where their rows would not fit into memory."""
+    """Draws num_steps steps with the run's last number of micro-batches. Raises ValueError for too many rows."""
     check_size(run, num_steps=num_steps, num_groups=num_groups)
     rows, most_of_pair = {}, np.zeros(num_steps, dtype=np.int64)
     for layer in run.layers:
-        # Layers do not depend on each other, nor on which others there are.
+        # A seed per layer makes a layer's rows independent of the other layers.
         random = np.random.default_rng([seed, layer])
         chances = inclusion(
             popularity(skew, random, num_steps=num_steps, num_experts=run.ranks.num_experts), run.ranks.topk
@@ -274,7 +269,7 @@ def made_up_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: in
 
 
 def popularity(skew: Skew, random: np.random.Generator, *, num_steps: int, num_experts: int) -> np.ndarray:
-    """[S, E], fp64: of each expert, above 0; each step's sum is 1."""
+    """Returns the popularity of each expert, [S, E], fp64, above 0 and with sum 1 in each step."""
     shape, numbers = (num_steps, num_experts), skew.numbers
     if skew.name == "balanced":
         found = np.ones(shape)
@@ -284,27 +279,13 @@ def popularity(skew: Skew, random: np.random.Generator, *, num_steps: int, num_e
         found = random.permuted(np.broadcast_to(np.arange(1.0, num_experts + 1) ** -numbers[0], shape), axis=1)
     else:
         found = np.exp(_wandering(random, shape, spread=numbers[0], memory=numbers[1]))
-    found = np.maximum(found / found.sum(axis=1, keepdims=True), _LEAST_POPULARITY)
+    found = np.maximum(found / found.sum(axis=1, keepdims=True), _MIN_POPULARITY)
     scaled: np.ndarray = found / found.sum(axis=1, keepdims=True)
     return scaled
 
 
-def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
-    """[S, E] -> [S, E]: the probability that a token chooses each expert, at most 1, topk in all."""
-    certain = np.zeros(popularities.shape, dtype=bool)
-    chances = popularities
-    # Each round fixes those that every token chooses; after topk rounds there can be no more.
-    for _ in range(topk + 1):
-        left = topk - certain.sum(axis=1, keepdims=True)
-        others = np.where(certain, 0.0, popularities)
-        chances = np.where(certain, 1.0, others * left / others.sum(axis=1, keepdims=True).clip(_LEAST_POPULARITY))
-        certain = chances >= 1.0
-    clipped: np.ndarray = chances.clip(0.0, 1.0)
-    return clipped
-
-
 def _wandering(random: np.random.Generator, shape: tuple[int, int], *, spread: float, memory: float) -> np.ndarray:
-    """[S, E]: numbers of that standard deviation at any time, whose correlation fades as exp(-steps / memory)."""
+    """Returns an autoregressive series [S, E] with standard deviation `spread` and correlation exp(-steps / memory)."""
     kept = math.exp(-1 / memory)
     found = random.standard_normal(shape)
     for step in range(1, shape[0]):
@@ -312,17 +293,31 @@ def _wandering(random: np.random.Generator, shape: tuple[int, int], *, spread: f
     return spread * found
 
 
+def inclusion(popularities: np.ndarray, topk: int) -> np.ndarray:
+    """Returns the probability that a token chooses each expert, [S, E], with sum topk. popularities: [S, E]."""
+    certain = np.zeros(popularities.shape, dtype=bool)
+    chances = popularities
+    # Each round fixes experts that every token chooses. There are at most topk of them.
+    for _ in range(topk + 1):
+        left = topk - certain.sum(axis=1, keepdims=True)
+        others = np.where(certain, 0.0, popularities)
+        chances = np.where(certain, 1.0, others * left / others.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY))
+        certain = chances >= 1.0
+    clipped: np.ndarray = chances.clip(0.0, 1.0)
+    return clipped
+
+
 def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> np.ndarray:
-    """chances: [S, ranks, experts of each] -> live rows of each pass, [M, S, groups * ranks], int32."""
+    """Draws the live rows of each pass, [M, S, groups * ranks], int32. chances: [S, ranks, experts of a rank]."""
     ranks, (num_steps, num_ranks, num_local) = run.ranks, chances.shape
     tokens = ranks.tokens * ranks.num_sharing
     means, spreads = tokens * chances.sum(axis=2), (chances * (1 - chances)).sum(axis=2)
     shape = run.num_microbatches, num_steps, num_groups, num_ranks
     noise = random.standard_normal(shape) * np.sqrt(tokens * spreads)[:, None]
-    # What one rank gets more others get less: every token chooses as many.
-    share = spreads / spreads.sum(axis=1, keepdims=True).clip(_LEAST_POPULARITY)
+    # The noise sums to zero over ranks, because every token chooses topk experts.
+    share = spreads / spreads.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY)
     noise -= share[:, None] * noise.sum(axis=3, keepdims=True)
-    # Rounded by their sums, so that these stay whole.
+    # Rounds cumulative sums, so that rounding keeps the total.
     ends = np.rint(np.cumsum(means[:, None] + noise, axis=3))
     found = np.diff(ends, axis=3, prepend=0.0).clip(0, tokens * min(ranks.topk, num_local))
     rows: np.ndarray = found.reshape(run.num_microbatches, num_steps, -1).astype(np.int32)
@@ -330,12 +325,12 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
 
 
 def _most_of_pairs(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> np.ndarray:
-    """[S], int64: the most rows that one rank sends another in a layer's passes, drawn as the largest of as many."""
+    """Draws the most rows that one rank sends another in a layer's passes, as a maximum of draws: [S], int64."""
     ranks = run.ranks
     draws = run.num_microbatches * num_groups * ranks.num_sharing
     means, spreads = chances.sum(axis=2), (chances * (1 - chances)).sum(axis=2)
-    alone = spreads * (1 - spreads / spreads.sum(axis=1, keepdims=True).clip(_LEAST_POPULARITY))
-    # The largest of n draws has the n-th power of their distribution.
+    alone = spreads * (1 - spreads / spreads.sum(axis=1, keepdims=True).clip(_MIN_POPULARITY))
+    # The distribution of the maximum of n draws is the n-th power of one draw's distribution.
     levels = torch.from_numpy(random.random(means.shape) ** (1 / draws)).clamp(1e-12, 1 - 1e-12)
     most = ranks.tokens * means + np.sqrt(ranks.tokens * alone) * torch.special.ndtri(levels).numpy()
     limit = ranks.tokens * min(ranks.topk, chances.shape[2])

@@ -1,5 +1,6 @@
-"""What a plan needs to know of a run: the expert passes of each pipeline stage, and who shares experts with how much
-room. The run's own code says it, of a model that has no memory.
+"""Inputs of a stash plan: the expert passes of each pipeline stage, the ranks that share experts, and their buffers.
+
+Reads them from the run's own model, built without memory.
 """
 
 import argparse
@@ -28,9 +29,9 @@ from megatron.training.step.expert_memory import ExpertSchedule
 
 @dataclass
 class StashFlags:
-    """The settings that pages follow from, as TransformerConfig has them; a plan tries others with dataclasses.replace.
+    """The fields of TransformerConfig that determine pages. A plan tries other values with dataclasses.replace.
 
-    The run's own class checks them; see StashSettings.
+    StashSettings checks the values in a run.
     """
 
     hidden_size: int
@@ -56,16 +57,17 @@ class StashFlags:
 
     @property
     def has_rungs(self) -> bool:
-        """Whether act and gate_up are computed again where pages are lacking."""
+        """Whether act and gate_up are recomputed if there are too few pages."""
         return self.moe_paged_stash_overflow_policy == "recompute"
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks of a stage that share experts. num_experts, topk: of a layer; tokens: of a rank's micro-batch.
+    """The ranks of a stage that share experts.
 
-    num_ranks: of the stage, of which num_sharing share all experts, and num_shards of these each expert. budget: of
-    their buffers. counts_pairs: whether rows from one rank to another are limited, too.
+    num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's micro-batch. num_ranks:
+    ranks of the stage. num_sharing: ranks that share all experts. num_shards: ranks that share each expert. budget:
+    sizes of the ranks' buffers. counts_pairs: whether the rows from one rank to another are limited, too.
     """
 
     num_experts: int
@@ -84,23 +86,25 @@ class ExpertRanks:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a group that have other experts than each other."""
+        """Number of ranks of a group with different experts."""
         return self.num_sharing // self.num_shards
 
     @property
     def balanced_rows(self) -> int:
-        """Live rows of a pass if all ranks get as many."""
+        """Live rows of a pass under balanced routing."""
         return self.tokens * self.topk * self.num_shards
 
     def max_rows(self, capacity_factor: float) -> int:
-        """C with that factor."""
+        """Returns C, the rows of a buffer, for a capacity factor."""
         return replace(self.budget, factor=capacity_factor).rows_of_rank(self.tokens)
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """layers: those with experts, from 1. events: of a step of so many micro-batches. moves: what they do
-    to pages where the rows of so many groups come back ahead of their backward.
+    """Expert passes of a pipeline stage.
+
+    layers: numbers of the layers with experts, from 1. events: maps a number of micro-batches to the events of a step.
+    moves: maps numbers of micro-batches and prefetched groups to the page moves of a step.
     """
 
     layers: tuple[int, ...]
@@ -109,7 +113,7 @@ class PlannedStage:
 
     @classmethod
     def of(cls, schedule: ExpertSchedule) -> "PlannedStage":
-        """Returns the stage of a rank with this schedule."""
+        """Builds the stage from a rank's schedule."""
 
         @lru_cache(maxsize=32)
         def moves(num_microbatches: int, prefetch_groups: int) -> Sequence[PageMove]:
@@ -121,8 +125,10 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """prefetch_groups: whose rows come back ahead of their backward. num_microbatches: of the step that pools are made
-    for, the run's last; lengths: of all its steps.
+    """The run that is planned.
+
+    prefetch_groups: number of groups that are restored ahead of their backward. num_microbatches: micro-batches of the
+    run's last step, for which pools are sized. lengths: numbers of micro-batches of all its steps.
     """
 
     flags: StashFlags
@@ -134,17 +140,17 @@ class PlannedRun:
 
     @property
     def layers(self) -> list[int]:
-        """All layers with experts, from 1."""
+        """Numbers of all layers with experts, from 1."""
         return sorted(layer for stage in self.stages for layer in stage.layers)
 
     def needs(self, flags: StashFlags, stage: int, *, num_microbatches: int, max_rows: int) -> StepNeeds:
-        """Returns the needs of a step of that stage with these flags and buffers of max_rows rows."""
+        """Returns the needs of a stage's step with these flags and buffers of max_rows rows."""
         events = self.stages[stage].events(num_microbatches)
         return step_needs(flags, events, max_rows=max_rows if events else 0, balanced_rows=self.ranks.balanced_rows)
 
 
 def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Module]) -> PlannedRun:
-    """Returns the run of validated arguments, with world_size ranks and static expert buffers."""
+    """Builds the planned run of validated arguments, with world_size ranks and static expert buffers."""
     stages, found = [], None
     for rank in pipeline_of(args, 0):
         with as_rank(args, rank) as groups:
@@ -157,13 +163,13 @@ def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Modul
             found = config, layers[0].token_dispatcher
     assert found is not None, "some stage has the layers with experts"
     config, dispatcher = found
-    assert isinstance(dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
+    assert isinstance(dispatcher, MoEStaticTokenDispatcher), "a capacity factor selects a static dispatcher"
     sizes = batch_sizes(args)
     return PlannedRun(
         StashFlags.of(config),
         _expert_ranks(args, config, dispatcher=dispatcher),
         stages,
-        # A graph of one layer cannot bring back another one's rows.
+        # A graph of one layer cannot restore another layer's rows.
         prefetch_groups=0 if config.captures_experts else config.moe_paged_stash_prefetch_layers,
         num_microbatches=sizes.final_num_microbatches,
         lengths=frozenset(size // sizes.samples_per_round for size in sizes.running.sizes),
@@ -175,7 +181,7 @@ def _expert_ranks(
 ) -> ExpertRanks:
     sharing_tokens = args.context_parallel_size * (args.tensor_model_parallel_size if config.sequence_parallel else 1)
     budget = dispatcher.budget
-    assert config.num_moe_experts is not None, "it has experts"
+    assert config.num_moe_experts is not None, "the model has experts"
     return ExpertRanks(
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,

@@ -1,6 +1,6 @@
 """Simulates a planned run step by step: page pools of every rank, overflows, and growth after discarded steps.
 
-Uses the paged stash's own functions for sizes and decisions. How often outcomes occur is summed up in outlook.py.
+Uses the paged stash's own functions for sizes and decisions. outlook.py summarizes outcomes.
 """
 
 import enum
@@ -27,8 +27,10 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, laye
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 
-# Of a group: live rows [S, N], int64.
-RowsOf = Callable[[GroupKey], np.ndarray]
+# Most attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need more attempts.
+_MAX_ATTEMPTS = 64
+# Numbers that are processed together. They fit into a core's cache.
+_BLOCK_NUMBERS = 1 << 16
 _COUNTED = (
     Counter.VOID,
     Counter.HIGH_WATER_DEVICE,
@@ -39,11 +41,24 @@ _COUNTED = (
     Counter.DROPPED_GATE_UP,
     Counter.DROPPED_ACT,
 )
+# Maps a group to its live rows [S, N], int64.
+RowsOf = Callable[[GroupKey], np.ndarray]
+
+
+class Rung(enum.IntEnum):
+    """Outcome of a step on the rank with the worst one."""
+
+    DEVICE = 0  # every tensor has its pages on the device
+    HOST = 1  # some pages are on the host
+    ACT = 2  # some act is recomputed
+    GATE_UP = 3  # some gate_up is recomputed
+    NO_PAGES = 4  # stash overflow: no pages for an x, or under other policies for any tensor
+    OVER_CAPACITY = 5  # expert overflow: too many rows for a buffer, or from one rank to another
 
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """Pages of each pool: device_pages, host_pages: [N], int64."""
+    """Numbers of pages of each pool. device_pages, host_pages: [N], int64."""
 
     page_bytes: int
     device_pages: np.ndarray
@@ -52,15 +67,16 @@ class PoolSizes:
 
 @dataclass(frozen=True)
 class Reserves:
-    """Pages that forwards leave free. tables: [K, forwards, 3], int64, as reserve_table gives them; which: [S, N],
-    int64: the table of each step and rank.
+    """Pages that forwards leave free.
+
+    tables: tables of reserve_table, [K, forwards, 3], int64. which: index of each step and rank's table, [S, N], int64.
     """
 
     tables: np.ndarray
     which: np.ndarray
 
     def of(self, forward_index: int) -> np.ndarray:
-        """[3, S, N], int64: of each priority, what stays free in that forward."""
+        """Returns the pages that stay free for each priority in a forward, [3, S, N], int64."""
         rows: np.ndarray = np.moveaxis(self.tables[:, forward_index][self.which], -1, 0)
         return rows
 
@@ -69,7 +85,7 @@ class Reserves:
 class PoolOutcomes:
     """Outcome of each step on each rank.
 
-    counters: those of a pool, [S, N], int64. dropped_rows: live rows of the groups that dropped their gate_up, or their
+    counters: counters of a pool, [S, N], int64. dropped_rows: live rows of the groups that dropped their gate_up or
     act, [S, N], int64.
     """
 
@@ -77,111 +93,269 @@ class PoolOutcomes:
     dropped_rows: dict[Priority, np.ndarray]
 
 
-def simulate_pools(
-    moves: Sequence[PageMove],
-    rows: RowsOf,
-    *,
-    specs: Sequence[TensorSpec],
-    sizes: PoolSizes,
-    num_steps: int,
-    reserves: Reserves | None = None,
-) -> PoolOutcomes:
-    """Simulates S = num_steps steps of these moves, each of which starts with empty pools.
+@dataclass(frozen=True)
+class StageSteps:
+    """Results of one stage, for all S steps and its N expert ranks.
 
-    Counts as arithmetic.py's PoolModel, where no group has more rows than its buffers.
+    balanced_pages: need of the run's last step, of which factors are multiples. layouts: pools of the ranks in each
+    step, () without a stash. counters: counters of the pools, none without a stash. dropped_rows: live rows of groups
+    that dropped their gate_up or act. pages_wanted: peak of the pages if every tensor is stashed. Arrays are [S, N],
+    int64.
     """
-    pools = _Pools(sizes, num_steps)
-    held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
-    by_priority = sorted(specs, key=lambda spec: spec.priority)
-    for move in moves:
-        if move.is_taken:
-            left_free = None if reserves is None else reserves.of(move.forward_index)
-            held[move.group] = pools.take(rows(move.group), by_priority, left_free=left_free)
-        else:
-            pools.give_back(*held.pop(move.group))
-    return pools.outcomes()
+
+    balanced_pages: int
+    page_bytes: int
+    layouts: list[tuple[PoolLayout, ...]]
+    counters: dict[Counter, np.ndarray]
+    dropped_rows: dict[Priority, np.ndarray]
+    pages_wanted: np.ndarray
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Results of a run's steps.
+
+    rungs: Rung of each step, [S], int64. voids: discarded attempts at each step, [S], int64. stages: results of each
+    stage. capacity_factor, grown: sizes at the end of the run. ended_at: the step at which the policy "error" ended the
+    run, or None. Later steps are left out.
+    """
+
+    rungs: np.ndarray
+    voids: np.ndarray
+    stages: list[StageSteps]
+    capacity_factor: float
+    grown: LearnedSizes
+    ended_at: int | None
+
+    def share(self, rung: Rung) -> float:
+        """Returns the share of steps that reach exactly this rung."""
+        return float((self.rungs == rung).mean())
+
+    def share_up_to(self, rung: Rung) -> float:
+        """Returns the share of steps that reach this rung or a lower one."""
+        return float((self.rungs <= rung).mean())
+
+
+def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], grows: bool) -> Walk:
+    """Simulates the steps of a run with these flags.
+
+    grows: whether buffers and pools grow after an overflow, as in a run, and the step's outcome is that of the last
+    attempt. Otherwise sizes stay, and every overflow counts.
+
+    Growth after an expert overflow is an estimate, because an attempt that loses rows in one layer has other routing
+    than the recorded one in later layers. Everything else is exact.
+    """
+    walker = _Walker(run, flags, grows=grows, num_ranks=next(iter(spans[0].rows.values())).shape[2])
+    return walker.walk(spans)
 
 
 @dataclass
-class _Pools:
-    sizes: PoolSizes
-    num_steps: int
-    free_device: np.ndarray = field(init=False)
-    free_host: np.ndarray = field(init=False)
-    counters: dict[Counter, np.ndarray] = field(init=False)
-    dropped_rows: dict[Priority, np.ndarray] = field(init=False)
+class _Walker:
+    """State of a simulated run: the stages' pools, the attempts so far, and the growth.
+
+    A walk repeats: plan pools, attempt a block of steps, learn from those before the first discarded one, grow.
+    """
+
+    run: PlannedRun
+    flags: StashFlags
+    grows: bool
+    num_ranks: int
+    _stages: "list[StageWalk]" = field(init=False)
+    _found: "list[_Attempt]" = field(default_factory=list)
+    _grown: LearnedSizes = LearnedSizes()
+    _capacity_factor: float = field(init=False)
+    _planned: int | None = None  # micro-batches of the planned pools; None if sizes may have changed since
 
     def __post_init__(self) -> None:
-        shape = self.num_steps, len(self.sizes.device_pages)
-        self.free_device = np.broadcast_to(self.sizes.device_pages, shape).astype(np.int64)
-        self.free_host = np.broadcast_to(self.sizes.host_pages, shape).astype(np.int64)
-        self.counters = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
-        self.dropped_rows = {priority: np.zeros(shape, dtype=np.int64) for priority in (Priority.GATE_UP, Priority.ACT)}
+        assert self.flags.moe_expert_rank_capacity_factor is not None, "the run has static buffers"
+        self._capacity_factor = self.flags.moe_expert_rank_capacity_factor
+        self._stages = [
+            StageWalk(self.run, self.flags, stage=stage, num_ranks=self.num_ranks)
+            for stage in range(len(self.run.stages))
+        ]
 
-    def take(
-        self, live: np.ndarray, specs: Sequence[TensorSpec], *, left_free: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Pages of a group's tensors, the important ones first: of the device and of the host, [S, N], int64."""
-        device, host = np.zeros_like(self.free_device), np.zeros_like(self.free_host)
-        for spec in specs:
-            tokens_rows = live if spec.tokens_per_row == 1 else -(-live // spec.tokens_per_row)
-            num_bytes = tokens_rows * spec.row_bytes
-            need = -(-num_bytes // self.sizes.page_bytes)
-            asked = need if left_free is None or spec.priority is Priority.INPUT else need + left_free[spec.priority]
-            admitted = (asked <= self.free_device + self.free_host) | (need == 0)
-            got = need * admitted
-            on_device = np.minimum(got, self.free_device)
-            on_host = got - on_device
-            self.free_device -= on_device
-            self.free_host -= on_host
-            device += on_device
-            host += on_host
-            self.counters[Counter.SPILLED_PAGES] += on_host
-            self.counters[Counter.LIVE_BYTES] += num_bytes * admitted
-            self._count_dropped(spec.priority, ~admitted, live=live)
-        self.counters[Counter.PLANNED_PAGES] += device + host
-        self._raise_high_water()
-        return device, host
+    def walk(self, spans: Sequence[RoutingSpan]) -> Walk:
+        self._plan(self.run.num_microbatches)
+        first = 0
+        voids = np.zeros(sum(span.num_steps for span in spans), dtype=np.int64)
+        for span in spans:
+            begin = 0
+            while begin < span.num_steps:
+                self._plan(span.num_microbatches)
+                found = self._attempt(span.part(begin, begin + self._steps_per_attempt))
+                stop = found.first_void if self.grows else None
+                done = found if stop is None else found.until(stop)
+                self._complete(done)
+                begin += done.span.num_steps
+                if stop is None:
+                    continue
+                voids[first + begin] += 1
+                assert voids[first + begin] <= _MAX_ATTEMPTS, (
+                    f"step {first + begin} still overflows after {_MAX_ATTEMPTS} attempts"
+                )
+                if self.flags.moe_paged_stash_overflow_policy == "error":
+                    return self._result(voids[: first + begin], ended_at=first + begin)
+                self._grow(found, stop)
+            first += span.num_steps
+        return self._result(voids, ended_at=None)
 
-    def give_back(self, device: np.ndarray, host: np.ndarray) -> None:
-        """Frees pages that `take` returned."""
-        self.free_device += device
-        self.free_host += host
+    @property
+    def _steps_per_attempt(self) -> int:
+        if any(stage.measures_first_step for stage in self._stages):
+            return 1
+        return max(1, _BLOCK_NUMBERS // self.num_ranks)
 
-    def outcomes(self) -> PoolOutcomes:
-        return PoolOutcomes(self.counters, self.dropped_rows)
-
-    def _count_dropped(self, priority: Priority, dropped: np.ndarray, *, live: np.ndarray) -> None:
-        if not dropped.any():
+    def _plan(self, num_microbatches: int) -> None:
+        if num_microbatches == self._planned:
             return
-        self.counters[COUNTER_OF_DROPPED[priority]] += dropped
-        if priority in self.dropped_rows:
-            self.dropped_rows[priority] += live * dropped
+        for stage in self._stages:
+            stage.plan(num_microbatches, grown=self._grown, capacity_factor=self._capacity_factor)
+        self._planned = num_microbatches
 
-    def _raise_high_water(self) -> None:
-        for counter, pages, free in (
-            (Counter.HIGH_WATER_DEVICE, self.sizes.device_pages, self.free_device),
-            (Counter.HIGH_WATER_HOST, self.sizes.host_pages, self.free_host),
-        ):
-            np.maximum(self.counters[counter], pages - free, out=self.counters[counter])
+    def _attempt(self, part: RoutingSpan) -> "_Attempt":
+        ranks, budget = self.run.ranks, replace(self.run.ranks.budget, factor=self._capacity_factor)
+        over = part.most_rows > budget.rows_of_rank(ranks.tokens)
+        if ranks.counts_pairs:
+            over = over | (part.most_of_pair > budget.rows_of_pair(ranks.tokens))
+        # No routing overflows the largest buffers. Blocks that were split at random may exceed them, though.
+        over = over & (self._capacity_factor < budget.largest_factor)
+        outcomes = [stage.outcomes(part) for stage in self._stages]
+        layouts = [tuple(stage.layouts or ()) for stage in self._stages]
+        wanted = [stage.wanted_pages(part) for stage in self._stages]
+        return _Attempt(part, over, outcomes, layouts, wanted)
+
+    def _complete(self, found: "_Attempt") -> None:
+        self._found.append(found)
+        measures = any(stage.measures_first_step for stage in self._stages)
+        for stage in self._stages:
+            stage.learn(found.span)
+        if measures and found.span.num_steps:
+            self._planned = None
+
+    def _grow(self, found: "_Attempt", step: int) -> None:
+        """Grows rows or pages of all ranks after a discarded step."""
+        part = found.span.part(step, step + 1)
+        # After lost rows the need of pages is unknown, as later layers had other rows in that attempt.
+        sizes = [self._more_rows(part)] if found.over_capacity[step] else self._more_pages(found, step)
+        self._grown = functools.reduce(LearnedSizes.merged, sizes, self._grown)
+        self._capacity_factor = capacity_factor(self._capacity_factor, self._grown)
+        self._planned = None
+
+    def _more_pages(self, found: "_Attempt", step: int) -> list[LearnedSizes]:
+        part, sizes = found.span.part(step, step + 1), []
+        for stage, outcome in zip(self._stages, found.outcomes, strict=True):
+            if outcome is not None:
+                # Read before stage.lack, which learns the step's rows.
+                shares = stage.shares(part)[0]
+                lacking = np.flatnonzero(outcome.counters[Counter.VOID][step])
+                sizes += [stage.lack(part, int(rank), used_share=float(shares[rank])) for rank in lacking]
+        return sizes
+
+    def _more_rows(self, step: RoutingSpan) -> LearnedSizes:
+        ranks = self.run.ranks
+        needed = float(factors_needed(step, self.run)[0])
+        largest = ranks.budget.largest_factor
+        return LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
+
+    def _result(self, voids: np.ndarray, *, ended_at: int | None) -> Walk:
+        stages = [self._steps_of(number) for number in range(len(self._stages))]
+        rungs = np.concatenate([found.rungs() for found in self._found])
+        return Walk(rungs, voids, stages, self._capacity_factor, self._grown, ended_at)
+
+    def _steps_of(self, number: int) -> StageSteps:
+        needs = self.run.needs(
+            self.flags,
+            number,
+            num_microbatches=self.run.num_microbatches,
+            max_rows=self.run.ranks.max_rows(self._capacity_factor),
+        )
+        # A stage has a pool in all steps or in none.
+        outcomes = [one for found in self._found if (one := found.outcomes[number]) is not None]
+        counters, dropped = (outcomes[0].counters, outcomes[0].dropped_rows) if outcomes else ({}, {})
+        return StageSteps(
+            balanced_pages=needs.balanced_pages,
+            page_bytes=needs.page_bytes,
+            layouts=[found.layouts[number] for found in self._found for _ in range(found.span.num_steps)],
+            counters={name: np.concatenate([one.counters[name] for one in outcomes]) for name in counters},
+            dropped_rows={name: np.concatenate([one.dropped_rows[name] for one in outcomes]) for name in dropped},
+            pages_wanted=np.concatenate([found.wanted[number] for found in self._found]),
+        )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Attempt at some steps. over_capacity: expert overflows, [S], bool. outcomes, layouts, wanted: one per stage."""
+
+    span: RoutingSpan
+    over_capacity: np.ndarray
+    outcomes: list[PoolOutcomes | None]
+    layouts: list[tuple[PoolLayout, ...]]
+    wanted: list[np.ndarray]
+
+    @property
+    def first_void(self) -> int | None:
+        """Index of the first step that is discarded, or None."""
+        void = np.flatnonzero(self.rungs() >= Rung.NO_PAGES)
+        return int(void[0]) if len(void) else None
+
+    def rungs(self) -> np.ndarray:
+        """Returns the highest Rung of any rank in each step, [S], int64."""
+        highest = np.where(self.over_capacity, int(Rung.OVER_CAPACITY), int(Rung.DEVICE))
+        for outcome, layouts in zip(self.outcomes, self.layouts, strict=True):
+            if outcome is None:
+                continue
+            # Pages on the host are no spill if the device has none.
+            spills = Counter.SPILLED_PAGES if layouts[0].device_pages else None
+            for rung, counter in (
+                (Rung.HOST, spills),
+                (Rung.ACT, Counter.DROPPED_ACT),
+                (Rung.GATE_UP, Counter.DROPPED_GATE_UP),
+                (Rung.NO_PAGES, Counter.VOID),
+            ):
+                if counter is not None:
+                    has = outcome.counters[counter].any(axis=1)
+                    highest = np.maximum(highest, np.where(has, int(rung), 0))
+        return highest
+
+    def until(self, stop: int) -> "_Attempt":
+        """Returns the attempt with the steps before `stop`."""
+        outcomes = [
+            None
+            if one is None
+            else PoolOutcomes(
+                {name: of_all[:stop] for name, of_all in one.counters.items()},
+                {name: of_all[:stop] for name, of_all in one.dropped_rows.items()},
+            )
+            for one in self.outcomes
+        ]
+        wanted = [of_stage[:stop] for of_stage in self.wanted]
+        return _Attempt(self.span.part(0, stop), self.over_capacity[:stop], outcomes, self.layouts, wanted)
+
+
+def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
+    """Returns the least capacity factor with which each step loses no row, [S], fp64."""
+    ranks = run.ranks
+    pairs = span.most_of_pair * ranks.num_sharing
+    needed: np.ndarray = np.maximum(span.most_rows, pairs) / max(1, ranks.balanced_rows)
+    return needed
 
 
 class StageWalk:
-    """The ranks of one stage, N of them, from a run's start.
+    """The N ranks of one stage, from the start of a run.
 
-    1. plan: the pools for steps of so many micro-batches.
-    2. outcomes: what these would meet in some steps. Nothing is learned from them yet.
-    3. learn: the rows of steps that were not void; or lack: what a void one asks for.
-    Attribute layouts: the pool of each rank; None where nothing is stashed.
+    1. plan: sizes the pools for steps of a number of micro-batches.
+    2. outcomes: simulates the pools in some steps, without learning from them.
+    3. learn: learns the rows of completed steps. lack: returns the sizes that a discarded step asks for.
+    Attribute layouts: the pool of each rank, None without a stash.
     """
 
     def __init__(self, run: PlannedRun, flags: StashFlags, *, stage: int, num_ranks: int) -> None:
         self._run, self._stage, self._flags, self._num_ranks = run, stage, flags, num_ranks
         self.layers = run.stages[stage].layers
         self.layouts: list[PoolLayout] | None = None
-        # Of each layer and rank, the most rows that a pass had, over the balanced case.
+        # Most rows of a pass in each layer and rank, relative to balanced routing.
         self._shares = np.zeros((len(self.layers), num_ranks))
-        # Of each recent step and rank, and of attempts at the next step, the most rows of a pass of any layer.
+        # The same over all layers, in each recent step and in attempts at the next step.
         self._recent = np.zeros((0, num_ranks))
         self._attempted = np.zeros(num_ranks)
         self._has_learned = np.zeros(num_ranks, dtype=bool)
@@ -189,32 +363,32 @@ class StageWalk:
 
     @property
     def measures_first_step(self) -> bool:
-        """Whether the first step decides how large pools are."""
+        """Whether pools are sized from the first step, which has not run yet."""
         flags = self._flags
         factors = flags.moe_paged_stash_buffer_size_factor_cuda, flags.moe_paged_stash_buffer_size_factor_cpu
         return not self._is_measured and min(factors) < 0
 
     def plan(self, num_microbatches: int, *, grown: LearnedSizes, capacity_factor: float) -> None:
-        """Pools for steps of so many micro-batches; those that are large enough stay. grown: the growth so far."""
+        """Sizes pools for steps of num_microbatches micro-batches. Pools never shrink. grown: growth so far."""
         self._capacity_factor, self._num_microbatches = capacity_factor, num_microbatches
         self.needs = self._run.needs(
             self._flags, self._stage, num_microbatches=num_microbatches, max_rows=self._max_rows
         )
         if not self.needs.events:
             return
-        # Ranks differ only where the first step is measured.
-        alike = not self._has_learned.any() or not self._counts_rows
-        ranks = range(1 if alike else self._num_ranks)
+        # Ranks differ only if pools are sized from the first step.
+        are_equal = not self._has_learned.any() or not self._counts_rows
+        ranks = range(1 if are_equal else self._num_ranks)
         made = [pool_layout(self._flags, self.needs, learned=self._learned(rank, grown)) for rank in ranks]
         layouts = [layout for layout in made if layout is not None]
         if not layouts:
             return
-        layouts = layouts * self._num_ranks if alike else layouts
+        layouts = layouts * self._num_ranks if are_equal else layouts
         old = self.layouts or layouts
         self.layouts = [_larger(one, other) for one, other in zip(layouts, old, strict=True)]
 
     def outcomes(self, part: RoutingSpan) -> PoolOutcomes | None:
-        """Simulates the pools in these steps, with the planned number of micro-batches each; None without a stash."""
+        """Simulates the pools in steps of the planned number of micro-batches; None without a stash."""
         if self.layouts is None:
             return None
         specs = self.needs.specs
@@ -241,7 +415,7 @@ class StageWalk:
         )
 
     def wanted_pages(self, part: RoutingSpan) -> np.ndarray:
-        """[S, N], int64: the most pages held at once, had every tensor got its own."""
+        """Returns the peak of the pages if every tensor is stashed, [S, N], int64."""
         if self.layouts is None:
             return np.zeros((part.num_steps, self._num_ranks), dtype=np.int64)
         held = peak = np.zeros((part.num_steps, self._num_ranks), dtype=np.int64)
@@ -257,7 +431,7 @@ class StageWalk:
         return peak
 
     def learn(self, part: RoutingSpan) -> None:
-        """Records the rows of steps that were not void."""
+        """Records the rows of completed steps."""
         if not part.num_steps or not self.layers:
             return
         shares = self._shares_of(part)
@@ -270,9 +444,9 @@ class StageWalk:
         self._has_learned[:] = True
 
     def lack(self, step: RoutingSpan, rank: int, *, used_share: float) -> LearnedSizes:
-        """Returns the sizes that a rank asks for whose pool was too small in this one step, and learns the step's rows.
+        """Learns the rows of a step in which a rank's pool was too small, and returns the sizes that the rank asks for.
 
-        used_share: the share for which pages were reserved in it.
+        used_share: share of C for which the step reserved pages.
         """
         assert self.layouts is not None, "its pool was too small"
         rows = {layer: step.rows[layer][:, 0, rank] for layer in self.layers}
@@ -291,7 +465,7 @@ class StageWalk:
         return grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 
     def shares(self, part: RoutingSpan) -> np.ndarray:
-        """Returns the share of C that each of these steps reserves pages for, if none is void: [S, N]."""
+        """Returns the share of C for which each step reserves pages if none is discarded, [S, N]."""
         seen = np.concatenate([self._recent, self._shares_of(part).max(axis=2)])
         first = len(self._recent)
         most = np.stack(
@@ -300,7 +474,7 @@ class StageWalk:
                 for step in range(first, first + part.num_steps)
             ]
         )
-        # Attempts count until their step is done.
+        # Attempts count until their step completes.
         most[0] = np.maximum(most[0], self._attempted)
         found: np.ndarray = np.vectorize(self._share_of)(most)
         return found
@@ -319,7 +493,7 @@ class StageWalk:
         return replace(grown, rows_share=dict(zip(self.layers, shares)))
 
     def _shares_of(self, part: RoutingSpan) -> np.ndarray:
-        """[S, N, layers]: the most rows of each layer's passes, over the balanced case."""
+        """Returns the most rows of a pass in each layer, relative to balanced routing, [S, N, layers]."""
         most = np.stack([part.rows[layer].max(axis=0) for layer in self.layers], axis=2)
         shares: np.ndarray = most.astype(np.int64) / self._run.ranks.balanced_rows
         return shares
@@ -328,18 +502,16 @@ class StageWalk:
         return expected_share(most_share, balanced_rows=self._run.ranks.balanced_rows, max_rows=self._max_rows)
 
     def _reserves(self, part: RoutingSpan) -> Reserves:
-        rows = (self.shares(part) * self._max_rows).astype(np.int64)  # as Reserve rounds them
+        rows = (self.shares(part) * self._max_rows).astype(np.int64)  # rounds down, as Reserve does
         distinct, which = np.unique(rows, return_inverse=True)
         tables = np.array([_reserve(self.needs, int(count)) for count in distinct], dtype=np.int64)
         return Reserves(tables.reshape(len(distinct), -1, len(Priority)), which.reshape(rows.shape))
 
 
 def _reserve(needs: StepNeeds, num_rows: int) -> list[ReserveRow]:
-    """Returns the pages that each forward of the step leaves free if passes have that many rows."""
-    own, resident = (
-        pages_for(needs.specs, num_rows, layout=PoolLayout(needs.page_bytes, 1)),
-        resident_groups(needs.events),
-    )
+    """Returns the pages that each forward of a step leaves free if each pass has num_rows rows."""
+    own = pages_for(needs.specs, num_rows, layout=PoolLayout(needs.page_bytes, 1))
+    resident = resident_groups(needs.events)
 
     def pages(group: GroupKey) -> PagesByPriority:
         return PagesByPriority() if group in resident else own
@@ -352,256 +524,89 @@ def _larger(one: PoolLayout, other: PoolLayout) -> PoolLayout:
     return PoolLayout(one.page_bytes, device, host)
 
 
-# Most attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need more attempts.
-_MAX_VOIDS = 64
-# Numbers that are worked on at once: what fits into a core's cache.
-_NUMBERS_AT_ONCE = 1 << 16
+def simulate_pools(
+    moves: Sequence[PageMove],
+    rows: RowsOf,
+    *,
+    specs: Sequence[TensorSpec],
+    sizes: PoolSizes,
+    num_steps: int,
+    reserves: Reserves | None = None,
+) -> PoolOutcomes:
+    """Simulates S = num_steps steps of these moves. Each step starts with empty pools.
 
-
-class Rung(enum.IntEnum):
-    """The outcome of a step, on the rank that is worst off."""
-
-    DEVICE = 0  # every tensor has its pages on the device
-    HOST = 1  # some pages are on the host
-    ACT = 2  # some act is recomputed
-    GATE_UP = 3  # some gate_up is
-    NO_PAGES = 4  # void: an x, or with another policy any tensor, found no pages
-    OVER_CAPACITY = 5  # void: more rows came than a buffer, or what one rank sends another, has room for
-
-
-@dataclass(frozen=True)
-class StageSteps:
-    """The results of one stage, for all steps S and its N expert ranks.
-
-    layouts: of each step, the ranks' pools; () without a stash. counters: as the pool's own, none without a stash;
-    dropped_rows: of groups whose gate_up or act was dropped; pages_wanted: the peak, had every tensor got its own.
-    Arrays: [S, N], int64. balanced_pages: the need of the run's last step, of which factors are multiples.
+    Equals arithmetic.py's PoolModel if no group has more rows than its buffers.
     """
-
-    balanced_pages: int
-    page_bytes: int
-    layouts: list[tuple[PoolLayout, ...]]
-    counters: dict[Counter, np.ndarray]
-    dropped_rows: dict[Priority, np.ndarray]
-    pages_wanted: np.ndarray
-
-
-@dataclass(frozen=True)
-class Walk:
-    """A run's steps. rungs: [S], int64, Rung of each. voids: [S], int64: how often it was void before. stages: of each.
-
-    capacity_factor, grown: what the run has grown to at its end. ended_at: the step in which the policy "error" ended
-    the run, None if it did not: later ones are left out.
-    """
-
-    rungs: np.ndarray
-    voids: np.ndarray
-    stages: list[StageSteps]
-    capacity_factor: float
-    grown: LearnedSizes
-    ended_at: int | None
-
-    def share(self, rung: Rung) -> float:
-        """Returns the share of steps that reach exactly this rung."""
-        return float((self.rungs == rung).mean())
-
-    def share_up_to(self, rung: Rung) -> float:
-        """Returns the share of steps that reach this rung or a lower one."""
-        return float((self.rungs <= rung).mean())
-
-
-def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], grows: bool) -> Walk:
-    """The steps of a run with these flags. grows: as runs do, buffers and pools that were too small in a step grow, and
-    it counts as they meet it then; else sizes stay, and what lacks is counted in each step.
-
-    Where a buffer was too small, a run's routing in that attempt was another than the recorded one, from the layer on
-    whose rows were lost: how far it grows then is an estimate. Everything else is what the run would do.
-    """
-    walker = _Walker(run, flags, grows=grows, num_ranks=next(iter(spans[0].rows.values())).shape[2])
-    return walker.walk(spans)
+    pools = _Pools(sizes, num_steps)
+    held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
+    by_priority = sorted(specs, key=lambda spec: spec.priority)
+    for move in moves:
+        if move.is_taken:
+            left_free = None if reserves is None else reserves.of(move.forward_index)
+            held[move.group] = pools.take(rows(move.group), by_priority, left_free=left_free)
+        else:
+            pools.give_back(*held.pop(move.group))
+    return PoolOutcomes(pools.counters, pools.dropped_rows)
 
 
 @dataclass
-class _Walker:
-    run: PlannedRun
-    flags: StashFlags
-    grows: bool
-    num_ranks: int
-    _stages: list[StageWalk] = field(init=False)
-    _found: "list[_Found]" = field(default_factory=list)
-    _grown: LearnedSizes = LearnedSizes()
-    _capacity_factor: float = field(init=False)
-    _planned: int | None = None  # for steps of so many micro-batches; None: sizes may have changed since
+class _Pools:
+    """Free pages and counters of every rank's pool in every step, [S, N], int64."""
+
+    sizes: PoolSizes
+    num_steps: int
+    free_device: np.ndarray = field(init=False)
+    free_host: np.ndarray = field(init=False)
+    counters: dict[Counter, np.ndarray] = field(init=False)
+    dropped_rows: dict[Priority, np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
-        assert self.flags.moe_expert_rank_capacity_factor is not None, "the run has buffers of a fixed size"
-        self._capacity_factor = self.flags.moe_expert_rank_capacity_factor
-        self._stages = [
-            StageWalk(self.run, self.flags, stage=stage, num_ranks=self.num_ranks)
-            for stage in range(len(self.run.stages))
-        ]
+        shape = self.num_steps, len(self.sizes.device_pages)
+        self.free_device = np.broadcast_to(self.sizes.device_pages, shape).astype(np.int64)
+        self.free_host = np.broadcast_to(self.sizes.host_pages, shape).astype(np.int64)
+        self.counters = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
+        self.dropped_rows = {priority: np.zeros(shape, dtype=np.int64) for priority in (Priority.GATE_UP, Priority.ACT)}
 
-    def walk(self, spans: Sequence[RoutingSpan]) -> Walk:
-        self._plan(self.run.num_microbatches)
-        first = 0
-        voids = np.zeros(sum(span.num_steps for span in spans), dtype=np.int64)
-        for span in spans:
-            begin = 0
-            while begin < span.num_steps:
-                self._plan(span.num_microbatches)
-                found = self._attempt(span.part(begin, begin + self._steps_at_once))
-                stop = found.first_void if self.grows else None
-                done = found if stop is None else found.until(stop)
-                self._take(done)
-                begin += done.span.num_steps
-                if stop is None:
-                    continue
-                voids[first + begin] += 1
-                assert voids[first + begin] <= _MAX_VOIDS, (
-                    f"step {first + begin} still overflows after {_MAX_VOIDS} attempts"
-                )
-                if self.flags.moe_paged_stash_overflow_policy == "error":
-                    return self._result(voids[: first + begin], ended_at=first + begin)
-                self._grow(found, stop)
-            first += span.num_steps
-        return self._result(voids, ended_at=None)
+    def take(
+        self, live: np.ndarray, specs: Sequence[TensorSpec], *, left_free: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Takes pages for a group's tensors, in order of specs. Returns those of device and host, [S, N], int64."""
+        device, host = np.zeros_like(self.free_device), np.zeros_like(self.free_host)
+        for spec in specs:
+            tokens_rows = live if spec.tokens_per_row == 1 else -(-live // spec.tokens_per_row)
+            num_bytes = tokens_rows * spec.row_bytes
+            need = -(-num_bytes // self.sizes.page_bytes)
+            asked = need if left_free is None or spec.priority is Priority.INPUT else need + left_free[spec.priority]
+            admitted = (asked <= self.free_device + self.free_host) | (need == 0)
+            got = need * admitted
+            on_device = np.minimum(got, self.free_device)
+            on_host = got - on_device
+            self.free_device -= on_device
+            self.free_host -= on_host
+            device += on_device
+            host += on_host
+            self.counters[Counter.SPILLED_PAGES] += on_host
+            self.counters[Counter.LIVE_BYTES] += num_bytes * admitted
+            self._count_dropped(spec.priority, ~admitted, live=live)
+        self.counters[Counter.PLANNED_PAGES] += device + host
+        self._raise_high_water()
+        return device, host
 
-    @property
-    def _steps_at_once(self) -> int:
-        if any(stage.measures_first_step for stage in self._stages):
-            return 1
-        return max(1, _NUMBERS_AT_ONCE // self.num_ranks)
+    def give_back(self, device: np.ndarray, host: np.ndarray) -> None:
+        """Frees the pages that `take` returned."""
+        self.free_device += device
+        self.free_host += host
 
-    def _plan(self, num_microbatches: int) -> None:
-        if num_microbatches == self._planned:
+    def _count_dropped(self, priority: Priority, dropped: np.ndarray, *, live: np.ndarray) -> None:
+        if not dropped.any():
             return
-        for stage in self._stages:
-            stage.plan(num_microbatches, grown=self._grown, capacity_factor=self._capacity_factor)
-        self._planned = num_microbatches
+        self.counters[COUNTER_OF_DROPPED[priority]] += dropped
+        if priority in self.dropped_rows:
+            self.dropped_rows[priority] += live * dropped
 
-    def _attempt(self, part: RoutingSpan) -> "_Found":
-        ranks, budget = self.run.ranks, replace(self.run.ranks.budget, factor=self._capacity_factor)
-        over = part.most_rows > budget.rows_of_rank(ranks.tokens)
-        if ranks.counts_pairs:
-            over = over | (part.most_of_pair > budget.rows_of_pair(ranks.tokens))
-        # No routing overflows the largest buffers, but blocks that were split at random may have more rows than any.
-        over = over & (self._capacity_factor < budget.largest_factor)
-        outcomes = [stage.outcomes(part) for stage in self._stages]
-        layouts = [tuple(stage.layouts or ()) for stage in self._stages]
-        wanted = [stage.wanted_pages(part) for stage in self._stages]
-        return _Found(part, over, outcomes, layouts, wanted)
-
-    def _take(self, found: "_Found") -> None:
-        self._found.append(found)
-        measures = any(stage.measures_first_step for stage in self._stages)
-        for stage in self._stages:
-            stage.learn(found.span)
-        if measures and found.span.num_steps:
-            self._planned = None
-
-    def _grow(self, found: "_Found", step: int) -> None:
-        """More rows or pages for everyone, after a step that was void."""
-        part = found.span.part(step, step + 1)
-        # What else lacked in an attempt that lost rows is not known, as later layers had other rows in it.
-        sizes = [self._more_rows(part)] if found.over_capacity[step] else self._more_pages(found, step)
-        self._grown = functools.reduce(LearnedSizes.merged, sizes, self._grown)
-        self._capacity_factor = capacity_factor(self._capacity_factor, self._grown)
-        self._planned = None
-
-    def _more_pages(self, found: "_Found", step: int) -> list[LearnedSizes]:
-        part, sizes = found.span.part(step, step + 1), []
-        for stage, outcome in zip(self._stages, found.outcomes, strict=True):
-            if outcome is not None:
-                # Those that it was attempted with: what a rank lacks, it also learns from.
-                shares = stage.shares(part)[0]
-                lacking = np.flatnonzero(outcome.counters[Counter.VOID][step])
-                sizes += [stage.lack(part, int(rank), used_share=float(shares[rank])) for rank in lacking]
-        return sizes
-
-    def _more_rows(self, step: RoutingSpan) -> LearnedSizes:
-        ranks = self.run.ranks
-        needed = float(factors_needed(step, self.run)[0])
-        largest = ranks.budget.largest_factor
-        return LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
-
-    def _result(self, voids: np.ndarray, *, ended_at: int | None) -> Walk:
-        stages = [self._steps_of(number) for number in range(len(self._stages))]
-        rungs = np.concatenate([found.rungs() for found in self._found])
-        return Walk(rungs, voids, stages, self._capacity_factor, self._grown, ended_at)
-
-    def _steps_of(self, number: int) -> StageSteps:
-        needs = self.run.needs(
-            self.flags,
-            number,
-            num_microbatches=self.run.num_microbatches,
-            max_rows=self.run.ranks.max_rows(self._capacity_factor),
-        )
-        # A stage has a pool from the first step on, or never.
-        outcomes = [one for found in self._found if (one := found.outcomes[number]) is not None]
-        counters, dropped = (outcomes[0].counters, outcomes[0].dropped_rows) if outcomes else ({}, {})
-        return StageSteps(
-            balanced_pages=needs.balanced_pages,
-            page_bytes=needs.page_bytes,
-            layouts=[found.layouts[number] for found in self._found for _ in range(found.span.num_steps)],
-            counters={name: np.concatenate([one.counters[name] for one in outcomes]) for name in counters},
-            dropped_rows={name: np.concatenate([one.dropped_rows[name] for one in outcomes]) for name in dropped},
-            pages_wanted=np.concatenate([found.wanted[number] for found in self._found]),
-        )
-
-
-@dataclass(frozen=True)
-class _Found:
-    """An attempt at some steps. over_capacity: [S], bool. outcomes, layouts, wanted: of each stage."""
-
-    span: RoutingSpan
-    over_capacity: np.ndarray
-    outcomes: list[PoolOutcomes | None]
-    layouts: list[tuple[PoolLayout, ...]]
-    wanted: list[np.ndarray]
-
-    @property
-    def first_void(self) -> int | None:
-        """The first of the steps that is void."""
-        void = np.flatnonzero(self.rungs() >= Rung.NO_PAGES)
-        return int(void[0]) if len(void) else None
-
-    def rungs(self) -> np.ndarray:
-        """[S], int64: of each step, the highest Rung of any rank."""
-        highest = np.where(self.over_capacity, int(Rung.OVER_CAPACITY), int(Rung.DEVICE))
-        for outcome, layouts in zip(self.outcomes, self.layouts, strict=True):
-            if outcome is None:
-                continue
-            # Where the device has no pages, the host is where they are meant to be.
-            spills = Counter.SPILLED_PAGES if layouts[0].device_pages else None
-            for rung, counter in (
-                (Rung.HOST, spills),
-                (Rung.ACT, Counter.DROPPED_ACT),
-                (Rung.GATE_UP, Counter.DROPPED_GATE_UP),
-                (Rung.NO_PAGES, Counter.VOID),
-            ):
-                if counter is not None:
-                    has = outcome.counters[counter].any(axis=1)
-                    highest = np.maximum(highest, np.where(has, int(rung), 0))
-        return highest
-
-    def until(self, stop: int) -> "_Found":
-        """The steps before that one."""
-        outcomes = [
-            None
-            if one is None
-            else PoolOutcomes(
-                {name: of_all[:stop] for name, of_all in one.counters.items()},
-                {name: of_all[:stop] for name, of_all in one.dropped_rows.items()},
-            )
-            for one in self.outcomes
-        ]
-        wanted = [of_stage[:stop] for of_stage in self.wanted]
-        return _Found(self.span.part(0, stop), self.over_capacity[:stop], outcomes, self.layouts, wanted)
-
-
-def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
-    """[S], fp64: the least capacity factor with which each step would have lost no row."""
-    ranks = run.ranks
-    pairs = span.most_of_pair * ranks.num_sharing
-    needed: np.ndarray = np.maximum(span.most_rows, pairs) / max(1, ranks.balanced_rows)
-    return needed
+    def _raise_high_water(self) -> None:
+        for counter, pages, free in (
+            (Counter.HIGH_WATER_DEVICE, self.sizes.device_pages, self.free_device),
+            (Counter.HIGH_WATER_HOST, self.sizes.host_pages, self.free_host),
+        ):
+            np.maximum(self.counters[counter], pages - free, out=self.counters[counter])

@@ -241,11 +241,10 @@ def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[
 def _change_tying(
     run: RunState, source: _Source, *, weights: ModelWeights, scope: _Scope, frozen: set[str]
 ) -> set[str]:
-    """Reports the conversion between tied and untied vocabulary weights, or raises ValueError if they differ.
-    Collective.
+    """Reports the conversion between tied and untied vocabulary weights. Collective.
 
-    Returns the keys of parameters without optimizer state: `frozen`, and the joined weight if either of the two has
-    none.
+    Raises ValueError if two weights to be joined differ. Returns the keys of parameters without optimizer state:
+    `frozen`, and the joined weight if either of the two has none.
     """
     if source.tying is Tying.SPLIT:
         state = ", with its optimizer state" if scope.optimizer else ""

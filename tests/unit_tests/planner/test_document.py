@@ -65,7 +65,7 @@ def _stage(number: int, stages: int) -> RankPlan:
 
 
 def _args(stages: int) -> argparse.Namespace:
-    """What a plan reads of a run's arguments."""
+    """Returns the arguments that a plan of hand-made stages reads."""
     sizes = {
         "world_size": stages * 16,
         "tensor_model_parallel_size": 2,
@@ -159,7 +159,7 @@ def test_the_line_of_the_devices_memory_stands_where_its_gibibytes_are() -> None
     assert [label["text"] for label in memory["layout"]["annotations"][:4]] == [f"{peak:.2f} GiB" for peak in peaks]
 
 
-def test_a_stage_that_does_not_fit_is_told() -> None:
+def test_notes_name_the_stages_that_do_not_fit() -> None:
     small = replace(planned_device({}), memory_gib=16.0)
     notes = " ".join(_document(device=small)["notes"])
     assert "Memory of stages 0, 1, 2 is more than the H100 has (16 GiB)." in notes
@@ -198,7 +198,7 @@ def test_long_schedules_are_drawn_from_their_beginning() -> None:
     assert "Shows the first 1000 of 12000 passes of each stage." in page(document)
 
 
-def test_lines_tell_what_a_step_goes_into() -> None:
+def test_lines_split_a_step_by_cause() -> None:
     plan, args, device = _plan(4), _args(4), planned_device({})
     step = run_time(plan, args, device=device)
     assert step is not None and step.tokens_per_second == pytest.approx(8 * 8 * 4096 / step.seconds)
@@ -247,7 +247,7 @@ def _tiny(flags: Flags, *, ranks: int) -> argparse.Namespace:
     return validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
 
 
-def test_ranks_are_found_in_their_pipelines() -> None:
+def test_place_of_numbers_the_pipelines() -> None:
     args = _tiny({"pipeline-model-parallel-size": 2}, ranks=8)
     assert [place_of(args, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     with pytest.raises(ValueError, match="RANK is 8 in the environment: must be from 0 to 7, of --world-size"):
@@ -275,7 +275,7 @@ def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     args = _tiny({"tensorboard-dir": str(tmp_path / "file")}, ranks=1)
     with pytest.raises(CommandLineError, match="--tensorboard-dir is .*/file: the plan cannot be written there"):
@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_orders_of_a_plan_are_the_runs() -> None:
+def test_an_estimated_step_runs_the_schedule_of_the_run() -> None:
     plan, args = _plan(4), _args(4)
     step = run_time(plan, args, device=planned_device({}))
     assert step is not None

@@ -1,4 +1,4 @@
-"""The line of a plan that says whether it fits its device, and with which further flags it would."""
+"""The line of a plan on whether it fits its device, and on the flags that make it fit."""
 
 import argparse
 import html
@@ -24,7 +24,7 @@ GIB = 2**30
 ALWAYS = {"global-batch-size": 8}
 ZERO_1, ZERO_2 = ("--use-distributed-optimizer",), ("--optimizer", "distributed_fused_adam", "--overlap-grad-reduce")
 
-# Prints a plan for a device with so many bytes, as the command line does, and returns the line of the verdict.
+# Prints the plan for a device of `memory` bytes, as the command line does, and returns the line on the fit.
 Verdict = Callable[..., str]
 
 
@@ -62,10 +62,11 @@ def document(folder: Path) -> Mapping[str, Any]:
 
 
 def shown(folder: Path) -> str:
-    """The notice of the page, as a reader sees it."""
+    """Returns the notice of the page as displayed text."""
     text = re.search(r'<p class="notice (good|bad)">(.*?)</p>', (folder / "plan.html").read_text(), flags=re.DOTALL)
     assert text is not None
-    return f"{text[1]}: {html.unescape(re.sub('<[^>]*>', '', text[2])).strip()}"
+    words = html.unescape(re.sub("<[^>]*>", "", text[2])).split()
+    return f"{text[1]}: {' '.join(words)}"
 
 
 def suggestion(line: str) -> tuple[tuple[str, ...], float]:
@@ -89,12 +90,12 @@ def test_a_plan_with_room_fits_on_the_console_in_the_file_and_on_the_page(verdic
     assert shown(tmp_path) == f"good: {line}"
 
 
-def test_little_room_is_said(verdict: Verdict) -> None:
+def test_a_tight_fit_is_reported(verdict: Verdict) -> None:
     line = verdict("dense", {}, ranks=2, memory=int(peak("dense", {}, ranks=2) * 1.05))
     assert line.endswith("GiB per rank (less than 10% left for the CUDA context and the allocator)"), line
 
 
-# The flags, and a change that makes enough room; another one may be told, which must make enough as well.
+# Flags and a change that makes them fit. A plan may suggest another change, which must fit, too.
 WIDE = {"hidden-size": 128, "overlap-grad-reduce": True}
 LONG = {"seq-length": 256, "max-position-embeddings": 256, "use-distributed-optimizer": True}
 NEEDS = {
@@ -119,7 +120,7 @@ NEEDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name != "parts" else soak_only(name) for name in NEEDS])
-def test_flags_that_are_told_make_the_plan_fit(name: str, verdict: Verdict, tmp_path: Path) -> None:
+def test_suggested_flags_make_the_plan_fit(name: str, verdict: Verdict, tmp_path: Path) -> None:
     base, flags, change = NEEDS[name]
     before, after = (peak(base, one, ranks=4) for one in (flags, {**flags, **change}))
     memory = (before + after) // 2
@@ -133,7 +134,7 @@ def test_flags_that_are_told_make_the_plan_fit(name: str, verdict: Verdict, tmp_
 
 
 @pytest.mark.slow
-def test_what_never_fits_is_told_with_the_least(verdict: Verdict, tmp_path: Path) -> None:
+def test_a_plan_that_never_fits_names_the_smallest_change(verdict: Verdict, tmp_path: Path) -> None:
     line = verdict("dense", {}, ranks=2, memory=GIB // 10_000)
     found = re.search(
         r"; with (.*), the smallest found, it needs ([\d.]+) GiB: use more GPUs or a larger --tensor", line
@@ -144,7 +145,7 @@ def test_what_never_fits_is_told_with_the_least(verdict: Verdict, tmp_path: Path
     assert needed(again) == float(found[2]) < needed(line)
 
 
-def test_what_is_already_given_is_not_suggested() -> None:
+def test_given_flags_are_not_suggested() -> None:
     plain, one, two = (
         [" ".join(words) for words in changes_of(arguments("dense", flags, ranks=2))]
         for flags in ({}, {"use-distributed-optimizer": True}, {"optimizer": "distributed_fused_adam"})
@@ -152,13 +153,13 @@ def test_what_is_already_given_is_not_suggested() -> None:
     assert plain[:2] == [" ".join(ZERO_1), " ".join(ZERO_2)]
     assert one[0] == " ".join(ZERO_2) and not any(ZERO_1[0] in words for words in one)
     assert not any(ZERO_1[0] in words or ZERO_2[1] in words for words in two)
-    # One rank has nobody to share with; whole layers are all that can be recomputed; an evaluation keeps nothing.
+    # One rank cannot shard, full recompute leaves nothing to add, and an evaluation saves nothing for backward.
     full = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     assert list(changes_of(arguments("dense", full, ranks=1))) == [("--optimizer-cpu-offload",)]
     assert list(changes_of(arguments("dense", {"skip-train": True, "load": "nowhere"}, ranks=2))) == []
 
 
-def test_experts_may_be_stashed_and_parts_that_are_recomputed_stay_so() -> None:
+def test_a_stash_is_suggested_and_given_recompute_modules_are_kept() -> None:
     flags = {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
     every = list(changes_of(arguments("moe", flags, ranks=1)))
     assert ("--moe-expert-rank-capacity-factor", "2", "--moe-paged-stash") in every
@@ -175,7 +176,7 @@ def test_the_fullest_stage_is_named_where_stages_differ() -> None:
     assert fit.line.endswith(f"GiB per rank, most on stage {stage.stage} (rank {stage.rank})") and fit.fits
 
 
-def test_the_device_of_the_plan_is_the_one_that_is_compared() -> None:
+def test_a_plan_is_compared_with_the_chosen_device() -> None:
     plan, _ = planned("dense", ALWAYS)
     lines = [fit_of(plan, planned_device({NAME_VARIABLE: name})).line for name in ("H100", "H200", "A100")]
     memory = [planned_device({NAME_VARIABLE: name}).memory_gib for name in ("H100", "H200", "A100")]
@@ -185,7 +186,7 @@ def test_the_device_of_the_plan_is_the_one_that_is_compared() -> None:
     ]
 
 
-def test_a_line_has_what_a_decision_needs() -> None:
+def test_a_line_has_sizes_change_and_advice() -> None:
     fit = Fit("H100", int(79.6 * GIB), int(95.8 * GIB), change=Change(ZERO_1, int(61.2 * GIB)))
     assert fit.line == (
         "does NOT fit H100: 95.8 of 79.6 GiB per rank; fits with --use-distributed-optimizer (61.2 GiB)"

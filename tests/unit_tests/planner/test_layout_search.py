@@ -1,4 +1,4 @@
-"""Times that the advisor adds up from single layers, against the dry run's of the same runs."""
+"""Step times added up from single layers, compared with dry runs of the same runs."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 RANKS = 16
-# Few layers, as wide as they are: where every kernel is as short as a launch, the few of each bucket would count.
+# Few layers of full width. With kernels as short as a launch, the launches per bucket would matter.
 FLAGS = "--seq-length 2048 --global-batch-size 64"
 DENSE, MIXTURE = ("llama3-8b", "--num-layers", "4"), ("mixtral-8x7b", "--num-layers", "4")
 LATENT = ("deepseek-v2-lite", "--num-layers", "4", "--moe-layer-freq", "[0]+[1]*3")
-# A short model has fewer buckets: their launches are what the two differ by, most with ZeRO-2.
+# A short model has fewer buckets, and so fewer launches, which matters most with ZeRO-2.
 TOLERANCE = 0.005
 EXPERTS = "--expert-model-parallel-size"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -45,7 +45,7 @@ def _device() -> Device:
 
 
 def _costs(request: Request, device: Device) -> LayoutCosts:
-    """With nothing known yet."""
+    """Returns costs with empty caches."""
     return LayoutCosts(
         request.words,
         request.args,
@@ -58,12 +58,12 @@ def _costs(request: Request, device: Device) -> LayoutCosts:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "words"), LAYOUTS)
-def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: str) -> None:
+def test_measured_steps_equal_dry_runs(model: tuple[str, ...], words: str) -> None:
     device = _device()
     given = ["--model", *model, *FLAGS.split(), *words.split()]
     request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
     costs = _costs(request, device)
-    # What is not given is left to the first of them: sizes of 1.
+    # The first layout has size 1 for every size that the flags do not set.
     layout = next(iter(request.space.layouts()))
     advice = costs.advice(layout)
     assert advice is not None, costs.last_refusal
@@ -74,12 +74,12 @@ def test_steps_take_as_long_as_the_dry_run_says(model: tuple[str, ...], words: s
     assert advice.time.seconds == pytest.approx(step.seconds, rel=TOLERANCE)
     for name, seconds in step.split().items():
         assert advice.time.split()[name] == pytest.approx(seconds, abs=TOLERANCE * step.seconds), name
-    # The estimate by which all layouts are ranked.
+    # The estimate that ranks all layouts.
     about = costs.cost(layout, limit=1 << 40)
     assert about is not None and about.seconds == pytest.approx(step.seconds, rel=0.1)
 
 
-def test_a_searched_layout_of_sharded_gradients_is_estimated_as_it_is_planned() -> None:
+def test_a_zero_2_layout_is_estimated_as_it_is_measured() -> None:
     device = _device()
     given = ["--model", *DENSE, *FLAGS.split(), *TENSOR.split(), "--micro-batch-size", "1"]
     request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
@@ -91,7 +91,7 @@ def test_a_searched_layout_of_sharded_gradients_is_estimated_as_it_is_planned() 
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
-def test_layers_and_what_follows_them_add_up_to_the_whole_model(model: str) -> None:
+def test_flops_of_layers_and_end_add_up_to_the_model(model: str) -> None:
     words = f"--model {model} --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 512 --lr 1e-3"
     args = validate_args(parse_args(argv=[*words.split(), "--micro-batch-size", "1", "--train-iters", "2"]))
     setup_tokenizer(args)
@@ -101,9 +101,9 @@ def test_layers_and_what_follows_them_add_up_to_the_whole_model(model: str) -> N
     assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(args, 1))
 
 
-def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -> None:
+def test_scaled_costs_equal_own_costs() -> None:
     device = _device()
-    # Full recompute: what backward runs again is not told to be the experts' by the module that saved it.
+    # With full recompute, saved tensors do not tell which recomputed kernels belong to experts.
     words = ["--model", *MIXTURE, *FLAGS.split(), *f"{ZERO_1} {FULL}".split()]
     request = read_request(words, world_size=RANKS, devices_per_node=device.devices_per_node)
 
@@ -117,13 +117,13 @@ def test_layouts_with_other_experts_and_samples_are_scaled_to_their_own_time() -
     for place in ((8, 1), (4, 2)):
         about, own = (one.cost(layouts[place], limit=1 << 40) for one in (scaled, _costs(request, device)))
         assert about is not None and own is not None
-        # As much as the search allows for.
+        # The tolerance of the search.
         assert about.seconds == pytest.approx(own.seconds, rel=0.02)
 
 
 @pytest.mark.slow
-def test_estimates_do_not_depend_on_the_layout_that_they_are_scaled_from() -> None:
-    # The first has experts over the ranks of tensor parallelism, which name its messages; others send between nodes.
+def test_estimates_are_independent_of_the_layout_that_they_are_scaled_from() -> None:
+    # The first layout shares experts over tensor parallel ranks, which name its messages. Others cross nodes.
     device = replace(_device(), devices_per_node=2)
     words = f"{TENSOR} --expert-tensor-parallel-size 1 {PIPE} 2 {FULL} {ZERO_1} --moe-expert-rank-capacity-factor 2"
     given = ["--model", *MIXTURE, *FLAGS.split(), *words.split()]

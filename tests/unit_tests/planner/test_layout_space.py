@@ -1,4 +1,4 @@
-"""How layers are cut into parts, and steps of many microbatches; both are pure."""
+"""Cuts of layers into pipeline parts, and the extrapolation of long steps."""
 
 import pytest
 
@@ -22,14 +22,14 @@ from megatron.planner.step_time import StageTime, StepTime, long_step
         ([1.0, 1.0], 0.0, 4, None),
     ],
 )
-def test_the_costliest_part_is_as_cheap_as_can_be(
+def test_a_cut_has_the_least_maximal_cost(
     costs: list[float], end_cost: float, parts: int, counts: tuple[int, ...] | None
 ) -> None:
-    assert even_parts(costs, end_cost=end_cost, parts=parts) == counts
+    assert even_parts(tuple(costs), end_cost=end_cost, parts=parts) == counts
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 2, 2, 0), (4, 4, 4, 1), (1, 1, 2, 2)])
-def test_a_cut_is_written_as_the_flag_reads_it(counts: tuple[int, ...]) -> None:
+def test_the_layout_flag_parses_a_formatted_cut(counts: tuple[int, ...]) -> None:
     text = layout_text(counts, further_layers=1)
     config = ModelParallelConfig(pipeline_model_parallel_size=len(counts), pipeline_model_parallel_layout=text)
     assert layers_per_part(config, num_layers=sum(counts)) == list(counts)
@@ -37,7 +37,7 @@ def test_a_cut_is_written_as_the_flag_reads_it(counts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("num_microbatches", [8, 35, 64])
-def test_a_long_step_takes_as_long_as_its_own_timeline(chunks: int, num_microbatches: int) -> None:
+def test_an_extrapolated_step_equals_its_full_timeline(chunks: int, num_microbatches: int) -> None:
     pipeline = Pipeline(4, chunks)
     forwards = (1.0, 1.25, 0.5, 1.5)
 

@@ -1,4 +1,4 @@
-"""Plans of runs: what passes save, peaks of schedules, words. Against runs: tests/distributed/test_dry_run.py."""
+"""Plans of runs: saved tensors, peaks of schedules, printed lines. tests/distributed/test_dry_run.py compares runs."""
 
 from collections import Counter
 
@@ -15,19 +15,19 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.planner.plans import planned
 
 
-def test_what_is_freed_before_backward_is_not_counted() -> None:
+def test_tensors_freed_before_backward_are_not_counted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     saved = SavedBytes(model, persistent=model.parameters())
     with saved.counting():
         kept = model(torch.zeros(2, 4, requires_grad=True))
         model(torch.zeros(100, 4, requires_grad=True))
-    # Of the first pass the input and what the last layer returned; nobody has kept the second.
+    # The first pass saves its input and the last layer's output. The second pass has been freed.
     assert saved.by_kind() == {"norms and residuals": 2 * 2 * 4 * 4}
     del kept
     assert not saved.by_kind()
 
 
-def test_peaks_are_those_of_the_schedule() -> None:
+def test_a_peak_follows_the_schedule() -> None:
     of_one = [Counter(attention=3, experts=4)]
     assert peak_bytes(no_pipelining_schedule(5), of_one) == {"attention": 3, "experts": 4}
     for stage in range(4):
@@ -35,7 +35,7 @@ def test_peaks_are_those_of_the_schedule() -> None:
         assert peak_bytes(actions, of_one) == {"attention": 3 * (4 - stage), "experts": 4 * (4 - stage)}
 
 
-def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
+def test_a_plan_names_its_ranks_and_assumptions() -> None:
     plan, lines = planned("moe", {"expert-model-parallel-size": 2, "global-batch-size": 8}, ranks=4)
     assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatch of 2 x ")
     assert "equally often" in lines[-1] and plan.is_balanced
@@ -46,12 +46,12 @@ def test_a_plan_says_how_many_ranks_and_what_it_assumes() -> None:
     )
 
 
-def test_passes_take_memory_beside_what_waits_for_backward() -> None:
+def test_passes_allocate_temporary_memory() -> None:
     (stage,) = planned("dense", {})[0].stages
     assert stage.working > 0 and stage.peak > stage.total
 
 
-def test_rows_that_experts_are_padded_to_are_counted() -> None:
+def test_padded_expert_rows_are_counted() -> None:
     flags: Flags = {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall", "global-batch-size": 8}
     flags |= {"moe-expert-capacity-factor": 2.0}
     (dropping,), (padding,) = (
@@ -60,13 +60,13 @@ def test_rows_that_experts_are_padded_to_are_counted() -> None:
     assert padding.activations[EXPERTS] > 1.5 * dropping.activations[EXPERTS]
 
 
-def test_a_stash_in_which_nothing_would_wait_is_refused_as_the_run_refuses_it() -> None:
+def test_a_stash_without_effect_is_refused_as_in_a_run() -> None:
     flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0, "num-layers": 1}
     with pytest.raises(ValueError, match="--moe-paged-stash is True but can have no effect"):
         planned("moe", flags)
 
 
-def test_an_evaluation_keeps_nothing_for_backward_and_has_no_pages() -> None:
+def test_an_evaluation_saves_nothing_and_has_no_pages() -> None:
     flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0}
     trained, _ = planned("moe", flags)
     (stage,) = planned("moe", {**flags, "skip-train": True, "load": "nowhere"})[0].stages
@@ -75,7 +75,7 @@ def test_an_evaluation_keeps_nothing_for_backward_and_has_no_pages() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
+def test_a_plan_counts_the_parameters_of_the_whole_model() -> None:
     one, _ = planned("moe", {})
     cut, _ = planned("moe", {"expert-model-parallel-size": 2, "pipeline-model-parallel-size": 2}, ranks=4)
     assert (one.num_parameters, one.active_parameters) == (cut.num_parameters, cut.active_parameters)
@@ -83,7 +83,7 @@ def test_parameters_of_a_plan_are_those_of_the_whole_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["deepep", "symm_mem"])
-def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
+def test_flex_backends_are_planned_without_their_libraries(backend: str) -> None:
     experts: Flags = {"expert-model-parallel-size": 2, "moe-expert-rank-capacity-factor": 2.0, "bf16": True}
     alone: Flags = {"expert-model-parallel-size": 1}
     flex: Flags = {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": backend}
@@ -95,7 +95,7 @@ def test_libraries_of_gpus_are_planned_without_them(backend: str) -> None:
         validate_args(parse_args(argv=command_line({**read_bases()["moe"], **experts, **flex, **alone})))
 
 
-def test_a_plan_and_a_run_tell_of_all_flags_that_clash() -> None:
+def test_a_plan_and_a_run_report_the_same_flag_conflicts() -> None:
     clashing: Flags = {
         "optimizer": "muon",
         "use-torch-fsdp2": True,

@@ -1,4 +1,4 @@
-"""StageTrace of stages that are built alike are step once for all of them."""
+"""Stages with equal structure share one traced step."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from megatron.training.arguments import parse_args, validate_args
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 
-def _rehearsed_microbatches(*, stages: int, **flags: str) -> int:
-    """How many times a forward step is called to plan a pipeline with two layers in a stage."""
+def _num_forward_steps(*, stages: int, **flags: str) -> int:
+    """Returns the number of forward steps that a plan of a pipeline with two layers per stage calls."""
     calls = 0
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -24,10 +24,10 @@ def _rehearsed_microbatches(*, stages: int, **flags: str) -> int:
     return calls
 
 
-def test_more_stages_of_the_same_layers_are_rehearsed_no_more_often() -> None:
-    assert _rehearsed_microbatches(stages=5) == _rehearsed_microbatches(stages=3)
+def test_stages_of_equal_layers_are_traced_once() -> None:
+    assert _num_forward_steps(stages=5) == _num_forward_steps(stages=3)
 
 
-def test_a_stage_with_other_layers_is_rehearsed_by_itself() -> None:
-    alike = _rehearsed_microbatches(stages=4)
-    assert _rehearsed_microbatches(stages=4, moe_layer_freq="([1]*2+[0]*2+[1]*4)") * 3 == alike * 4
+def test_a_stage_of_other_layers_is_traced_separately() -> None:
+    equal = _num_forward_steps(stages=4)
+    assert _num_forward_steps(stages=4, moe_layer_freq="([1]*2+[0]*2+[1]*4)") * 3 == equal * 4

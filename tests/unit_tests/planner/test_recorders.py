@@ -1,4 +1,4 @@
-"""What a plan says of messages, buffers and working memory. Against runs: tests/distributed/test_dry_run.py."""
+"""Messages, buffers and temporary memory of plans. tests/distributed/test_dry_run.py compares them with runs."""
 
 import subprocess
 import sys
@@ -31,16 +31,16 @@ DEEPSEEK = """
     ("operation", "share"),
     [("all-reduce", 1.5), ("all-gather", 0.75), ("reduce-scatter", 0.75), ("all-to-all", 0.75), ("send", 1.0)],
 )
-def test_links_carry_what_rings_send(operation: str, share: float) -> None:
+def test_link_bytes_are_those_of_rings(operation: str, share: float) -> None:
     assert link_bytes(Traffic("dp", 4, operation, "forward", 2, 1000)) == share * 1000
 
 
-def test_messages_of_one_kind_are_one_entry() -> None:
+def test_merged_has_one_entry_per_kind_of_message() -> None:
     one, other = Traffic("tp", 2, "all-gather", "forward", 1, 10), Traffic("tp", 2, "all-gather", "backward", 1, 10)
     assert merged([one, other, one]) == (other, Traffic("tp", 2, "all-gather", "forward", 2, 20))
 
 
-def test_memory_counts_from_its_operation_to_its_last_tensor() -> None:
+def test_live_bytes_count_from_allocation_to_the_last_tensor() -> None:
     given = torch.empty(100, device="meta")
     with LiveBytes() as live:
         first = given + 1
@@ -55,7 +55,7 @@ def test_memory_counts_from_its_operation_to_its_last_tensor() -> None:
 
 
 @pytest.mark.slow
-def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> None:
+def test_messages_of_passes_scale_with_microbatches_and_others_do_not() -> None:
     flags: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "use-distributed-optimizer": True}
     few, _ = planned("llama", {**flags, "global-batch-size": 8}, ranks=4)
     many, _ = planned("llama", {**flags, "global-batch-size": 40}, ranks=4)
@@ -69,7 +69,7 @@ def test_further_microbatches_send_as_much_each_and_a_step_reduces_once() -> Non
 
 
 @pytest.mark.slow
-def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
+def test_lines_of_a_plan_name_messages_buckets_and_padding() -> None:
     flags: Flags = {"expert-model-parallel-size": 2, "use-distributed-optimizer": True, "global-batch-size": 8}
     plan, lines = planned("moe", flags, ranks=4)
     stage = plan.stages[0]
@@ -80,10 +80,10 @@ def test_words_of_a_plan_name_links_buckets_and_padding() -> None:
     assert sum(one.num_bytes for one in stage.buffers) >= stage.gradients
     assert stage.working > 0 and stage.messages >= max(sum(one.bucket_bytes) for one in stage.buffers)
     assert any(line.startswith("sent in a step by rank 0") for line in lines)
-    assert any("are padding" in line for line in lines)
+    assert any("is padding" in line for line in lines)
 
 
-def test_buckets_have_the_bytes_of_their_gradients() -> None:
+def test_bucket_bytes_are_those_of_gradients() -> None:
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, bucket_size=8)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
     [layout] = buffer_layouts([DistributedDataParallel(ModelParallelConfig(), settings, layers)])
@@ -91,16 +91,16 @@ def test_buckets_have_the_bytes_of_their_gradients() -> None:
     assert len(layout.bucket_bytes) > 1 and sum(layout.bucket_bytes) == layout.num_bytes * 4 // 6
 
 
-def test_ranks_that_train_nothing_send_nothing() -> None:
+def test_an_evaluation_sends_nothing() -> None:
     plan, lines = planned("dense", {"skip-train": True, "load": "nowhere", "global-batch-size": 8}, ranks=2)
     assert plan.stages[0].links == () and plan.stages[0].working == 0
     assert not any(line.startswith("sent in a step") for line in lines)
 
 
-# What a plan says is checked by the tests above, of fewer ranks; this one is about its costs.
+# Other tests check plans of fewer ranks. This one checks the cost of planning.
 @pytest.mark.soak
 def test_deepseek_v3_on_16384_ranks_takes_less_than_a_minute_and_two_gibibytes() -> None:
-    # The peak of this program alone: ru_maxrss begins with what its parent held when it forked.
+    # VmHWM is the peak of this program alone, while ru_maxrss includes its parent's memory at the fork.
     script = """
 import pretrain_gpt, re, sys, time
 pretrain_gpt.main(sys.argv[1:])
@@ -112,8 +112,8 @@ print(time.process_time(), re.search(r"VmHWM:\\s+(\\d+)", status)[1])
     )
     *words, last = found.stdout.splitlines()
     seconds, kibibytes = map(float, last.split())
-    # Of one core: what other processes take of the machine is not the plan's.
+    # Time of one core, since other processes share the machine.
     assert seconds < 60 and kibibytes < 2 * 2**20
     assert words[0].startswith("plan of 16384 ranks: pipeline 16, expert 64, data 1024;")
-    # One that does not is planned once more, at least.
+    # A plan that does not fit is followed by further plans.
     assert words[-1].startswith("fits H100: ")

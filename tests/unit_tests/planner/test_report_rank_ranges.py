@@ -1,4 +1,4 @@
-"""Ranks in few words come to the same ranks when they are read again."""
+"""Formatted rank ranges parse back to the same ranks."""
 
 import random
 
@@ -18,7 +18,7 @@ def _read(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
-def test_groups_of_layouts_take_few_words_each(order: str) -> None:
+def test_groups_of_layouts_take_at_most_three_terms(order: str) -> None:
     generator = RankGenerator(4, 1, 16, 8, 2, order)
     for name in ("tp", "cp", "pp", "dp", "dp-cp", "tp-pp", "tp-dp-cp", "tp-cp", "tp-pp-cp"):
         for ranks in generator.get_ranks(name):
@@ -26,7 +26,7 @@ def test_groups_of_layouts_take_few_words_each(order: str) -> None:
             assert _read(text) == ranks and len(text.split(" + ")) <= 3 and "," not in text, (name, text)
 
 
-def test_any_ranks_are_told() -> None:
+def test_any_ranks_round_trip() -> None:
     assert rank_range([5]) == "5:6:1" and rank_range(range(262_144)) == "0:262144:1"
     assert rank_range([2, 3, 18, 19]) == "2:4:1 + 0:17:16"
     assert rank_range([0, 1, 2, 7]) == "0:3:1, 7:8:1"

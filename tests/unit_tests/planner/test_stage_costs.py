@@ -1,4 +1,4 @@
-"""Memory that is summed from single layers, against plans of the same runs that build whole stages."""
+"""Memory added up from single layers, compared with plans of the same runs that build whole stages."""
 
 import random
 
@@ -25,7 +25,7 @@ MODELS = {"llama3.2-1b": None, "mixtral-8x7b": 8, "deepseek-v3": 16, "gpt-oss-20
 
 
 def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
-    """Some layouts of a tiny model, with flags that the run itself does not refuse."""
+    """Returns random layouts of a tiny model that the run accepts, with their flags."""
     latent, experts = model.startswith("deepseek"), MODELS[model]
     parts = {
         Recompute.CHEAP: ("layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if latent else [])),
@@ -59,21 +59,21 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
     raise AssertionError(f"{model} has only {len(found)} layouts")
 
 
-def _standing(one: PersistentBytes | RankPlan) -> tuple[int, ...]:
+def _persistent(one: PersistentBytes | RankPlan) -> tuple[int, ...]:
     return one.parameters, one.gradients, one.masters, one.moments, one.host_states
 
 
-# Layers of gpt-oss-20b are of kinds that the other models have; only their sizes differ.
+# Layers of gpt-oss-20b differ from those of the other models only in size.
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [soak_only(model) if model == "gpt-oss-20b" else model for model in MODELS])
-def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
+def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
     for layout, words in _layouts(model):
         args = validate_args(parse_args(argv=words))
         provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
         planned = plan_run(args, provider, forward_step_func=step).stages
         quick = quick_stages(args, measure_memory(args, provider, forward_step=step))
         for whole, added in zip(planned, quick, strict=True):
-            assert _standing(added.persistent) == _standing(whole), (layout, whole.stage)
+            assert _persistent(added.persistent) == _persistent(whole), (layout, whole.stage)
             assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
             kept = {kind: size for kind, size in whole.activations.items() if size}
             assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
@@ -83,15 +83,15 @@ def test_single_layers_add_up_to_what_whole_stages_hold(model: str) -> None:
 @pytest.mark.parametrize(
     "flags", ["--use-distributed-optimizer", "--use-distributed-optimizer --ddp-num-buckets 3", ""]
 )
-def test_states_in_the_hosts_memory_add_up_too(flags: str) -> None:
+def test_offloaded_states_add_up_to_stages(flags: str) -> None:
     offload = "--micro-batch-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.4"
     words = ["--model", "llama3.2-1b", *ALWAYS.split(), *offload.split(), *flags.split()]
     args = validate_args(parse_args(argv=words))
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
     (whole,) = plan_run(args, provider, forward_step_func=step).stages
     (added,) = quick_stages(args, measure_memory(args, provider, forward_step=step))
-    standing = _standing(added.persistent)
-    assert standing == _standing(whole) and min(standing) > 0
+    persistent = _persistent(added.persistent)
+    assert persistent == _persistent(whole) and min(persistent) > 0
     assert (
         added.total
         == whole.total
@@ -101,7 +101,7 @@ def test_states_in_the_hosts_memory_add_up_too(flags: str) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("num_microbatches", [3, 8, 41])
-def test_a_long_step_is_as_full_as_the_short_one_that_stands_for_it(chunks: int, num_microbatches: int) -> None:
+def test_a_short_step_has_the_peak_of_the_long_one(chunks: int, num_microbatches: int) -> None:
     pipeline = Pipeline(4, chunks)
     sizes = [{"a": 7, "b": 1}, {"a": 2, "b": 5}, {"a": 3, "b": 0}][:chunks]
     for stage, order in enumerate(stage_orders(pipeline, num_microbatches)):
@@ -111,7 +111,7 @@ def test_a_long_step_is_as_full_as_the_short_one_that_stands_for_it(chunks: int,
         assert max(sums) == sum(peak.values())
 
 
-def test_memory_that_single_layers_do_not_tell_is_refused() -> None:
+def test_unsupported_optimizers_are_refused() -> None:
     words = ["--model", "llama3.2-1b", *ALWAYS.split(), "--micro-batch-size", "1", "--optimizer", "muon"]
     args = validate_args(parse_args(argv=words))
     costs = measure_memory(args, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)

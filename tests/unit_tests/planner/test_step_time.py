@@ -20,7 +20,7 @@ from megatron.planner.work import (
 )
 from megatron.training.compute.devices import Device
 
-# Round figures: 10^12 products, 10^9 bytes of memory, 10^9 in a node and half of that between nodes, a second.
+# Rates per second: 10^12 FLOPs, 10^9 bytes of memory, 10^9 bytes inside a node and half of that between nodes.
 DEVICE = Device(
     name="round",
     bf16_tflops=2.0,
@@ -43,7 +43,7 @@ DEVICE = Device(
 
 
 def _seconds(seconds: float, kind: str = "attention") -> Kernels:
-    """A product that takes so long."""
+    """Returns a matmul of that many seconds."""
     return Kernels({Kernel(kind, Unit.MATMUL, "bf16", seconds * 1e12, 0.0): 1})
 
 
@@ -97,7 +97,7 @@ def test_one_stage_computes_all_the_time() -> None:
 
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.5])
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(4, 1, 8), (4, 1, 1), (2, 3, 4), (4, 2, 8)])
-def test_bubbles_are_those_of_the_schedules(stages: int, chunks: int, microbatches: int, backward: float) -> None:
+def test_bubbles_follow_the_schedule(stages: int, chunks: int, microbatches: int, backward: float) -> None:
     step = _step([_stage(1.0, backward, chunks=chunks)] * stages, microbatches)
     share = (stages - 1) / (chunks * microbatches + stages - 1)
     assert [one.bubble / step.seconds for one in step.stages] == pytest.approx([share] * stages)
@@ -107,19 +107,19 @@ def test_bubbles_are_those_of_the_schedules(stages: int, chunks: int, microbatch
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
     step = _step([_stage(), _stage(2.0, 4.0)], 5)
-    # Its passes, and around them the forward and backward of the first stage.
+    # The slow stage's passes, and one forward and backward of the first stage.
     assert step.seconds == 5 * 6.0 + 3.0
     assert [one.bubble for one in step.stages] == pytest.approx([18.0, 3.0])
 
 
-def test_transfers_between_stages_are_told_from_bubbles() -> None:
+def test_transfers_between_stages_are_no_bubbles() -> None:
     sends = tuple(
         Traffic("pp", 2, operation, phase, 4, 1_000_000_000)
         for operation, phase in (("send", "forward"), ("receive", "backward"))
     )
     stages = [_stage(traffic=sends)] * 2
     step = _step(stages, 4)
-    # A quarter of 10^9 bytes at 10^9 a second: in 1F1B both directions are waited for at the ends and in between.
+    # A transfer has a quarter of 10^9 bytes, at 10^9 bytes per second. 1F1B waits for both directions.
     assert step.seconds > 3 * 5 and step.stages[0].exposed["pipeline"] == pytest.approx(step.seconds - 3 * 5)
     assert step.stages[0].bubble == pytest.approx(3.0) and _adds_up(step)
     assert _step(stages, 4, overlap=Overlap(transfers=False)).seconds >= step.seconds
@@ -127,7 +127,7 @@ def test_transfers_between_stages_are_told_from_bubbles() -> None:
     assert _step(stages, 1).seconds == pytest.approx(2 * 3.0 + 2 * 0.25)
 
 
-def test_messages_of_passes_are_waited_for_unless_modules_run_meanwhile() -> None:
+def test_messages_of_passes_are_exposed_unless_modules_overlap_them() -> None:
     traffic = (
         Traffic("ep", 4, "all-to-all", "forward", 2, 8_000_000_000),
         Traffic("tp", 2, "all-gather", "backward", 1, 1_000_000_000),
@@ -137,36 +137,37 @@ def test_messages_of_passes_are_waited_for_unless_modules_run_meanwhile() -> Non
     assert step.stages[0].exposed == {"forward": 6.0, "backward": 0.5} | dict.fromkeys(
         ("pipeline", "grad reduce", "param gather", "optimizer"), 0.0
     )
-    behind = _step([_stage(traffic=traffic)], 2, overlap=Overlap(behind={"ep": ("attention",), "tp": ("experts",)}))
-    # A second of each of two forwards.
-    assert (behind.stages[0].exposed["forward"], behind.stages[0].exposed["backward"]) == (4.0, 0.5)
-    assert behind.stages[0].hidden == 2.0 and behind.seconds == step.seconds - 2.0
-    assert _adds_up(step) and _adds_up(behind)
+    overlap = Overlap(overlapped_by={"ep": ("attention",), "tp": ("experts",)})
+    overlapped = _step([_stage(traffic=traffic)], 2, overlap=overlap)
+    # One second in each of two forwards.
+    assert (overlapped.stages[0].exposed["forward"], overlapped.stages[0].exposed["backward"]) == (4.0, 0.5)
+    assert overlapped.stages[0].hidden == 2.0 and overlapped.seconds == step.seconds - 2.0
+    assert _adds_up(step) and _adds_up(overlapped)
 
 
-def test_reductions_hide_only_as_far_as_there_is_backward_left() -> None:
+def test_reductions_overlap_only_with_the_rest_of_backward() -> None:
     def exposed(num_bytes: int, buckets: int, overlap: bool) -> tuple[float, float]:
         traffic = (Traffic("dp_cp", 2, "reduce-scatter", "grad reduce", buckets, num_bytes),)
         step = _step([_stage(traffic=traffic)], 3, overlap=Overlap(gradients=overlap))
         assert _adds_up(step) and step.seconds == 9.0 + step.stages[0].exposed["grad reduce"]
         return step.stages[0].exposed["grad reduce"], step.stages[0].hidden
 
-    # Half of the bytes cross the link, 10^9 a second; the last backward takes 2 seconds.
+    # Half of the bytes cross the link, at 10^9 per second. The last backward takes 2 seconds.
     assert exposed(2_000_000_000, 4, False) == (1.0, 0.0)
-    # All but the last bucket's.
+    # All but the last bucket overlap.
     assert exposed(2_000_000_000, 4, True) == (0.25, 0.75)
-    # The first bucket is there after half a second, then there is no pause.
+    # The first bucket is ready after half a second. From then on the link is busy.
     assert exposed(20_000_000_000, 4, True) == (8.5, 1.5)
 
 
-def test_reductions_hide_in_the_bubble_of_late_stages() -> None:
+def test_reductions_overlap_with_the_bubble_of_late_stages() -> None:
     traffic = (Traffic("dp_cp", 2, "reduce-scatter", "grad reduce", 1, 3_000_000_000),)
     step = _step([_stage(), _stage(traffic=traffic)], 4)
     # The last stage ends two seconds before the first.
     assert step.seconds == pytest.approx(3 * 5) and step.stages[1].hidden == pytest.approx(1.5)
 
 
-def test_gathers_hide_behind_the_first_forward() -> None:
+def test_gathers_overlap_with_the_first_forward() -> None:
     def step(num_bytes: int, overlap: bool) -> StepTime:
         traffic = (Traffic("dp_cp", 2, "all-gather", "param gather", 4, num_bytes),)
         found = _step([_stage(traffic=traffic)], 3, overlap=Overlap(parameters=overlap))
@@ -174,35 +175,35 @@ def test_gathers_hide_behind_the_first_forward() -> None:
         return found
 
     assert step(1_000_000_000, False).stages[0].exposed["param gather"] == 0.5
-    # The first of four buckets has nothing to hide behind.
+    # The first of four buckets is exposed.
     assert step(1_000_000_000, True).stages[0].exposed["param gather"] == 0.125
-    # And the last quarter of the pass comes after the last of them.
+    # The last quarter of the pass runs after the last bucket.
     assert step(8_000_000_000, True).stages[0].exposed["param gather"] == 4.0 + 0.25 - 1.0
 
 
-def test_parameters_that_are_gathered_in_every_pass_hide_behind_each() -> None:
+def test_gathers_in_every_pass_overlap_with_each_pass() -> None:
     traffic = (
         Traffic("dp_cp", 2, "all-gather", "param gather", 6, 12_000_000_000),
         Traffic("dp_cp", 2, "reduce-scatter", "grad reduce", 3, 9_000_000_000),
     )
     step = _step([_stage(traffic=traffic)], 3, overlap=Overlap(in_every_pass=frozenset((GRADS, PARAMS))))
-    # 1 second of gathers in each of six passes, 1.5 of reductions in each of three backwards of 2.
+    # Gathers take 1 second in each of six passes, and reductions 1.5 in each of three backwards of 2 seconds.
     assert step.stages[0].exposed["forward"] == 0.0 and step.stages[0].exposed["backward"] == pytest.approx(1.5)
     assert step.seconds == pytest.approx(10.5) and step.stages[0].hidden == pytest.approx(9.0) and _adds_up(step)
-    # Gradients alone have the whole of each backward, and parameters come once, after the update.
+    # Reductions overlap with each backward, and parameters are gathered once, after the update.
     step = _step([_stage(traffic=traffic)], 3, overlap=Overlap(gradients=True, in_every_pass=frozenset((GRADS,))))
     assert step.stages[0].exposed["backward"] == 0.0 and step.stages[0].exposed["param gather"] == 6.0
     assert step.seconds == pytest.approx(15.0) and step.stages[0].hidden == pytest.approx(4.5) and _adds_up(step)
 
 
-def test_groups_of_several_nodes_send_over_the_network() -> None:
+def test_groups_across_nodes_use_the_network() -> None:
     gather = Traffic("dp_cp", 16, "all-gather", "param gather", 1, 16_000_000_000)
     assert message_seconds(gather, DEVICE, in_node=16) == 15.0
-    # A ring through each of a node's ranks: 8 ports are faster than the links of a node, one is not.
+    # One ring per rank of a node. The network is slower than a node's links with one port, but not with 8.
     assert message_seconds(gather, DEVICE, in_node=8) == 15.0
     assert message_seconds(gather, DEVICE, in_node=1) == 30.0
     assert message_seconds(replace(gather, operation="all-reduce"), DEVICE, in_node=1) == 60.0
-    # 7 of 16 parts stay in the node, at 10^9 a second; 8 go out at half of that.
+    # 7 of 16 parts stay in the node, at 10^9 bytes per second, and 8 leave it, at half of that.
     assert message_seconds(replace(gather, operation="all-to-all"), DEVICE, in_node=8) == 16.0
     assert message_seconds(replace(gather, operation="send"), DEVICE, in_node=1) == 32.0
     assert message_seconds(replace(gather, group_size=1), DEVICE, in_node=1) == 0.0
@@ -211,20 +212,20 @@ def test_groups_of_several_nodes_send_over_the_network() -> None:
     assert message_seconds(replace(gather, count=3), late, in_node=1) == 42.0
 
 
-def test_latencies_are_those_of_the_tree_that_holds_all_ranks() -> None:
+def test_latencies_are_those_of_a_tree() -> None:
     late, nothing = replace(DEVICE, node_latency_us=1e6), Traffic("dp_cp", 2, "all-gather", "param gather", 1, 0)
     sizes = {2: 1.0, 3: 2.0, 4: 2.0, 5: 3.0, 6: 3.0, 8: 3.0}
     found = {size: message_seconds(replace(nothing, group_size=size), late, in_node=size) for size in sizes}
     assert found == sizes
 
 
-def test_ranks_of_a_group_share_nodes_by_their_numbers() -> None:
+def test_nodes_hold_consecutive_ranks() -> None:
     assert ranks_in_node(range(8), 8) == 8
     assert ranks_in_node(range(0, 64, 8), 8) == 1
     assert ranks_in_node(range(0, 64, 4), 8) == 2
     assert ranks_in_node([6, 7, 8, 9, 10], 8) == 3
 
 
-def test_passes_are_drawn_when_they_run() -> None:
+def test_spans_are_the_times_of_passes() -> None:
     (spans,) = _step([_stage()], 2).spans
     assert [tuple(spans[action]) for action in no_pipelining_schedule(2)] == [(0, 1), (1, 3), (3, 4), (4, 6)]

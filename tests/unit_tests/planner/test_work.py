@@ -1,4 +1,4 @@
-"""Kernels of a planned step: their arithmetic is what the log counts, by pass; what is recomputed is told apart."""
+"""Kernels of a planned step: FLOPs by pass as the log counts them, and recompute counted separately."""
 
 import pytest
 
@@ -39,14 +39,14 @@ def _flops(kernels: Kernels, unit: Unit | None = None) -> float:
         ("moe", {"expert-model-parallel-size": 2, **STATIC}, 2),
     ],
 )
-def test_products_of_all_ranks_are_those_that_the_log_counts(base: str, flags: Flags, ranks: int) -> None:
+def test_flops_of_all_ranks_equal_those_of_the_log(base: str, flags: Flags, ranks: int) -> None:
     plan = _plan(base, flags, ranks=ranks)
     chunks = [chunk for stage in plan.stages for chunk in stage.chunks]
     forward = sum(_flops(chunk.forward) for chunk in chunks)
     backward = sum(_flops(chunk.backward) for chunk in chunks)
     attention = sum(_flops(chunk.forward, Unit.ATTENTION) for chunk in chunks)
     assert attention > 0
-    # Fused attention computes its scores again in backward, which the log does not count.
+    # Fused attention recomputes its scores in backward, which the log does not count.
     assert backward == pytest.approx(2 * forward + 0.5 * attention)
     copies = ranks // len(plan.stages)
     samples = 2 * (copies if base == "moe" else 1)
@@ -54,18 +54,18 @@ def test_products_of_all_ranks_are_those_that_the_log_counts(base: str, flags: F
 
 
 @pytest.mark.slow
-def test_layers_that_are_recomputed_run_forward_twice() -> None:
+def test_recomputed_layers_run_forward_twice() -> None:
     (plain,), (again,) = (_plan("llama", flags).stages for flags in ({}, ALL_LAYERS))
     assert not plain.chunks[0].recompute
     assert _flops(again.chunks[0].forward) == _flops(plain.chunks[0].forward)
     assert _flops(again.chunks[0].backward) == _flops(plain.chunks[0].backward)
     output = sum(k.flops * n for k, n in plain.chunks[0].forward.items() if k.kind == "output and loss")
     narrow = min(k.flops for k in plain.chunks[0].forward if k.kind == "feed-forward" and k.flops)
-    # Torch stops when all that backward needs is there: before the last product of each of two layers.
+    # Torch stops recomputing once backward has its tensors, before the last matmul of each of two layers.
     assert _flops(again.chunks[0].recompute) == _flops(plain.chunks[0].forward) - output - 2 * narrow
 
 
-def test_backward_is_told_apart_by_modules() -> None:
+def test_backward_kernels_have_the_kind_of_their_module() -> None:
     (stage,) = _plan("moe", {"moe-grouped-gemm": True}).stages
     chunk = stage.chunks[0]
     scores = _flops(chunk.forward, Unit.ATTENTION)
@@ -79,7 +79,7 @@ def test_backward_is_told_apart_by_modules() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_has_a_time_and_recompute_costs_some_of_it() -> None:
+def test_recompute_takes_time() -> None:
     args = validate_args(parse_args(argv=[*command_line({**read_bases()["llama"], "bf16": True}), "--dry-run"]))
     device = planned_device({})
     steps = [run_time(_plan("llama", flags), args, device=device) for flags in ({}, ALL_LAYERS)]

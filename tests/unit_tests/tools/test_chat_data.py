@@ -15,7 +15,7 @@ from tests.functional_tests.case import command_line, read_bases
 from tests.functional_tests.launch import run_program
 from tools import preprocess_data
 from tools.generate import load_model
-from tools.packing import Chat, packed
+from tools.preprocess_data import Chat, packed
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"

@@ -58,7 +58,7 @@ def test_files_of_every_rank_become_one_checkpoint_and_files_again(
     model = whole_model(shape)
     write_files(model, tmp_path / "legacy", style, shape=shape)
     convert("torch", "torch_dist", tmp_path / "legacy", tmp_path / "ours")
-    assert "the optimizer's state was left behind: go on with --no-load-optim" in capsys.readouterr().out
+    assert "optimizer states are not converted: continue with --no-load-optim" in capsys.readouterr().out
     folder = tmp_path / "ours" / f"iter_{ITERATION:07d}"
     loaded = whole_model(shape)
     for tensor in loaded.state_dict().values():

@@ -108,7 +108,7 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
     write_megatron_core(source, tensors, args=FACTS[case]["args"], iteration=ITERATION)
     (source.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     convert(source.parent, tmp_path / "ours")
-    assert "left behind: 3 entries that are no weights" in capsys.readouterr().out
+    assert "not converted: 3 entries that are no weights" in capsys.readouterr().out
     folder = tmp_path / "ours" / source.name
     state = loaded(case, folder)
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(state[name], tensor)] == []

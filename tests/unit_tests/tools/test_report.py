@@ -34,9 +34,10 @@ def test_a_browser_draws_every_diagram(tmp_path: Path, capsys, num_steps: int, l
     assert report.main([*map(str, folders), "--output", str(tmp_path / "r.html")]) == 0
     assert f"Report: {tmp_path / 'r.html'} (" in capsys.readouterr().out
     with opened_browser(tmp_path) as page:
-        page.open((tmp_path / "r.html").as_uri(), width=1200)
-        seen = page.evaluate(PAGE_FACTS)
-        assert [*page.problems, *seen["cut"]] == [] and seen["width"] <= 1200
+        for width in (390, 1200):
+            page.open((tmp_path / "r.html").as_uri(), width=width)
+            seen = page.evaluate(PAGE_FACTS)
+            assert [*page.problems, *seen["cut"]] == [] and seen["width"] <= width
         assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
     drawn = {name.partition(" ")[0]: (marks, titles) for name, marks, titles in seen["drawn"]}
     expected = [name for name in EVERY_FIGURE if name != "loss-scale" or num_steps > 1]

@@ -1,4 +1,4 @@
-"""Flags of a stash for tests that build a planned run by hand. Holds no tests."""
+"""Stash flags for tests that build a planned run by hand. Holds no tests."""
 
 import torch
 

@@ -1,5 +1,6 @@
-"""The real stashes of all ranks of a run, in one process: experts get rows as a list of counts says, and their buffers,
-pages and schedules are those of the run. Holds no tests.
+"""Runs the real stashes of all ranks of a run in one process, with given counts of expert rows. Holds no tests.
+
+Buffers, pages and schedules are those of the run.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from megatron.training.step.expert_memory import ExpertMemory, StepFigures, buil
 
 
 class RealRank:
-    """One rank's experts and their memory. stage, group, number: its place among the ranks with experts."""
+    """One rank's experts and their memory. stage, group, number: its position among the ranks with experts."""
 
     def __init__(self, args: argparse.Namespace, stage: int, *, group: int, number: int) -> None:
         self.stage, self.group, self.number = stage, group, number
@@ -43,14 +44,14 @@ class RealRank:
         self.memory: ExpertMemory = found
         layers = [part for chunk in model for part in chunk.modules() if isinstance(part, MoELayer)]
         self._layers = {layer.router.layer_number: layer for layer in layers}
-        # Asked of all stages together: one whose backward always follows at once stashes nothing.
+        # check_effect needs all stages: a stage whose backward directly follows forward stashes nothing.
         with patch.object(expert_memory, "check_effect"):
             self.memory.prepare(
                 LearnedSizes(), num_microbatches=batch_sizes(args).final_num_microbatches, pp_group=None
             )
 
     def run_step(self, tokens: dict[int, np.ndarray]) -> None:
-        """Every pass of the step in the order of its schedule. tokens: layer -> [M, R, E], as a trace has it."""
+        """Runs the passes of a step in schedule order. tokens: layer -> [M, R, E], as in a trace."""
         num_microbatches = len(next(iter(tokens.values())))
         self.memory.begin_step(num_microbatches=num_microbatches, forward_only=False)
         outputs: dict[tuple[int, int], Tensor] = {}
@@ -62,7 +63,7 @@ class RealRank:
                 outputs[layer, event.instance] = self._forward(layer, tokens[layer][event.instance])
 
     def _forward(self, number: int, tokens: np.ndarray) -> Tensor:
-        """tokens: [R, E] -> the live rows' output."""
+        """Returns the output of the live rows. tokens: [R, E]."""
         layer = self._layers[number]
         own = tokens[self.group * self._size : (self.group + 1) * self._size].sum(axis=0)
         per_expert = torch.tensor(own.reshape(self._size, -1)[self.number], dtype=torch.int64)
@@ -76,7 +77,7 @@ class RealRank:
 
 
 def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:
-    """One step of all ranks, again until none lacks pages; what each one knows of it, and how often it was void."""
+    """Retries a step of all ranks until none overflows. Returns the figures of each rank and the number of retries."""
     voids = 0
     while True:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Times and bytes of three published shapes, and the sign of what a stash saves."""
+"""Times and bytes of three published shapes, and the sign of the saving of a stash."""
 
 import pytest
 
@@ -8,9 +8,9 @@ from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, Sta
 from megatron.planner.stash.costs import ExpertShape, Machine
 
 MACHINE = Machine(flops=790e12, copied_bytes=4.3e12, host_bytes=55e9)
-# Hidden, ffn, rows, layers; GB dropless, static at c = 1.5, 2, 4, stashed at the same, at best; ms of compute, of
-# copies; copies over compute, with act and without, in %; ms of a whole spill; share of it that forward hides in %;
-# share of x in a row in %.
+# Hidden, ffn, rows, layers. GB: dropless, static at c = 1.5, 2 and 4, stashed at the same factors, and at best.
+# Compute and copies in ms, copies over compute with and without act in %, a whole spill in ms, its share that
+# forward overlaps in %, and the share of x in a row in %.
 SHAPES = {
     "DeepSeek-V3": (7168, 2048, 32768, 58, 50.6, (75.9, 101, 202), (58.3, 59.1, 62.6), 51.9)
     + (10.96, 0.81, 7.4, 6.3, 15.9, 23, 54),
@@ -30,7 +30,7 @@ def step(
     arena_factor: float = 1.1,
     prefetch_groups: int = 1,
 ) -> Footprint:
-    """The footprint of a step at whose peak num_groups groups wait, by the arithmetic that a run's log line uses."""
+    """Returns the footprint of a step with num_groups saved groups at its peak, as in a run's log line."""
     names = [f"layer{number}" for number in range(num_groups + 1)]  # the last one's backward directly follows
     events = [StashEvent(EventKind.FORWARD, name, 0) for name in names]
     events += [StashEvent(EventKind.BACKWARD, name, 0) for name in reversed(names)]

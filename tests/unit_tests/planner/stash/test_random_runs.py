@@ -1,4 +1,4 @@
-"""What is planned for random schedules, pools and traces against the real stashes of the same: each count."""
+"""Plans of random schedules, pools and traces, compared with the counters of real stashes."""
 
 import argparse
 import random
@@ -28,7 +28,7 @@ SKEWED, BALANCED = [32, 32, 0, 0], [16, 16, 16, 16]  # tokens of each expert, tw
 
 
 def random_flags(choose: random.Random) -> Flags:
-    """A run of 1 to 4 stages of 1 or 2 chunks, over 1 or 2 ranks that share experts, or 2 that do not."""
+    """Returns flags of a run with 1 to 4 stages, 1 or 2 chunks, and 1 or 2 expert-parallel or data-parallel ranks."""
     (num_stages, num_chunks), experts = choose.choice([(1, 1), (2, 1), (4, 1), (2, 2)]), choose.choice([1, 2])
     replicas = 2 if experts == 1 and num_stages < 4 and choose.random() < 0.3 else 1
     num_microbatches = num_stages * choose.randrange(1, 4)
@@ -58,7 +58,7 @@ def random_flags(choose: random.Random) -> Flags:
 
 
 def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) -> None:
-    """Some steps whose experts are chosen more or less equally often."""
+    """Writes a trace of a few steps with random skew."""
     header, chance = RoutingHeader.of(args), np.random.default_rng(choose.randrange(1 << 30))
     num_ranks = args.world_size // args.pipeline_model_parallel_size
     shape = args.global_batch_size // num_ranks, num_ranks
@@ -71,7 +71,7 @@ def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) ->
 
 
 def real_ranks(args: argparse.Namespace) -> list[RealRank]:
-    """All ranks of the run, as a plan counts them: those of one group side by side."""
+    """Returns all ranks of the run in the order of a plan, with ranks of one group adjacent."""
     stages, size = args.pipeline_model_parallel_size, args.expert_model_parallel_size
     places = product(range(stages), range(args.data_parallel_size // size), range(size))
     return [RealRank(args, stage, group=group, number=number) for stage, group, number in places]
@@ -104,7 +104,7 @@ def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatc
         figures, _ = run_together(ranks, {layer: counts.numpy() for layer, counts in of_step.items()})
         assert [one.counters[Counter.DROPPED_ACT] for one in figures] == dropped[step].tolist()
         shares.append([rank.memory.stash.reserved_share for rank in ranks if rank.memory.stash is not None])
-    # The first rank has all rows of a skewed step. Two steps later it counts no more.
+    # The first rank has all rows of the skewed step, which is forgotten two steps later.
     assert shares == [[0.5, 0.5], [0.999, 0.5], [0.999, 0.5], [0.5, 0.5], [0.5, 0.5]]
     assert dropped[0].tolist() == dropped[4].tolist() == [0, 0] and dropped[2, 0] > 0
 
@@ -144,6 +144,6 @@ def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(
                 assert own.balanced_pages == real.balanced_pages
                 for counter in counted:
                     seen[counter] += counted[counter]
-    # All of it has happened.
+    # The runs covered all other counters.
     never = {counter for counter, count in seen.items() if count == 0}
     assert all_voids > 0 and never == {Counter.VOID, Counter.BAD_COUNT}

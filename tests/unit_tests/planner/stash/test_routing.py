@@ -1,4 +1,4 @@
-"""Made-up routing: rows have the mean and the spread of tokens that choose one by one; popularities wander as told."""
+"""Synthetic routing: rows have the mean and spread of independent tokens, and popularities drift as specified."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ EXPERTS, TOPK, TOKENS, RANKS = 8, 2, 64, 4
 
 
 def planned(*, num_microbatches: int = 4, flags: StashFlags = FLAGS) -> PlannedRun:
-    """One stage of one layer whose experts are shared by 4 ranks; of its schedule nothing is asked."""
+    """Returns a run of one stage and one layer with experts shared by 4 ranks, without a schedule."""
     budget = StaticBudget(2.0, TOPK, EXPERTS // RANKS, RANKS, 1, 1)
     ranks = ExpertRanks(EXPERTS, TOPK, TOKENS, RANKS, RANKS, 1, budget, counts_pairs=True)
     stage = PlannedStage((1,), lambda count: (), lambda count, ahead: ())
@@ -23,9 +23,7 @@ def planned(*, num_microbatches: int = 4, flags: StashFlags = FLAGS) -> PlannedR
 
 
 def one_by_one(chances: np.ndarray, random: np.random.Generator, draws: int) -> np.ndarray:
-    """[draws, ranks]: rows of a pass whose tokens each choose TOPK experts: independent choices, kept where they are
-    as many.
-    """
+    """Draws rows of passes, [draws, ranks], of tokens with TOPK independent choices."""
     tokens = TOKENS * RANKS
     rows = np.empty((draws, RANKS))
     for draw in range(draws):
@@ -37,8 +35,8 @@ def one_by_one(chances: np.ndarray, random: np.random.Generator, draws: int) -> 
     return rows
 
 
-def test_rows_vary_as_those_of_tokens_that_choose() -> None:
-    # One popularity for all: of the model just the number of experts is taken.
+def test_rows_have_the_mean_and_spread_of_independent_tokens() -> None:
+    # With equal popularities only the number of experts matters.
     run = planned(num_microbatches=2000)
     (span,) = made_up_spans(run, parse_skew("balanced"), num_steps=1, num_groups=1, seed=3)
     rows = span.rows[1][:, 0]
@@ -46,18 +44,18 @@ def test_rows_vary_as_those_of_tokens_that_choose() -> None:
     reference = one_by_one(np.full(EXPERTS, TOPK / EXPERTS), np.random.default_rng(1), 400)
     assert rows.mean() == reference.mean() == TOKENS * TOPK
     assert rows.std() == pytest.approx(reference.std(), rel=0.1)
-    # The fullest of the pairs: 2000 passes of 4 ranks that send to 4.
+    # The maximum over 2000 passes of 4 ranks that send to 4 ranks.
     pair = one_by_one(np.full(EXPERTS, TOPK / EXPERTS), np.random.default_rng(2), 100).max() / RANKS
     assert TOKENS * TOPK / RANKS < pair < span.most_of_pair[0] <= TOKENS * TOPK
 
 
-def test_each_token_chooses_topk_experts_and_none_twice() -> None:
+def test_each_token_chooses_topk_distinct_experts() -> None:
     for text in ("balanced", "dirichlet:0.05", "zipf:3", "drift:4:10"):
         popularities = popularity(parse_skew(text), np.random.default_rng(2), num_steps=50, num_experts=EXPERTS)
         assert popularities.sum(axis=1) == pytest.approx(np.ones(50)) and (popularities > 0).all()
         chances = inclusion(popularities, TOPK)
         assert chances.sum(axis=1) == pytest.approx(np.full(50, TOPK)) and chances.max() <= 1
-        # Who is more popular is not chosen less.
+        # The probability of a choice is monotonic in popularity.
         order = np.argsort(popularities, axis=1)
         assert (np.diff(np.take_along_axis(chances, order, axis=1), axis=1) >= -1e-9).all()
     small = inclusion(np.array([[0.4, 0.3, 0.2, 0.1]]), 2)
@@ -65,7 +63,7 @@ def test_each_token_chooses_topk_experts_and_none_twice() -> None:
     assert inclusion(np.array([[0.7, 0.1, 0.1, 0.1]]), 2) == pytest.approx(np.array([[1, 1 / 3, 1 / 3, 1 / 3]]))
 
 
-def test_drifting_popularities_have_their_spread_and_forget() -> None:
+def test_drift_has_its_spread_and_correlation_time() -> None:
     skew, random = parse_skew("drift:0.5:20"), np.random.default_rng(5)
     logs = np.log(popularity(skew, random, num_steps=4000, num_experts=64))
     logs -= logs.mean(axis=1, keepdims=True)
@@ -75,7 +73,7 @@ def test_drifting_popularities_have_their_spread_and_forget() -> None:
         assert kept == pytest.approx(math.exp(-steps / 20), abs=0.05)
 
 
-def test_more_skew_needs_more_and_the_same_seed_gives_the_same() -> None:
+def test_rows_grow_with_skew_and_depend_on_the_seed() -> None:
     def most(text: str, seed: int = 1) -> float:
         (span,) = made_up_spans(planned(), parse_skew(text), num_steps=50, num_groups=1, seed=seed)
         return float(span.most_rows.mean())
@@ -99,12 +97,12 @@ def test_more_skew_needs_more_and_the_same_seed_gives_the_same() -> None:
         ("balanced:1", "must be balanced, which has no numbers"),
     ],
 )
-def test_wrong_models_are_named(text: str, words: str) -> None:
+def test_invalid_skews_are_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_skew(text)
 
 
-def test_parts_of_a_span_and_the_memory_that_rows_take() -> None:
+def test_a_span_is_sliced_by_steps_and_limited_in_size() -> None:
     run = planned()
     (span,) = made_up_spans(run, parse_skew("zipf:1"), num_steps=5, num_groups=1, seed=1)
     part = span.part(1, 3)

@@ -1,4 +1,4 @@
-"""Pools side by side: each decides and counts as a pool of its own."""
+"""Simulated pools decide and count as single pools do."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SPECS = tuple(
 )
 
 
-def test_many_pools_count_as_each_alone() -> None:
+def test_simulated_pools_equal_single_pools() -> None:
     choose, lacked = random.Random(3), dict.fromkeys(Counter, 0)
     for _ in range(long_count(60, soak=2000)):
         events, steps, ranks = random_events(choose, choose.randrange(1, 9)), choose.randrange(1, 4), 2
