@@ -158,8 +158,6 @@ def _train_twice(argv: list[str], folder: str) -> None:
 
 # "copies of experts" has the groups of "experts" and of "replicas", which test that all ranks retry a step that
 # overflows on one.
-# "copies of experts" has the groups of "experts" and of "replicas", which test that a step that overflows on one rank
-# is retried on all.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("experts"), slow("stages"), slow("replicas"), soak_only("copies of experts")])
 def test_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:

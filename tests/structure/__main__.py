@@ -1,6 +1,6 @@
 """`python -m tests.structure` prints every place that breaks a rule, and measures of the code next to other code bases.
 
-`--rules` prints the rules. Exit status 1 if any is broken.
+`--rules` prints the rules, `--anchors` the table of docs/architecture.md. Exit status 1 if any rule is broken.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from inspect import getdoc
 
 from rich.console import Console
 
-from tests.structure.compared import table
+from tests.structure.compared import anchors, table
 from tests.structure.rules import ANY_CODE_RULES, PRODUCT_RULES, findings
 
 
@@ -17,8 +17,13 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.structure", description=__doc__)
     parser.add_argument("--rules", action="store_true", help="print the rules")
+    parser.add_argument("--anchors", action="store_true", help="print the table of docs/architecture.md")
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
-    if parser.parse_args(argv).rules:
+    options = parser.parse_args(argv)
+    if options.anchors:
+        print(anchors(), end="")
+        return 0
+    if options.rules:
         for name, rule in {**PRODUCT_RULES, **ANY_CODE_RULES}.items():
             console.print(f"{name:18} {getdoc(rule)}", soft_wrap=True)
         return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.command_line.flags import flag_table
+from tests.structure.compared import anchors
 from tests.structure.measure import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -78,3 +79,14 @@ def _file_names() -> frozenset[str]:
     top = [path for path in ROOT.iterdir() if path.is_file()]
     below = [path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*") if path.is_file()]
     return frozenset(path.name for path in (*top, *below))
+
+
+@pytest.mark.slow
+def test_the_table_of_the_architecture_is_what_the_code_has() -> None:
+    assert anchors() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_glossary_defines_each_term_once() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [term for row in rows if row not in ("term", "---") for term in row.split(", ")]
+    assert len(terms) == len(set(terms)) > 60, sorted(term for term in set(terms) if terms.count(term) > 1)
