@@ -34,7 +34,7 @@ def core_transformer_config_from_args(
 ) -> TransformerConfig:
     """Builds the transformer's configuration, including fields that GPT flags such as --swiglu imply."""
     with flags_named_in_errors():
-        # Only the GPT settings know what --swiglu and the head groups mean for a transformer layer.
+        # GPTModelConfig translates --swiglu and head groups to fields of the transformer.
         gpt = GPTModelConfig(**_field_values(GPTModelConfig, args))
         derived = gpt.transformer_fields(
             hidden_size=args.hidden_size,
@@ -105,7 +105,7 @@ def flags_named_in_errors() -> Iterator[None]:
         raise CommandLineError(with_flag_names(str(error), flag_table())) from None
 
 
-# Fields without a flag of their own: the flag that sets them.
+# Flags of fields that have no flag of the same name.
 _DERIVED_FIELDS = {
     "grad_reduce_in_fp32": "--accumulate-allreduce-grads-in-fp32",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
@@ -117,12 +117,12 @@ def with_flag_names(message: str, table: FlagTable) -> str:
     flags = dict(_DERIVED_FIELDS)
     for flag in table.in_state(FlagState.WORKS):
         assert flag.field is not None
-        # A flag that switches something off does not stand for its field: `add_bias_linear is True` is no
+        # A flag that disables a field does not replace its name: `add_bias_linear is True` does not mean
         # `--disable-bias-linear is True`.
         config, _, name = flag.field.partition(".")
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
     # A field of one word is replaced at the start of a line only; inside a sentence it is an ordinary word.
     message = re.sub(r"^([a-z]+)(?= is | has )", lambda match: flags.get(match[1], match[1]), message, flags=re.M)
-    # Not inside paths, assignments or attributes: those are code or files, not settings.
+    # Not inside paths, assignments or attributes, which are code or files.
     return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

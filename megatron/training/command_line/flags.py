@@ -47,7 +47,7 @@ KNOWN_FLAGS_FILE = Path(__file__).with_name("known_flags.json")
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFlag:
-    """One row of known_flags.json.
+    """A row of known_flags.json.
 
     tier: 1 works, 2 is accepted, 3 is refused. owner: short name of the issue that makes a tier-1
     flag work. action: `store`, `store_true`, `store_false` or `boolean_optional`, as argparse has them.
@@ -96,7 +96,7 @@ class FlagState(enum.Enum):
     REFUSED = "refused"
 
 
-# What each kind of flag without a value leaves in the arguments.
+# Stored values of flags that take none, by argparse action.
 _CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 
@@ -164,7 +164,7 @@ def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagT
             if flag.dest in working:
                 raise ValueError(f"{flag.field} and {working[flag.dest].field} both define {flag.flags[0]}")
             working[flag.dest] = flag
-    # A script may use any spelling, so one shared option string makes a known flag ours.
+    # A script may use any spelling, so a known flag works if it shares one spelling with a field's flag.
     taken = {word for flag in working.values() for word in flag.flags}
     rest = [row for row in known.flags if not taken & set(row.flags)]
     opposites = [_opposite(working[row.dest], row) for row in rest if _is_opposite(working.get(row.dest), row)]
@@ -204,7 +204,7 @@ def field_dest(field: "dataclasses.Field[Any]") -> str:
 
 
 def _defining_class(config_class: type, name: str) -> type:
-    # Inherited fields keep the group of the class that declares them: MoE flags stay MoE flags.
+    # Inherited fields keep the group of the class that declares them, so that MoE flags stay in the MoE group.
     return next(base for base in config_class.__mro__ if name in inspect.get_annotations(base))
 
 
@@ -280,7 +280,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _state_of_known(row: KnownFlag) -> FlagState:
-    # Those of tier 1 work: some field has their name.
+    # Flags of tier 1 work, because a field has their name.
     if row.tier == 3:
         return FlagState.REFUSED
     return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
@@ -291,7 +291,7 @@ _DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
 
 
 def _flag_of_known(row: KnownFlag) -> Flag:
-    # Flags of --x/--no-x are all refused, so which of the two was given does not matter.
+    # All flags of the form --x/--no-x are refused, so it does not matter which one was given.
     takes_no_value = row.action in _CONSTANTS
     return Flag(
         flags=row.flags,

@@ -29,7 +29,7 @@ class FlagParser(argparse.ArgumentParser):
         self.mistakes: list[str] = []
 
     def error(self, message: str) -> NoReturn:
-        # argparse says `argument --lr/--rate: ...`; users know it as the flag.
+        # argparse writes `argument --lr/--rate: ...`.
         message = message.removeprefix("argument ")
         name, explicit, _ = message.partition(": ignored explicit argument")
         raise CommandLineError(f"{name}: takes no value" if explicit else message)
@@ -91,7 +91,7 @@ def build_parser(
         prog=Path(sys.argv[0]).name,
         usage="%(prog)s [--config FILE] [flags]",
         epilog=f"{others} more Megatron flags are known; docs/flags.md says what each of them does here.",
-        # An abbreviation that works today is ambiguous with the next flag.
+        # A new flag could make an abbreviation ambiguous.
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
@@ -100,11 +100,11 @@ def build_parser(
         group = parser.add_argument_group(title)
         for flag in flags:
             _add_flag(group, flag, mistakes=own.mistakes)
-    # Whatever is new after the call is the script's.
+    # Actions that the call adds belong to the script.
     ours = {action.dest for action in parser._actions}
     if extra_args_provider is not None:
         parser = extra_args_provider(parser) or parser
-    # What does not work here comes last, so that scripts can have these names.
+    # Flags that do not work here are added last, so that scripts can define them.
     script_dests = frozenset(action.dest for action in parser._actions) - ours
     for flag in table.flags:
         if flag.state is not FlagState.WORKS:
@@ -116,7 +116,7 @@ def _add_unless_taken(parser: argparse.ArgumentParser, flag: Flag, *, mistakes: 
     try:
         _add_flag(parser, flag, mistakes=mistakes)
     except argparse.ArgumentError:
-        # The script defined a flag of this name itself: its meaning counts.
+        # The script has defined a flag of this name, which takes precedence.
         return
 
 
@@ -128,7 +128,7 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, mistakes: list[
     if flag.constant is not None:
         parser.add_argument(*flag.flags, action="store_const", const=flag.constant, **spec)
         return
-    # argparse's own choices would hide which value comes with which issue: value_of_word checks them.
+    # Not argparse's choices, because value_of_word gives advice about unavailable values.
     names = choice_names(flag)
     metavar = "{" + ",".join(names) + "}" if names else _METAVARS.get(flag.type_name, "TEXT")
     if flag.unwraps:
@@ -141,7 +141,7 @@ def _argparse_type(flag: Flag, mistakes: list[str]) -> Callable[[str], Any]:
         try:
             return value_of_word(flag, word)
         except ValueError as error:
-            # argparse would stop at the first.
+            # Not raised, because argparse would stop at the first mistake.
             mistakes.append(f"{'/'.join(flag.flags)}: {error}")
             return flag.default
 

@@ -47,7 +47,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     Raises CommandLineError (a ValueError) with a line for each problem, which names the flags and what to do. Every
     rank raises the same. After an error the arguments must not be used.
     """
-    # The user comes first: a script's default never replaces what was given.
+    # A script's default never replaces a given value.
     for name, value in (defaults or {}).items():
         if vars(args).get(name) is None:
             vars(args)[name] = value
@@ -96,10 +96,10 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     )
     for check in checks:
         problems += check(args)
-    # Configurations last, because they need the derived values; before any process group exists.
+    # Configurations are built last, because they need the derived values.
     found = problems_of_configs(args)
     found = found or problems_of_call(partial(check_flex_backend, args))
-    # Configurations repeat some of the checks above in other words: of these, keep one message per leading flag.
+    # Configurations repeat some of the checks above with other messages. Keeps one message per leading flag.
     told = {_first_flag(problem) for problem in problems}
     return problems + [problem for problem in found if _first_flag(problem) not in told]
 
@@ -419,7 +419,7 @@ def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
 
 def check_positions(args: argparse.Namespace) -> Iterator[str]:
     if args.max_position_embeddings is None:
-        # The table of learned positions is part of the weights: its size must not follow a run's --seq-length.
+        # The table of learned positions is a weight, so its size must not depend on a run's --seq-length.
         if args.position_embedding_type == "learned_absolute":
             yield (
                 "--position-embedding-type learned_absolute needs --max-position-embeddings: "
@@ -446,7 +446,7 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
         yield "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop the decay of its norms"
-    # 1 is what Megatron's own default passes along in scripts that print their arguments; it means "not given".
+    # 1 is Megatron-LM's default, which scripts that print their arguments pass along. It means "not given".
     if not args.group_query_attention and args.num_query_groups not in (None, 1):
         yield (
             f"--num-query-groups is {args.num_query_groups} without --group-query-attention: add it or drop the groups"
@@ -519,7 +519,7 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
                 "change one of them"
             )
         warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
-        # The schedule compares with its own length; here it is only known to be the run's.
+        # The schedule checks its own length. Without --lr-decay it is the run's length, checked here.
         if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
             if warmup >= length and warmup > 0:
                 yield (
@@ -539,7 +539,7 @@ def check_logging(args: argparse.Namespace) -> Iterator[str]:
 
 def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
     for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
-        # Step 0 is a step: only None and False mean "not given".
+        # Only None and False mean "not given", because step 0 is a valid step.
         value = vars(args)[name]
         if value is not None and value is not False and args.load is None:
             yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
@@ -555,7 +555,7 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 are both given: choose one precision"
     args.params_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    # Loading a checkpoint sets these to where it was saved; training does not move them.
+    # Loading a checkpoint sets these to its position. Training does not change them.
     args.iteration = 0
     args.consumed_train_samples = 0
     args.consumed_valid_samples = 0

@@ -65,7 +65,7 @@ def yaml_of_value(value: Any) -> Any:
 
 def value_of_yaml(flag: Flag, data: Any) -> Any:
     """Converts YAML data to a flag's value. Raises ValueError with a message for the user if the type is wrong."""
-    # An empty value in a file is how --print-config writes "not set".
+    # --print-config writes an empty value for "not set".
     if data is None and flag.default is None:
         return None
     if flag.constant is not None:

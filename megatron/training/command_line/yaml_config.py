@@ -42,7 +42,7 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # Before the base class folds equal keys together.
+        # Checked before the base class merges equal keys.
         seen = set()
         for key_node, _ in node.value:
             if key_node.tag == _MERGE:
@@ -77,7 +77,7 @@ class _PlainLoader(yaml.SafeLoader):
         if node.tag not in _SCALARS:
             kind = node.tag.removeprefix(_PREFIX)
             raise _error(f"{node.value!r:.60} is a {kind} to YAML: put it in quotes", node.start_mark)
-        # Where the file itself says the type.
+        # For scalars with an explicit type tag.
         if node.tag not in (self.resolve(yaml.ScalarNode, node.value, (True, False)), f"{_PREFIX}str"):
             raise _error(f"{node.value!r:.60} is no {node.tag.removeprefix(_PREFIX)}", node.start_mark)
 
@@ -183,7 +183,7 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
             # A title without keys, as in a file whose lines are commented out, is not a flag.
             if not (data is None and key in titles):
                 yield key, data
-        # Spaces in keys are unusual in YAML; underscores do as well.
+        # Titles may be written with underscores in place of spaces.
         elif key in titles or key.replace("_", " ") in titles:
             yield from ((str(name), inner) for name, inner in data.items())
         else:
@@ -192,10 +192,10 @@ def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterato
 
 def _aliases(table: FlagTable) -> dict[str, Flag]:
     """Returns flags by every name that a file may use: of the argument, of the field, or of the flag."""
-    # Names in the arguments win over spellings; reversed, so that working flags win over others.
+    # Names of arguments take precedence over spellings, and working flags over others, hence reversed.
     aliases = {flag.dest: flag for flag in reversed(table.flags)}
     for flag in table.flags:
-        # `disable_bias_linear: true` reads like a double negation: such flags go by their name in the arguments.
+        # Flags that disable something use the argument's name, because `disable_bias_linear: true` would be confusing.
         words = [] if flag.constant is False else [word.strip("-").replace("-", "_") for word in flag.flags]
         field_names = [flag.field.rpartition(".")[2]] if flag.field else []
         for name in (*words, *field_names):

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, laye
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
 from megatron.training.step.expert_memory import StepFigures, rows_by_group
 
-# Steps at the start of a run that give no advice, because routers change most in them.
+# Number of first steps of a run without advice, because routers change most in them.
 _UNTYPICAL_STEPS = 50
 
 

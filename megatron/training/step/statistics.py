@@ -1,6 +1,6 @@
-"""What ranks tell each other about a step: summed losses and the wish to stop, in one small all-reduce.
+"""Statistics of a step over all ranks: losses, overflows and reasons to stop, in one small all-reduce.
 
-Gradients are the data-parallel wrapper's work.
+The data-parallel wrapper reduces gradients.
 """
 
 import math

@@ -11,7 +11,8 @@ from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
 from megatron.planner.plan import RankPlan, plan_run
 from megatron.planner.stage_costs import PersistentBytes, fullest_moments, quick_stages
-from megatron.training.arguments import CommandLineError, parse_args, validate_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.errors import CommandLineError
 from tests.counts import long_count, soak_only
 
 RANKS, LAYERS, LAYOUTS = 16, 4, long_count(2, soak=5)

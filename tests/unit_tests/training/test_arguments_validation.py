@@ -183,7 +183,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --start-weight-decay 0.1 --end-weight-decay 0.2 "
             "--weight-decay-incr-style linear",
             "",
-            ["--end-weight-decay is 0.2: with --optimizer-cuda-graph", "use --weight-decay alone"],
+            ["--end-weight-decay is 0.2: with --optimizer-cuda-graph", "use only --weight-decay"],
         ),
         (
             "--optimizer-cuda-graph --cuda-graph-impl full_iteration --optimizer muon",
@@ -198,7 +198,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ),
         (LOCAL + "mlp --num-experts 2", "", ["no layer is dense for mlp; give moe"]),
         (LOCAL + "moe experts --num-experts 2", "", ["moe is the whole layer, with experts in it"]),
-        (LOCAL + "moe_preprocess --num-experts 2", "", ["in one graph with it; add moe_router"]),
+        (LOCAL + "moe_preprocess --num-experts 2", "", ["in the same graph; add moe_router"]),
         (LOCAL + "attn mlp --reset-attention-mask", "", ["leave attention eager by --cuda-graph-modules mlp"]),
         (
             LOCAL + "mlp --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -328,7 +328,7 @@ def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
             OFFLOADED + "expert_fc1 qkv_linear --recompute-granularity selective --recompute-modules moe",
             "offload_modules",
             ["qkv_linear"],
-            "--offload-modules goes without expert_fc1 (made again by moe)",
+            "--offload-modules goes without expert_fc1 (recomputed with moe)",
         ),
         (
             "--context-parallel-size 2 --attention-dropout 0.1",

@@ -252,12 +252,12 @@ def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:
     assert toy.memory.last_step is before and toy.memory.step.passes == []
 
 
-def test_what_was_lacking_is_said_once_with_the_ranks_and_the_worst_of_them() -> None:
+def test_shortfalls_are_reported_once_with_their_ranks_and_the_largest_need() -> None:
     rows, pages = Shortfall(1.06, 1.01), Shortfall(90, 60, pages_for="inputs")
-    lacking = describe_shortfalls([rows, None, rows._replace(needed=1.3), pages])
-    assert lacking == (
+    line = describe_shortfalls([rows, None, rows._replace(needed=1.3), pages])
+    assert line == (
         "ranks 0, 2: experts needed a capacity factor of up to 1.300, not 1.010; "
-        "rank 3: no pages for inputs: 90 are needed at once, of 60 in the pool"
+        "rank 3: no pages for inputs: 90 are needed at the same time, of 60 in the pool"
     )
 
 
