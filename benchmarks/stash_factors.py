@@ -249,7 +249,7 @@ def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, fl
                 "gate_up": float(gate_ups[here].mean()),
                 "steps_with_act": float((acts[here] > 0).mean()),
                 "steps_with_gate_up": float((gate_ups[here] > 0).mean()),
-                "overflows": int(simulated.voids[here].sum()),
+                "overflows": int(simulated.discards[here].sum()),
             }
     return found
 

@@ -31,7 +31,7 @@ from megatron.planner.stash.outlook import (  # noqa: E402
 )
 from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_skew, traced_spans  # noqa: E402
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
-from megatron.planner.stash.walk import Rung, walk  # noqa: E402
+from megatron.planner.stash.walk import StepLevel, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
 from megatron.training.compute.devices import planned_device  # noqa: E402
@@ -138,8 +138,8 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     # If no group saves rows for backward, there is nothing to choose.
     stashes = bool(needs.pages.any())
     best = recommended(run, needs, spans=routing.spans, flags=flags, wanted=args.wanted_probability) if stashes else {}
-    chosen = best.get(Rung.DEVICE) or outlook(run, flags, spans=routing.spans)
-    costs = {rung: stage_costs(run, one, spans=routing.spans, machine=machine) for rung, one in best.items()}
+    chosen = best.get(StepLevel.DEVICE) or outlook(run, flags, spans=routing.spans)
+    costs = {level: stage_costs(run, one, spans=routing.spans, machine=machine) for level, one in best.items()}
     pays, reasons = verdict(chosen, stage_costs(run, chosen, spans=routing.spans, machine=machine), others=costs)
     return StashPlan(
         run=run,

@@ -12,42 +12,42 @@ from megatron.pages.page import render
 from megatron.planner.stash.costs import StageCosts
 from megatron.planner.stash.outlook import Needs, Outlook
 from megatron.planner.stash.stages import PlannedRun, StashFlags
-from megatron.planner.stash.walk import Rung, StageSteps, Walk
+from megatron.planner.stash.walk import StageSteps, StepLevel, Walk
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.flags import flag_table
 
 _TEMPLATE = Path(__file__).with_name("stash_report.html.jinja")
 # Names of the recompute levels in the printed tables, on the page, and of the goal to reach none beyond.
-RUNGS = {
-    Rung.DEVICE: "device",
-    Rung.HOST: "spills",
-    Rung.ACT: "act recomputed",
-    Rung.GATE_UP: "gate_up recomputed",
-    Rung.NO_PAGES: "void: pages",
-    Rung.OVER_CAPACITY: "void: rows",
+HEADINGS = {
+    StepLevel.DEVICE: "device",
+    StepLevel.HOST: "spills",
+    StepLevel.ACT: "act recomputed",
+    StepLevel.GATE_UP: "gate_up recomputed",
+    StepLevel.NO_PAGES: "discarded: pages",
+    StepLevel.OVER_CAPACITY: "discarded: rows",
 }
 NAMES = {
-    Rung.DEVICE: "every page on the device",
-    Rung.HOST: "pages spilled to the host",
-    Rung.ACT: "act recomputed",
-    Rung.GATE_UP: "gate_up recomputed",
-    Rung.NO_PAGES: "discarded: too few pages",
-    Rung.OVER_CAPACITY: "discarded: more rows than the buffers hold",
+    StepLevel.DEVICE: "every page on the device",
+    StepLevel.HOST: "pages spilled to the host",
+    StepLevel.ACT: "act recomputed",
+    StepLevel.GATE_UP: "gate_up recomputed",
+    StepLevel.NO_PAGES: "discarded: too few pages",
+    StepLevel.OVER_CAPACITY: "discarded: more rows than the buffers hold",
 }
 GOALS = {
-    Rung.DEVICE: "every page on the device",
-    Rung.HOST: "at most spilled to the host",
-    Rung.ACT: "at most act recomputed",
-    Rung.GATE_UP: "at most gate_up recomputed, none void",
+    StepLevel.DEVICE: "every page on the device",
+    StepLevel.HOST: "at most spilled to the host",
+    StepLevel.ACT: "at most act recomputed",
+    StepLevel.GATE_UP: "at most gate_up recomputed, none discarded",
 }
 # From green to red. Light and dark alternate, so that color-blind readers tell stacked parts apart.
 _LEVEL_COLORS = {
-    Rung.DEVICE: "#2a9d62",
-    Rung.HOST: "#9ccbe8",
-    Rung.ACT: "#edc948",
-    Rung.GATE_UP: "#e07b1f",
-    Rung.NO_PAGES: "#a50f15",
-    Rung.OVER_CAPACITY: "#6f6f78",
+    StepLevel.DEVICE: "#2a9d62",
+    StepLevel.HOST: "#9ccbe8",
+    StepLevel.ACT: "#edc948",
+    StepLevel.GATE_UP: "#e07b1f",
+    StepLevel.NO_PAGES: "#a50f15",
+    StepLevel.OVER_CAPACITY: "#6f6f78",
 }
 _MEMORY = {"pages on the device": "#4e79a7", "whole buffers": "#f28e2b", "pages on the host": "#bab0ac"}
 _TIMES = {
@@ -75,8 +75,8 @@ class StashPlan:
     needs: Needs
     given: Walk
     table: list[Outlook]
-    recommended: dict[Rung, Outlook]
-    costs: dict[Rung, list[StageCosts]]
+    recommended: dict[StepLevel, Outlook]
+    costs: dict[StepLevel, list[StageCosts]]
     pays: bool
     reasons: list[str]
 
@@ -110,8 +110,8 @@ def as_json(plan: StashPlan) -> dict[str, Any]:
         "pool_factor_needed": plan.needs.pages.tolist(),
         "given": {
             "flags": _flags(plan.run.flags),
-            "rungs": plan.given.rungs.tolist(),
-            "voids": plan.given.voids.tolist(),
+            "rungs": plan.given.levels.tolist(),
+            "voids": plan.given.discards.tolist(),
             "ended_at": plan.given.ended_at,
             "capacity_factor": plan.given.capacity_factor,
             "device_factor": plan.given.grown.device_factor,
@@ -119,8 +119,8 @@ def as_json(plan: StashPlan) -> dict[str, Any]:
             "stages": [_stage(stage) for stage in plan.given.stages],
         },
         "table": [_row(one) for one in plan.table],
-        "recommended": {rung.name.lower(): _row(one) for rung, one in plan.recommended.items()},
-        "costs": {rung.name.lower(): [_costs(one) for one in of_stages] for rung, of_stages in plan.costs.items()},
+        "recommended": {level.name.lower(): _row(one) for level, one in plan.recommended.items()},
+        "costs": {level.name.lower(): [_costs(one) for one in of_stages] for level, of_stages in plan.costs.items()},
         "pays": plan.pays,
         "reasons": plan.reasons,
     }
@@ -196,23 +196,35 @@ def _given_lines(plan: StashPlan) -> list[str]:
     for number, stage in enumerate(walk.stages):
         if stage.layouts and stage.layouts[-1]:
             cells.append([str(number), *map(str, _stage_numbers(stage))])
-    steps = len(walk.rungs)
+    steps = len(walk.levels)
     lines = [f"with these flags: {paste(plan.run.flags)}", *_columns(cells)]
     lines.append("of the rank with most; the last two: tensors in the worst step")
-    if walk.voids.any():
+    if walk.discards.any():
         grown = f"rows to {walk.capacity_factor:.3g} x"
         for name, factor in (("device", walk.grown.device_factor), ("host", walk.grown.host_factor)):
             grown += f", pages of the {name} to {factor:.3g} x" if factor is not None else ""
-        lines.append(f"void steps: {int(walk.voids.sum()):,} in {steps:,}; the run grows: {grown}")
+        lines.append(f"discarded steps: {int(walk.discards.sum()):,} in {steps:,}; the run grows: {grown}")
     if walk.ended_at is not None:
         lines.append(f"--moe-paged-stash-overflow-policy error ends the run in step {walk.ended_at + 1}")
     return lines
 
 
 def _table_lines(table: Sequence[Outlook]) -> list[str]:
-    shown = [rung for rung in Rung if rung in (Rung.DEVICE, Rung.NO_PAGES) or any(one.shares[rung] for one in table)]
+    shown = [
+        level
+        for level in StepLevel
+        if level in (StepLevel.DEVICE, StepLevel.NO_PAGES) or any(one.shares[level] for one in table)
+    ]
     cells = [
-        ["page size", "factor", "on host", "device MiB", "host MiB", *(RUNGS[rung] for rung in shown), "spilled MiB"]
+        [
+            "page size",
+            "factor",
+            "on host",
+            "device MiB",
+            "host MiB",
+            *(HEADINGS[level] for level in shown),
+            "spilled MiB",
+        ]
     ]
     for one in table:
         flags = one.flags
@@ -223,7 +235,7 @@ def _table_lines(table: Sequence[Outlook]) -> list[str]:
                 f"{flags.moe_paged_stash_buffer_size_factor_cpu:g}",
                 _mib(one.device_bytes),
                 _mib(one.host_bytes),
-                *(f"{one.shares[rung]:.1%}" for rung in shown),
+                *(f"{one.shares[level]:.1%}" for level in shown),
                 _mib(one.spilled_bytes),
             ]
         )
@@ -235,9 +247,11 @@ def _table_lines(table: Sequence[Outlook]) -> list[str]:
 def _recommended_lines(plan: StashPlan) -> list[str]:
     lines = [f"enough for {plan.wanted:.4%} of the steps, by the same walk:"]
     steps = len(plan.needs.rows)
-    for rung, one in plan.recommended.items():
-        reached = round(one.share_up_to(rung) * steps)
-        lines.append(f"{GOALS[rung]}: reached in {reached:,} of {steps:,} steps, {_mib(one.device_bytes)} MiB of pages")
+    for level, one in plan.recommended.items():
+        reached = round(one.share_up_to(level) * steps)
+        lines.append(
+            f"{GOALS[level]}: reached in {reached:,} of {steps:,} steps, {_mib(one.device_bytes)} MiB of pages"
+        )
         lines.append(f"  {paste(one.flags)}")
     if not plan.recommended:
         lines.append("none: no factor reaches it")
@@ -252,9 +266,9 @@ def _cost_lines(plan: StashPlan) -> list[str]:
     cells = [
         ["enough for", "experts forward", "backward", "stash", "spill each way", "act recomputed", "gate_up recomputed"]
     ]
-    for rung, of_stages in plan.costs.items():
+    for level, of_stages in plan.costs.items():
         times = [(one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up) for one in of_stages]
-        cells.append([RUNGS[rung], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
+        cells.append([HEADINGS[level], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
     lines += _columns(cells)
     for of_stages in plan.costs.values():
         spilling = [one for one in of_stages if one.spill > 0]
@@ -286,7 +300,7 @@ def _levels(plan: StashPlan) -> dict[str, Any] | None:
     """Returns a figure for each page size, by factor of host pages."""
     if not plan.table:
         return None
-    used = [rung for rung in Rung if any(one.shares[rung] for one in plan.table)]
+    used = [level for level in StepLevel if any(one.shares[level] for one in plan.table)]
     tiers = []
     for host in sorted({one.flags.moe_paged_stash_buffer_size_factor_cpu for one in plan.table}):
         rows = [one for one in plan.table if one.flags.moe_paged_stash_buffer_size_factor_cpu == host]
@@ -299,7 +313,7 @@ def _levels(plan: StashPlan) -> dict[str, Any] | None:
         ]
         figures = stacked_columns(
             panels,
-            {NAMES[rung]: _LEVEL_COLORS[rung] for rung in used},
+            {NAMES[level]: _LEVEL_COLORS[level] for level in used},
             x_axis="factor of device pages",
             y_axis="% of the steps",
             limit=(100 * plan.wanted, f"wanted: {100 * plan.wanted:g}%"),
@@ -309,36 +323,36 @@ def _levels(plan: StashPlan) -> dict[str, Any] | None:
     return {"capacity": f"{plan.table[0].flags.moe_expert_rank_capacity_factor:g}", "tiers": tiers}
 
 
-def _column(one: Outlook, used: Sequence[Rung]) -> Bar:
-    shares = {NAMES[rung]: 100 * one.shares[rung] for rung in used}
+def _column(one: Outlook, used: Sequence[StepLevel]) -> Bar:
+    shares = {NAMES[level]: 100 * one.shares[level] for level in used}
     return Bar(f"{one.flags.moe_paged_stash_buffer_size_factor_cuda:g}", shares, f"{_short_mib(one.device_bytes)} MiB")
 
 
 def _recommended(plan: StashPlan) -> list[dict[str, str]]:
     steps, split = len(plan.needs.rows), " --moe-paged-stash-buffer-size-factor-cuda"
     found = []
-    for rung, one in plan.recommended.items():
-        reached = f"{round(one.share_up_to(rung) * steps):,} of {steps:,} steps"
+    for level, one in plan.recommended.items():
+        reached = f"{round(one.share_up_to(level) * steps):,} of {steps:,} steps"
         sizes = (
             f"{_short_mib(one.device_bytes)} MiB of pages on the device, {_short_mib(one.host_bytes)} MiB on the host"
         )
         # Two lines that a shell reads as one.
         flags = f" \\\n {split}".join(paste(one.flags).split(split))
-        name = NAMES[rung] if rung is Rung.DEVICE else f"{NAMES[rung]} at most"
+        name = NAMES[level] if level is StepLevel.DEVICE else f"{NAMES[level]} at most"
         found.append({"goal": f"{name}: {reached}, {sizes}", "flags": flags})
     return found
 
 
 def _memory(plan: StashPlan) -> dict[str, Any] | None:
     """Returns a figure of the stage that holds the most, without a stash and with the recommended flags."""
-    stages = {rung: max(of, key=lambda one: one.footprint.static_bytes) for rung, of in plan.costs.items() if of}
+    stages = {level: max(of, key=lambda one: one.footprint.static_bytes) for level, of in plan.costs.items() if of}
     if not stages:
         return None
     first = next(iter(stages.values()))
     bars = [_memory_bar("no stash", pages=0, buffers=first.footprint.static_bytes, host=0)]
-    for rung, stage in stages.items():
+    for level, stage in stages.items():
         pages, buffers = stage.footprint.arena_bytes, stage.footprint.working_set_bytes
-        bars.append(_memory_bar(NAMES[rung], pages=pages, buffers=buffers, host=plan.recommended[rung].host_bytes))
+        bars.append(_memory_bar(NAMES[level], pages=pages, buffers=buffers, host=plan.recommended[level].host_bytes))
     return {"stage": first.stage, "figure": stacked_bars(bars, _MEMORY, axis="MiB at the peak of a step")}
 
 
@@ -348,15 +362,15 @@ def _memory_bar(label: str, *, pages: int, buffers: int, host: int) -> Bar:
 
 
 def _cost_bars(plan: StashPlan) -> Figure | None:
-    times = {rung: _largest_times(of) for rung, of in plan.costs.items() if of}
+    times = {level: _largest_times(of) for level, of in plan.costs.items() if of}
     if not times:
         return None
     first = next(iter(times.values()))
     alone = {name: first[name] for name in ("experts forward", "experts backward")}
     bars = [Bar("experts alone", alone, f"{sum(alone.values()):.3g} ms")]
-    for rung, found in times.items():
+    for level, found in times.items():
         extra = {name: value for name, value in found.items() if name not in alone}
-        bars.append(Bar(NAMES[rung], extra, f"{sum(extra.values()):.3g} ms"))
+        bars.append(Bar(NAMES[level], extra, f"{sum(extra.values()):.3g} ms"))
     return stacked_bars(bars, _TIMES, axis="milliseconds per step")
 
 
@@ -405,7 +419,7 @@ def _stage(stage: StageSteps) -> dict[str, Any]:
 def _row(one: Outlook) -> dict[str, Any]:
     return {
         "flags": _flags(one.flags),
-        "shares": {rung.name.lower(): share for rung, share in one.shares.items()},
+        "shares": {level.name.lower(): share for level, share in one.shares.items()},
         "device_bytes": one.device_bytes,
         "host_bytes": one.host_bytes,
         "spilled_bytes_of_step": one.spilled_bytes,

@@ -17,14 +17,14 @@ from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, gain_lin
 from megatron.planner.stash.outlook import Outlook
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
-from megatron.planner.stash.walk import Rung
+from megatron.planner.stash.walk import StepLevel
 from megatron.training.compute.devices import Device
 
 _WHERE = {
-    Rung.DEVICE: "with every page on the device",
-    Rung.HOST: "where pages are spilled to the host",
-    Rung.ACT: "where act is computed again",
-    Rung.GATE_UP: "where gate_up is computed again",
+    StepLevel.DEVICE: "with every page on the device",
+    StepLevel.HOST: "where pages are spilled to the host",
+    StepLevel.ACT: "where act is computed again",
+    StepLevel.GATE_UP: "where gate_up is computed again",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -212,11 +212,11 @@ def _waiting_groups(needs: StepNeeds) -> int:
 
 
 def verdict(
-    plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[Rung, Sequence[StageCosts]]
+    plan: Outlook, costs: Sequence[StageCosts], *, others: Mapping[StepLevel, Sequence[StageCosts]]
 ) -> tuple[bool, list[str]]:
     """Returns whether the stash saves memory on the fullest stage, and sentences with the reasons.
 
-    costs: costs of the plan, with every page on the device. others: costs of plans with fewer pages, by rung.
+    costs: costs of the plan, with every page on the device. others: costs of plans with fewer pages, by level.
     """
     if not costs:
         return False, [
@@ -235,11 +235,11 @@ def verdict(
         return True, [f"stashing pays: it saves {saving:.0%} of what waits on the device; {worst.words}", figures]
     costs_more = f"it costs {-saving:.0%} more than buffers that wait as they are; {worst.words}"
     reasons = [f"stashing does not pay: {costs_more}", figures]
-    saves = {rung: _fullest(of) for rung, of in others.items() if of and _fullest(of).footprint.saving > 0}
+    saves = {level: _fullest(of) for level, of in others.items() if of and _fullest(of).footprint.saving > 0}
     if saves:
-        rung, least = min(saves.items())
+        level, least = min(saves.items())
         reasons[0] = (
-            f"stashing pays only {_WHERE[rung]}: it saves {least.footprint.saving:.0%} of what waits on the device; "
+            f"stashing pays only {_WHERE[level]}: it saves {least.footprint.saving:.0%} of what waits on the device; "
             f"{least.words}"
         )
         reasons.insert(1, f"with every page on the device {costs_more}")

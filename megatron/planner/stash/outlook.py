@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
-from megatron.planner.stash.walk import Rung, Walk, factors_needed, walk
+from megatron.planner.stash.walk import StepLevel, Walk, factors_needed, walk
 
 # Resolution of the search for factors.
 _STEP = 0.01
@@ -30,21 +30,21 @@ class Needs:
 class Outlook:
     """Outcomes of a run's steps with these flags, without growth of buffers and pools.
 
-    shares: share of the steps at each rung. device_bytes, host_bytes: sizes of the largest pools. spilled_bytes,
+    shares: share of the steps at each level. device_bytes, host_bytes: sizes of the largest pools. spilled_bytes,
     largest_spill: mean and maximum over steps of the bytes spilled to the host, on the rank with most.
     """
 
     flags: StashFlags
-    shares: dict[Rung, float]
+    shares: dict[StepLevel, float]
     device_bytes: int
     host_bytes: int
     spilled_bytes: float
     largest_spill: int
     walk: Walk
 
-    def share_up_to(self, rung: Rung) -> float:
-        """Returns the share of steps that reach this rung or a lower one."""
-        return self.walk.share_up_to(rung)
+    def share_up_to(self, level: StepLevel) -> float:
+        """Returns the share of steps that reach this level or a lower one."""
+        return self.walk.share_up_to(level)
 
 
 def needs_of_steps(run: PlannedRun, spans: Sequence[RoutingSpan]) -> Needs:
@@ -67,7 +67,7 @@ def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan])
         if layouts:
             spilled = stage.counters[Counter.SPILLED_PAGES] * stage.page_bytes
             mean, largest = max(mean, float(spilled.mean(axis=0).max())), max(largest, int(spilled.max()))
-    shares = {rung: found.share(rung) for rung in Rung}
+    shares = {level: found.share(level) for level in StepLevel}
     return Outlook(flags, shares, device, host, mean, largest, found)
 
 
@@ -78,13 +78,13 @@ def enough_capacity(needs: Needs, wanted: float) -> float:
 
 def recommended(
     run: PlannedRun, needs: Needs, *, spans: Sequence[RoutingSpan], flags: StashFlags, wanted: float
-) -> dict[Rung, Outlook]:
-    """Returns, for each rung, the smallest pools with which a share `wanted` of the steps stays at or below it.
+) -> dict[StepLevel, Outlook]:
+    """Returns, for each level, the smallest pools with which a share `wanted` of the steps stays at or below it.
 
     For HOST, the device has pages for the median step, and the host for the rest. Keeps all flags except the factors.
-    Leaves out rungs that no factor reaches, because buffers lose rows.
+    Leaves out levels that no factor reaches, because buffers lose rows.
     """
-    found: dict[Rung, Outlook | None] = {}
+    found: dict[StepLevel, Outlook | None] = {}
     # Larger factors than any step needs help only against reserved pages.
     top = 1.05 * float(needs.pages.max()) + _STEP
     alone = replace(flags, moe_paged_stash_buffer_size_factor_cpu=0.0, moe_paged_stash_buffer_bytes=None)
@@ -97,18 +97,18 @@ def recommended(
         flags = replace(alone, moe_paged_stash_buffer_size_factor_cuda=usual)
         return outlook(run, replace(flags, moe_paged_stash_buffer_size_factor_cpu=factor), spans=spans)
 
-    for rung in (Rung.DEVICE, Rung.ACT, Rung.GATE_UP) if flags.has_rungs else (Rung.DEVICE,):
-        found[rung] = _smallest(on_device, rung, wanted=wanted, top=top)
-    found[Rung.HOST] = _smallest(on_both, Rung.HOST, wanted=wanted, top=top)
-    return {rung: best for rung, best in sorted(found.items()) if best is not None}
+    for level in (StepLevel.DEVICE, StepLevel.ACT, StepLevel.GATE_UP) if flags.may_recompute else (StepLevel.DEVICE,):
+        found[level] = _smallest(on_device, level, wanted=wanted, top=top)
+    found[StepLevel.HOST] = _smallest(on_both, StepLevel.HOST, wanted=wanted, top=top)
+    return {level: best for level, best in sorted(found.items()) if best is not None}
 
 
-def _smallest(of: Callable[[float], Outlook], rung: Rung, *, wanted: float, top: float) -> Outlook | None:
+def _smallest(of: Callable[[float], Outlook], level: StepLevel, *, wanted: float, top: float) -> Outlook | None:
     """Searches the smallest factor, in hundredths, that suffices; None if four times the top does not."""
     low, high, best = 0, max(1, round(top / _STEP)), None
     while best is None:
         tried = of(round(high * _STEP, 2))
-        if tried.share_up_to(rung) >= wanted:
+        if tried.share_up_to(level) >= wanted:
             best = tried
         elif high > 2 * top / _STEP:
             return None
@@ -117,7 +117,7 @@ def _smallest(of: Callable[[float], Outlook], rung: Rung, *, wanted: float, top:
     while high - low > 1:
         middle = (low + high) // 2
         tried = of(round(middle * _STEP, 2))
-        if tried.share_up_to(rung) >= wanted:
+        if tried.share_up_to(level) >= wanted:
             high, best = middle, tried
         else:
             low = middle

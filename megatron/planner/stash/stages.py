@@ -56,7 +56,7 @@ class StashFlags:
         return cls(**{one.name: vars(config)[one.name] for one in fields(cls)})
 
     @property
-    def has_rungs(self) -> bool:
+    def may_recompute(self) -> bool:
         """Whether act and gate_up are recomputed if there are too few pages."""
         return self.moe_paged_stash_overflow_policy == "recompute"
 

@@ -45,7 +45,7 @@ _COUNTED = (
 RowsOf = Callable[[GroupKey], np.ndarray]
 
 
-class Rung(enum.IntEnum):
+class StepLevel(enum.IntEnum):
     """Outcome of a step on the rank with the worst one."""
 
     DEVICE = 0  # every tensor has its pages on the device
@@ -115,25 +115,25 @@ class StageSteps:
 class Walk:
     """Results of a run's steps.
 
-    rungs: Rung of each step, [S], int64. voids: discarded attempts at each step, [S], int64. stages: results of each
-    stage. capacity_factor, grown: sizes at the end of the run. ended_at: the step at which the policy "error" ended the
-    run, or None. Later steps are left out.
+    levels: StepLevel of each step, [S], int64. discards: discarded attempts at each step, [S], int64. stages: results
+    of each stage. capacity_factor, grown: sizes at the end of the run. ended_at: the step at which the policy "error"
+    ended the run, or None. Later steps are left out.
     """
 
-    rungs: np.ndarray
-    voids: np.ndarray
+    levels: np.ndarray
+    discards: np.ndarray
     stages: list[StageSteps]
     capacity_factor: float
     grown: LearnedSizes
     ended_at: int | None
 
-    def share(self, rung: Rung) -> float:
-        """Returns the share of steps that reach exactly this rung."""
-        return float((self.rungs == rung).mean())
+    def share(self, level: StepLevel) -> float:
+        """Returns the share of steps that reach exactly this level."""
+        return float((self.levels == level).mean())
 
-    def share_up_to(self, rung: Rung) -> float:
-        """Returns the share of steps that reach this rung or a lower one."""
-        return float((self.rungs <= rung).mean())
+    def share_up_to(self, level: StepLevel) -> float:
+        """Returns the share of steps that reach this level or a lower one."""
+        return float((self.levels <= level).mean())
 
 
 def walk(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan], grows: bool) -> Walk:
@@ -177,27 +177,27 @@ class _Walker:
     def walk(self, spans: Sequence[RoutingSpan]) -> Walk:
         self._plan(self.run.num_microbatches)
         first = 0
-        voids = np.zeros(sum(span.num_steps for span in spans), dtype=np.int64)
+        discards = np.zeros(sum(span.num_steps for span in spans), dtype=np.int64)
         for span in spans:
             begin = 0
             while begin < span.num_steps:
                 self._plan(span.num_microbatches)
                 found = self._attempt(span.part(begin, begin + self._steps_per_attempt))
-                stop = found.first_void if self.grows else None
+                stop = found.first_discarded if self.grows else None
                 done = found if stop is None else found.until(stop)
                 self._complete(done)
                 begin += done.span.num_steps
                 if stop is None:
                     continue
-                voids[first + begin] += 1
-                assert voids[first + begin] <= _MAX_ATTEMPTS, (
+                discards[first + begin] += 1
+                assert discards[first + begin] <= _MAX_ATTEMPTS, (
                     f"step {first + begin} still overflows after {_MAX_ATTEMPTS} attempts"
                 )
                 if self.flags.moe_paged_stash_overflow_policy == "error":
-                    return self._result(voids[: first + begin], ended_at=first + begin)
+                    return self._result(discards[: first + begin], ended_at=first + begin)
                 self._grow(found, stop)
             first += span.num_steps
-        return self._result(voids, ended_at=None)
+        return self._result(discards, ended_at=None)
 
     @property
     def _steps_per_attempt(self) -> int:
@@ -257,10 +257,10 @@ class _Walker:
         largest = ranks.budget.largest_factor
         return LearnedSizes(capacity_factor=max(needed, min(needed * float(HEADROOM), largest)))
 
-    def _result(self, voids: np.ndarray, *, ended_at: int | None) -> Walk:
+    def _result(self, discards: np.ndarray, *, ended_at: int | None) -> Walk:
         stages = [self._steps_of(number) for number in range(len(self._stages))]
-        rungs = np.concatenate([found.rungs() for found in self._found])
-        return Walk(rungs, voids, stages, self._capacity_factor, self._grown, ended_at)
+        levels = np.concatenate([found.levels() for found in self._found])
+        return Walk(levels, discards, stages, self._capacity_factor, self._grown, ended_at)
 
     def _steps_of(self, number: int) -> StageSteps:
         needs = self.run.needs(
@@ -293,28 +293,28 @@ class _Attempt:
     wanted: list[np.ndarray]
 
     @property
-    def first_void(self) -> int | None:
+    def first_discarded(self) -> int | None:
         """Index of the first step that is discarded, or None."""
-        void = np.flatnonzero(self.rungs() >= Rung.NO_PAGES)
-        return int(void[0]) if len(void) else None
+        discarded = np.flatnonzero(self.levels() >= StepLevel.NO_PAGES)
+        return int(discarded[0]) if len(discarded) else None
 
-    def rungs(self) -> np.ndarray:
-        """Returns the highest Rung of any rank in each step, [S], int64."""
-        highest = np.where(self.over_capacity, int(Rung.OVER_CAPACITY), int(Rung.DEVICE))
+    def levels(self) -> np.ndarray:
+        """Returns the highest StepLevel of any rank in each step, [S], int64."""
+        highest = np.where(self.over_capacity, int(StepLevel.OVER_CAPACITY), int(StepLevel.DEVICE))
         for outcome, layouts in zip(self.outcomes, self.layouts, strict=True):
             if outcome is None:
                 continue
             # Pages on the host are no spill if the device has none.
             spills = Counter.SPILLED_PAGES if layouts[0].device_pages else None
-            for rung, counter in (
-                (Rung.HOST, spills),
-                (Rung.ACT, Counter.DROPPED_ACT),
-                (Rung.GATE_UP, Counter.DROPPED_GATE_UP),
-                (Rung.NO_PAGES, Counter.VOID),
+            for level, counter in (
+                (StepLevel.HOST, spills),
+                (StepLevel.ACT, Counter.DROPPED_ACT),
+                (StepLevel.GATE_UP, Counter.DROPPED_GATE_UP),
+                (StepLevel.NO_PAGES, Counter.VOID),
             ):
                 if counter is not None:
                     has = outcome.counters[counter].any(axis=1)
-                    highest = np.maximum(highest, np.where(has, int(rung), 0))
+                    highest = np.maximum(highest, np.where(has, int(level), 0))
         return highest
 
     def until(self, stop: int) -> "_Attempt":
@@ -392,7 +392,7 @@ class StageWalk:
         if self.layouts is None:
             return None
         specs = self.needs.specs
-        if not self._flags.has_rungs:
+        if not self._flags.may_recompute:
             specs = [replace(spec, priority=Priority.INPUT) for spec in specs]
         most = self._max_rows
         rows = {layer: np.minimum(part.rows[layer], most).astype(np.int64) for layer in self.layers}
@@ -411,7 +411,7 @@ class StageWalk:
                 np.array([layout.host_pages for layout in self.layouts]),
             ),
             num_steps=part.num_steps,
-            reserves=self._reserves(part) if self._flags.has_rungs else None,
+            reserves=self._reserves(part) if self._flags.may_recompute else None,
         )
 
     def wanted_pages(self, part: RoutingSpan) -> np.ndarray:
@@ -452,7 +452,7 @@ class StageWalk:
         rows = {layer: step.rows[layer][:, 0, rank] for layer in self.layers}
         wanted = self.needs.pages(
             lambda group: int(rows[layer_of(group[0])][group[1]]),
-            up_to=Priority.INPUT if self._flags.has_rungs else Priority.ACT,
+            up_to=Priority.INPUT if self._flags.may_recompute else Priority.ACT,
         )
         shares = self._shares_of(step)[0, rank]
         self._shares[:, rank] = np.maximum(self._shares[:, rank], shares)
@@ -460,7 +460,7 @@ class StageWalk:
         self._has_learned[rank] = True
         layout = self.layouts[rank]
         is_short = float(self.shares(step)[0, rank]) > used_share
-        if self._flags.has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
+        if self._flags.may_recompute and is_short and wanted * HEADROOM <= layout.num_pages:
             return LearnedSizes()
         return grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 

@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.planner.stash.outlook import outlook
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
-from megatron.planner.stash.walk import Rung, walk
+from megatron.planner.stash.walk import StepLevel, walk
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
 from tests.browser import (
     FIGURE_PROBLEMS,
@@ -114,7 +114,7 @@ def test_what_a_step_spills_is_counted_in_bytes() -> None:
     assert on_host.largest_spill / 2 < on_host.spilled_bytes <= on_host.largest_spill
 
 
-def test_a_void_step_is_counted_where_it_is_in_the_run() -> None:
+def test_a_discarded_step_is_counted_at_its_place_in_the_run() -> None:
     run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
     calm = recorded(4, header(), shape=(4, 2))
     tokens = {layer: np.full_like(counts, TOKENS * 2 // EXPERTS) for layer, counts in calm[0].tokens.items()}
@@ -125,7 +125,7 @@ def test_a_void_step_is_counted_where_it_is_in_the_run() -> None:
     (span,), _ = traced_spans(steps, run, num_groups=1, seed=1)
     flags = replace(run.flags, moe_expert_rank_capacity_factor=1.5, moe_paged_stash_buffer_size_factor_cuda=4.0)
     found = walk(run, flags, spans=[span.part(0, 2), span.part(2, 4)], grows=True)
-    assert found.voids.tolist() == [0, 0, 0, 1]
+    assert found.discards.tolist() == [0, 0, 0, 1]
 
 
 def test_blocks_that_were_split_at_random_do_not_overflow_the_largest_buffers() -> None:
@@ -140,7 +140,7 @@ def test_blocks_that_were_split_at_random_do_not_overflow_the_largest_buffers() 
     steps = [RoutingStep(whole, 1, {layer: np.array([[of_block] * 4]) for layer in whole.layers})]
     spans, _ = traced_spans(steps, run, num_groups=1, seed=1)
     assert spans[0].most_of_pair[0] > run.ranks.tokens
-    assert not walk(run, run.flags, spans=spans, grows=True).voids.any()
+    assert not walk(run, run.flags, spans=spans, grows=True).discards.any()
 
 
 @pytest.mark.slow
@@ -149,18 +149,18 @@ def test_what_is_recommended_is_enough_and_less_is_not(tmp_path: Path) -> None:
     args = read_flags(argv("--trace", trace, "--wanted-probability", "1"))
     plan, run = stash_plan(args), planned_run(args, pretrain_gpt.model_provider)
     spans, _ = traced_spans(read_routing(trace), run, num_groups=1, seed=1)
-    assert set(plan.recommended) == {Rung.DEVICE, Rung.HOST, Rung.ACT, Rung.GATE_UP}
-    factors = {rung: one.flags.moe_paged_stash_buffer_size_factor_cuda for rung, one in plan.recommended.items()}
-    assert factors[Rung.GATE_UP] < factors[Rung.ACT] < factors[Rung.DEVICE]
-    for rung, one in plan.recommended.items():
-        assert one.share_up_to(rung) == 1
+    assert set(plan.recommended) == {StepLevel.DEVICE, StepLevel.HOST, StepLevel.ACT, StepLevel.GATE_UP}
+    factors = {level: one.flags.moe_paged_stash_buffer_size_factor_cuda for level, one in plan.recommended.items()}
+    assert factors[StepLevel.GATE_UP] < factors[StepLevel.ACT] < factors[StepLevel.DEVICE]
+    for level, one in plan.recommended.items():
+        assert one.share_up_to(level) == 1
         # The whole plan again with the flags that it printed: such a run grows nowhere.
         again = stash_plan(read_flags([*argv("--trace", trace, "--plan-factors", "1"), *paste(one.flags).split()]))
-        assert not again.given.voids.any() and (again.given.rungs == one.walk.rungs).all()
-        tier = "cpu" if rung is Rung.HOST else "cuda"
+        assert not again.given.discards.any() and (again.given.levels == one.walk.levels).all()
+        tier = "cpu" if level is StepLevel.HOST else "cuda"
         name = f"moe_paged_stash_buffer_size_factor_{tier}"
         less = replace(one.flags, **{name: vars(one.flags)[name] - 0.01})
-        assert outlook(run, less, spans=spans).share_up_to(rung) < 1
+        assert outlook(run, less, spans=spans).share_up_to(level) < 1
 
 
 def test_text_and_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,12 +209,12 @@ def test_the_page_shows_rungs_against_factors_and_needs_no_network(tmp_path: Pat
     text = without_plotly(as_page(plan))
     assert re.findall(r"https?://", text) == [] and "src=" not in text and "<link" not in text
     tips = {tip for figure in embedded_figures(text) for trace in figure["data"] for tip in trace["customdata"]}
-    shares = [(one.flags, rung, share) for one in plan.table for rung, share in one.shares.items() if share > 0]
+    shares = [(one.flags, level, share) for one in plan.table for level, share in one.shares.items() if share > 0]
     assert len(shares) > 48
-    for flags, rung, share in shares:
+    for flags, level, share in shares:
         # Hovering over a part of a column shows factor, recompute level and share.
         factor = flags.moe_paged_stash_buffer_size_factor_cuda
-        assert any(tip.startswith(f"{factor:g}: {NAMES[rung]} {100 * share:.4g} % of the steps; ") for tip in tips)
+        assert any(tip.startswith(f"{factor:g}: {NAMES[level]} {100 * share:.4g} % of the steps; ") for tip in tips)
     assert all(escape(paste(one.flags)).split(" --")[-1] in text for one in plan.recommended.values())
 
 

@@ -78,20 +78,20 @@ class RealRank:
 
 def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:
     """Retries a step of all ranks until none overflows. Returns the figures of each rank and the number of retries."""
-    voids = 0
+    discards = 0
     while True:
         for rank in ranks:
             rank.run_step(tokens)
         if not any(rank.memory.overflow_flags().any() for rank in ranks):
             break
-        voids += 1
+        discards += 1
         with _gathering([rank.memory._needed_sizes_sync() for rank in ranks]):
             for rank in ranks:
-                rank.memory.grow_sync(iteration=voids)
+                rank.memory.grow_sync(iteration=discards)
     for rank in ranks:
         rank.memory.end_step()
     figures = [rank.memory.last_step for rank in ranks]
-    return [one for one in figures if one is not None], voids
+    return [one for one in figures if one is not None], discards
 
 
 @contextmanager

@@ -132,9 +132,9 @@ def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(
         assert not guesses
         ranks = real_ranks(args)
         for step, recorded in enumerate(read_routing(trace)):
-            figures, voids = run_together(ranks, recorded.tokens)
-            assert planned.voids[step] == voids, (case, flags)
-            all_voids += voids
+            figures, discards = run_together(ranks, recorded.tokens)
+            assert planned.discards[step] == discards, (case, flags)
+            all_voids += discards
             for rank, real in zip(ranks, figures, strict=True):
                 own, place = planned.stages[rank.stage], rank.group * run.ranks.expert_ranks + rank.number
                 assert (own.layouts[step][place] if own.layouts[step] else None) == real.layout, (case, step)
