@@ -21,6 +21,7 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.training.callbacks import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import TrainingConfig
 from megatron.training.error_broadcast import ErrorBroadcast
@@ -61,7 +62,7 @@ def pretrain(
     model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps (data_iterator, model) to
     (output, loss function). config_overrides: learning rates and weight decays that differ for some parameters.
     print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it, --dry-run raises
-    ValueError.
+    CommandLineError.
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
@@ -69,9 +70,9 @@ def pretrain(
     if "--dry-run" in (sys.argv[1:] if argv is None else argv):
         words = sys.argv[1:] if argv is None else argv
         if print_plan is None:
-            raise ValueError(
-                "--dry-run: this script gives pretrain() no planner; must be "
-                "pretrain(..., print_plan=megatron.planner.print_plan)"
+            raise CommandLineError(
+                "--dry-run is given, but this script passes no planner to pretrain(): call it with "
+                "print_plan=megatron.planner.print_plan"
             )
 
         def read(further: Sequence[str] = ()) -> argparse.Namespace:

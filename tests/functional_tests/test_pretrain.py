@@ -169,3 +169,8 @@ def test_a_signal_costs_no_evaluation(tmp_path: Path) -> None:
         # The evaluation that was broken off is the rest's first.
         assert len(stopped.evaluated) == 1
         assert stopped.evaluated + rest.evaluated == whole.evaluated
+
+
+def test_a_script_without_a_planner_refuses_a_dry_run() -> None:
+    with pytest.raises(ValueError, match="--dry-run is given, but .* print_plan=megatron.planner.print_plan"):
+        run("--dry-run", own_model=True)
