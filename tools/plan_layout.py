@@ -30,11 +30,11 @@ from megatron.training.command_line.parser import FlagParser  # noqa: E402
 from megatron.training.compute.devices import Device, device_of_name, planned_device  # noqa: E402
 from megatron.training.errors import exit_on_user_error  # noqa: E402
 
-_FRONT = 12
+_FRONT_SIZE = 12
 _SECONDS_BETWEEN_LINES = 10
 # A size below this, without a unit, probably lacks its unit.
 _LEAST_BYTES = 1_000_000
-_NOT_COUNTED = "what passes take and free again, as logits and messages, and what the allocator keeps"
+_NOT_COUNTED = "temporary buffers, such as logits and messages, and for memory cached by the allocator"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             forward_step=pretrain_gpt.forward_step,
         )
         progress = _Progress()
-        found = search(request.space, costs, limit=memory - kept, most=max(_FRONT, own.top), progress=progress)
+        found = search(request.space, costs, limit=memory - kept, most=max(_FRONT_SIZE, own.top), progress=progress)
         _print_head(found, request, device=device, memory=memory, kept=kept)
         verified = _print_found(found, own, memory=memory, kept=kept, progress=progress)
         if own.json:
@@ -77,27 +77,29 @@ def _check_others(own: argparse.Namespace, words: Sequence[str]) -> None:
     for flag in ("--world-size", "--dry-run"):
         if any(word.partition("=")[0] == flag for word in words):
             raise CommandLineError(
-                f"{flag} is of one layout's plan by pretrain_gpt.py: must be left out here; --gpus says how many ranks"
+                f"{flag} belongs to pretrain_gpt.py's plan of one layout: must be omitted here; --gpus sets the ranks"
             )
     folder = Path(own.json or "").parent
     if not folder.is_dir():
-        raise CommandLineError(f"--json is {own.json}: its folder {folder} is not there; must be a file in one that is")
+        raise CommandLineError(f"--json is {own.json}: its folder {folder} does not exist; must be in an existing one")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = FlagParser(
         description=__doc__.splitlines()[0] if __doc__ else None,
-        epilog="Any flags of pretrain_gpt.py may follow: the model (--model NAME, or its sizes), what layouts share.",
+        epilog="Flags of pretrain_gpt.py may follow: the model (--model NAME, or its sizes), settings of all layouts.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="Ranks of the run; needed.")
-    parser.add_argument("--memory", metavar="SIZE", help="Of a GPU, such as 80GB or 79.6GiB; unset: the device's.")
-    parser.add_argument("--keep-free", metavar="SIZE", help="Of it, for what plans do not count; unset: a tenth.")
+    parser.add_argument("--memory", metavar="SIZE", help="Memory of a GPU, such as 80GB; unset: that of the device.")
     parser.add_argument(
-        "--device", metavar="NAME", help="Of configs/devices.yaml; unset: MEGATRON_PLAN_DEVICE, or H100."
+        "--keep-free", metavar="SIZE", help="Memory to reserve for what is not counted; unset: a tenth."
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="A device of configs/devices.yaml; unset: MEGATRON_PLAN_DEVICE, or H100."
     )
     parser.add_argument("--top", type=int, default=3, metavar="N", help="Layouts whose flags are printed (default: 3).")
-    parser.add_argument("--json", metavar="FILE", help="Writes all that was found there.")
+    parser.add_argument("--json", metavar="FILE", help="File for all results.")
     return parser
 
 
@@ -107,7 +109,9 @@ def _bytes(text: str, flag: str) -> int:
     except ValueError as error:
         raise CommandLineError(str(error)) from None
     if flag == "--memory" and text.strip().isdigit() and num_bytes < _LEAST_BYTES:
-        raise CommandLineError(f"{flag} is {text}, which is so many bytes: must have a unit, such as {text.strip()}GB")
+        raise CommandLineError(
+            f"{flag} is {text}, a number of bytes without a unit: must have one, such as {text.strip()}GB"
+        )
     return num_bytes
 
 
@@ -155,7 +159,7 @@ def _print_found(
         print("\n".join(table_lines([found.nearest])))
         print(flag_lines(found.nearest))
         return []
-    print("layouts that none beats in both memory and time, of the fullest rank:")
+    print("Pareto-optimal layouts in memory of the fullest rank and step time:")
     print("\n".join(table_lines(found.front)))
     verified = []
     fitting = 0
@@ -175,8 +179,9 @@ def _print_found(
 
 
 def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
-    """Returns the memory of the fullest stage by a plan that builds it, its difference from the estimate, and the peak
-    of it or of the last stage, whose logits may need more.
+    """Plans the fullest stage, and the last one, whose logits may need more.
+
+    Returns the memory of the fullest stage, its difference from the estimate, and the larger peak of the two.
     """
     words = [*advice.words, "--dry-run", "--world-size", str(world_size)]
     args = validate_args(parse_args(argv=words))
@@ -196,8 +201,8 @@ def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
         "difference": planned - quick,
         "peak": peak.peak,
         "peak_stage": peak.stage,
-        "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; with what passes take and free again at most "
-        f"{bytes_in_words(peak.peak)}, of stage {peak.stage}",
+        "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; with temporary buffers at most "
+        f"{bytes_in_words(peak.peak)}, on stage {peak.stage}",
     }
 
 

@@ -1,7 +1,7 @@
 """Plans the paged stash before a run: `python tools/plan_stash.py FLAGS OF pretrain_gpt.py --world-size 64 --trace
 FILE`, or `--skew dirichlet:0.3` without a recorded trace.
 
-FLAGS are those of the run, including presets and --config; --moe-paged-stash and its factors may be missing. FILE is a
+FLAGS are those of the run, including presets and --config; --moe-paged-stash and its factors may be omitted. FILE is a
 trace that --record-routing wrote in a run of the same model, in any layout. Reports how often pages would run out for
 various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether stashing pays.
 """
@@ -29,7 +29,7 @@ from megatron.planner.stash.outlook import (  # noqa: E402
     outlook,
     recommended,
 )
-from megatron.planner.stash.routing import RoutingSpan, made_up_spans, parse_skew, traced_spans  # noqa: E402
+from megatron.planner.stash.routing import RoutingSpan, parse_skew, synthetic_spans, traced_spans  # noqa: E402
 from megatron.planner.stash.stages import PlannedRun, StashFlags, planned_run  # noqa: E402
 from megatron.planner.stash.walk import StepLevel, walk  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
@@ -39,7 +39,7 @@ from tools.stash_report import StashPlan, as_json, as_page, as_text  # noqa: E40
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 # Number of expert ranks with generated routing, unless --plan-groups is given.
-_RANKS_LOOKED_AT = 64
+_SIMULATED_RANKS = 64
 _EXIT_USAGE = 2
 
 
@@ -162,8 +162,8 @@ def _routing(args: argparse.Namespace, run: PlannedRun) -> Routing:
     ranks = run.ranks
     if args.plan_groups is not None and args.plan_groups > ranks.num_groups:
         raise ValueError(
-            f"--plan-groups is {args.plan_groups}: must be at most {ranks.num_groups}, as many as share experts in a "
-            "stage"
+            f"--plan-groups is {args.plan_groups}: must be at most {ranks.num_groups}, the number of groups that "
+            "share experts in a stage"
         )
     if args.trace is not None:
         groups = args.plan_groups or ranks.num_groups
@@ -171,18 +171,18 @@ def _routing(args: argparse.Namespace, run: PlannedRun) -> Routing:
             spans, guesses = traced_spans(read_routing(args.trace), run, num_groups=groups, seed=args.seed)
         except OSError as error:
             what = error.strerror or error
-            raise ValueError(f"--trace is {args.trace}: {what}: give what --record-routing wrote") from None
+            raise ValueError(f"--trace is {args.trace}: {what}: give a file that --record-routing wrote") from None
         return Routing(spans, args.trace, guesses + _left_out(run, groups))
-    groups = args.plan_groups or min(ranks.num_groups, max(1, _RANKS_LOOKED_AT // ranks.expert_ranks))
+    groups = args.plan_groups or min(ranks.num_groups, max(1, _SIMULATED_RANKS // ranks.expert_ranks))
     skew = parse_skew(args.skew)
-    spans = made_up_spans(run, skew, num_steps=args.plan_steps, num_groups=groups, seed=args.seed)
+    spans = synthetic_spans(run, skew, num_steps=args.plan_steps, num_groups=groups, seed=args.seed)
     return Routing(spans, f"{skew}, seed {args.seed}", _left_out(run, groups))
 
 
 def _left_out(run: PlannedRun, groups: int) -> list[str]:
     if groups == run.ranks.num_groups:
         return []
-    return [f"{groups} of the {run.ranks.num_groups} groups that share experts in a stage were looked at"]
+    return [f"{groups} of the {run.ranks.num_groups} groups that share experts in a stage were simulated"]
 
 
 def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
@@ -226,11 +226,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "drift:SPREAD:STEPS, popularities that wander.",
     )
     group.add_argument(
-        "--wanted-probability", type=float, default=0.999, metavar="P", help="Share of the steps that must be well."
+        "--wanted-probability",
+        type=float,
+        default=0.999,
+        metavar="P",
+        help="Share of the steps that must reach a level.",
     )
-    group.add_argument("--plan-steps", type=int, default=1000, metavar="N", help="Steps to make up with --skew.")
+    group.add_argument("--plan-steps", type=int, default=1000, metavar="N", help="Steps to generate with --skew.")
     group.add_argument(
-        "--plan-groups", type=int, metavar="N", help="Groups of ranks that share experts to look at in each stage."
+        "--plan-groups", type=int, metavar="N", help="Groups that share experts to simulate in each stage."
     )
     group.add_argument("--plan-factors", type=float, nargs="+", metavar="F", help="Factors of device pages to try.")
     group.add_argument("--plan-host-factors", type=float, nargs="+", metavar="F", help="Factors of host pages to try.")
@@ -239,11 +243,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--host-gb-s",
         type=float,
         metavar="X",
-        help="10^9 bytes a second that copies between device and host reach, one way; unset: what the table of devices "
-        "says of the planned one.",
+        help="Rate of copies between device and host in one direction, in 10^9 bytes a second; unset: that of the "
+        "planned device in configs/devices.yaml.",
     )
     group.add_argument("--json", metavar="FILE", help="Also write the plan here.")
-    group.add_argument("--page", metavar="FILE", help="Also write it here as a page of HTML, with pictures.")
+    group.add_argument("--page", metavar="FILE", help="Also write an HTML page with figures here.")
     return parser
 
 

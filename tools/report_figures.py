@@ -249,7 +249,7 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
         prefix = f"{run_names(runs)[index]}: " if len(runs) > 1 else ""
         for name, label in _fields_of(figure, run):
             place = fields.index((name, label))
-            # Several runs: one color per run, one dash style per field. Many fields have too few dash styles.
+            # Several runs: one color per run, one dash style per field. There are too few dash styles for many fields.
             colors_fields = len(runs) == 1 or len(fields) > MAX_DASHED_FIELDS
             color, number = (place, index) if colors_fields else (index, place)
             style = {"name": prefix + label, "color": color, "dash": DASHES[number % len(DASHES)]}
@@ -259,7 +259,6 @@ def _draw(figure: Figure, runs: Sequence[RunLog]) -> dict[str, Any]:
     # Even a single line needs a legend if the figure can have several.
     named = len(figure.fields) > 1 or figure.fields[0][0].endswith("/")
     options = {
-        "named": named,
         "log": figure.log,
         "fromZero": figure.from_zero,
         "steps": figure.steps,

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
 from tools.report_figures import layer_table_figure, run_names
-from tools.run_log import RUNGS, RunLog
+from tools.run_log import LEVEL_COUNTERS, RunLog
 
 PLAN_NAME = "plan.json"
 KINDS = {
@@ -123,7 +123,7 @@ def read_plan(path: Path, run: RunLog) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ForeignPlanError(f"it is no plan of --dry-run ({type(error).__name__}: {error})") from error
     environment, model = run.record.get("environment") or {}, run.record.get("model") or {}
-    # In the plan, and in the run if known.
+    # Values of the plan, and of the run if known.
     sizes = {
         "parameters": (plan["parameters"]["all"], model.get("parameters")),
         "processes": (plan["world_size"], environment.get("world_size")),
@@ -184,18 +184,18 @@ def _rows(run: RunLog, predicted: dict[int, Bytes], *, measured: dict[int, Bytes
     first = _of_rank_0(run)
     rows = []
     for kind, label in KINDS.items():
-        said = max((sizes[kind] for sizes in predicted.values()), default=None)
+        planned = max((sizes[kind] for sizes in predicted.values()), default=None)
         held = max((sizes.get(kind, 0) for sizes in measured.values()), default=None)
-        if said or held:
-            rows.append(_row(label, said=said, held=held, first=first.get(kind)))
+        if planned or held:
+            rows.append(_row(label, planned=planned, held=held, first=first.get(kind)))
     if predicted:
-        rows.append(_row(LABELS[ACTIVATIONS], said=max(sizes[ACTIVATIONS] for sizes in predicted.values())))
+        rows.append(_row(LABELS[ACTIVATIONS], planned=max(sizes[ACTIVATIONS] for sizes in predicted.values())))
     for name, label in PEAKS.items():
         held = max((sizes[name] for sizes in measured.values() if name in sizes), default=None)
         if held is not None:
             # The resident memory includes Python and libraries, which no plan predicts: it gets no difference.
             all_kinds = max(map(_on_device, predicted.values()), default=None) if name == "peak_allocated" else None
-            rows.append(_row(label, said=all_kinds, held=held, first=first.get(name)))
+            rows.append(_row(label, planned=all_kinds, held=held, first=first.get(name)))
     return rows
 
 
@@ -203,15 +203,15 @@ def _on_device(sizes: Bytes) -> int:
     return sum(size for kind, size in sizes.items() if kind not in HOST)
 
 
-def _row(label: str, *, said: int | None, held: int | None = None, first: int | None = None) -> dict[str, str]:
+def _row(label: str, *, planned: int | None, held: int | None = None, first: int | None = None) -> dict[str, str]:
     difference = ""
-    if said is not None and held is not None:
-        difference = "none" if said == held else f"{held - said:+,} bytes"
-        if said and said != held:
-            difference += f" ({(held - said) / said:+.1%})"
+    if planned is not None and held is not None:
+        difference = "none" if planned == held else f"{held - planned:+,} bytes"
+        if planned and planned != held:
+            difference += f" ({(held - planned) / planned:+.1%})"
     return {
         "name": label,
-        "predicted": bytes_text(said),
+        "predicted": bytes_text(planned),
         "measured": bytes_text(held),
         "difference": difference,
         "first": bytes_text(first),
@@ -266,7 +266,9 @@ def _levels_line(run: RunLog) -> str | None:
         "dropped_gate_up": "gate_up recomputed",
         "void_steps": "steps discarded and retried",
     }
-    counts = {name: run.series[f"stash/rungs/{name}"].values for name in RUNGS if f"stash/rungs/{name}" in run.series}
+    counts = {
+        name: run.series[f"stash/rungs/{name}"].values for name in LEVEL_COUNTERS if f"stash/rungs/{name}" in run.series
+    }
     if not counts:
         return None
     reached = [

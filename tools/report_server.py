@@ -56,7 +56,7 @@ class LiveReport:
         # Tells versions of this server from those of an earlier one on the same port.
         self._name, self._number = secrets.token_hex(4), 0
         self._contents: dict[str, dict[str, Any]] = {}  # by version, the latest last
-        self._changes: dict[str, Any] = {}  # by version: to the latest, shared by all pages that ask
+        self._changes: dict[str, Any] = {}  # by version: changes to the latest, shared by all pages
         self._next_update_at = 0.0
 
     def answer(self, since: str | None) -> dict[str, Any]:

@@ -30,10 +30,10 @@ TIMINGS = (
     "stash/",
 )
 MAX_BINS = 128
-# Bytes before the read position that a follower compares: others mean that the file was rewritten under its name.
+# Bytes before the read position that a follower compares. A difference means that the file was replaced.
 TAIL_BYTES = 256
 # Counters of the recompute levels that a step reached, mildest first.
-RUNGS = ("spilled_pages", "dropped_act", "dropped_gate_up", "void_steps")
+LEVEL_COUNTERS = ("spilled_pages", "dropped_act", "dropped_gate_up", "void_steps")
 # Megatron-LM's console log: the line of a step, the line of an evaluation, and fields with another name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
 EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")
@@ -267,7 +267,7 @@ class LogReader:
         """Adds the stash's fields. They hold the factors that each step since the previous line needed."""
         pool = record["pool"] or {}
         by_step = {"capacity_factor_needed": record["factors_needed"], "pool_factor_needed": pool.get("factors_needed")}
-        by_step |= self._rungs(record)
+        by_step |= self._level_counts(record)
         for name, values in by_step.items():
             for place, value in enumerate(values or [], 1):
                 self._add(f"stash/{name}", value, step=step - len(values) + place)
@@ -285,12 +285,12 @@ class LogReader:
                 self.stash.pool, self.stash.pool_step = pool, step
 
     @staticmethod
-    def _rungs(record: dict[str, Any]) -> dict[str, list[int]]:
+    def _level_counts(record: dict[str, Any]) -> dict[str, list[int]]:
         """Returns the counts of each recompute level by step. A level that the log omits did not occur."""
         counts = record.get("rungs")
         if counts is None:
             return {}
-        return {f"rungs/{name}": counts.get(name) or [0] * record["steps"] for name in RUNGS}
+        return {f"rungs/{name}": counts.get(name) or [0] * record["steps"] for name in LEVEL_COUNTERS}
 
     def read_console_line(self, line: bytes) -> None:
         """Reads the line of a step or an evaluation; ignores all other lines."""

@@ -106,7 +106,8 @@ def write_tensor_files(
     """Writes the tensors of `kinds` to an existing folder, as one file or as shards of at most max_shard_bytes.
 
     read: returns a tensor of any shape and dtype, as in `kinds`. It is called just before the tensor is written: one
-    tensor is in memory at a time. metadata: of the index. always_index: write an index for a single file too.
+    tensor is in memory at a time. metadata: additional entries of the index. always_index: write an index for a single
+    file too.
     """
     shards = _shards(kinds, max_shard_bytes)
     numbered = always_index or len(shards) > 1

@@ -69,13 +69,13 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("base", metavar="BASE_COMMIT", help="version whose numbers count as right")
+    parser.add_argument("base", metavar="BASE_COMMIT", help="reference version")
     parser.add_argument("--head", metavar="COMMIT", help="version to check; default: the files of this working tree")
     parser.add_argument(
         "--only",
         action="append",
         metavar="TEXT",
-        help="only the case of this name, else those with it in theirs; repeatable",
+        help="only the case with this name, or all whose names contain it; repeatable",
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="new folder to run in, which is kept")
     options = parser.parse_args(argv)

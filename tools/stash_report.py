@@ -17,7 +17,7 @@ from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.flags import flag_table
 
 _TEMPLATE = Path(__file__).with_name("stash_report.html.jinja")
-# Names of the recompute levels in the printed tables, on the page, and of the goal to reach none beyond.
+# Names of the recompute levels: in printed tables, on the page, and as goals not to exceed.
 HEADINGS = {
     StepLevel.DEVICE: "device",
     StepLevel.HOST: "spills",
@@ -169,7 +169,7 @@ def needs_note(plan: StashPlan) -> str:
     """Returns a note if there are too few steps for the wanted probability, else an empty string."""
     if len(plan.needs.rows) * (1 - plan.wanted) >= 1 - 1e-6:
         return ""
-    return f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the most; more steps tell more"
+    return f"of {len(plan.needs.rows):,} steps p{100 * plan.wanted:g} is the maximum; more steps give a better estimate"
 
 
 def _needs_lines(plan: StashPlan) -> list[str]:
@@ -198,7 +198,7 @@ def _given_lines(plan: StashPlan) -> list[str]:
             cells.append([str(number), *map(str, _stage_numbers(stage))])
     steps = len(walk.levels)
     lines = [f"with these flags: {paste(plan.run.flags)}", *_columns(cells)]
-    lines.append("of the rank with most; the last two: tensors in the worst step")
+    lines.append("maxima over ranks; the last two columns count tensors in the worst step")
     if walk.discards.any():
         grown = f"rows to {walk.capacity_factor:.3g} x"
         for name, factor in (("device", walk.grown.device_factor), ("host", walk.grown.host_factor)):
@@ -240,12 +240,12 @@ def _table_lines(table: Sequence[Outlook]) -> list[str]:
             ]
         )
     factor = table[0].flags.moe_expert_rank_capacity_factor if table else None
-    title = f"of the steps come to (the worst rank counts), with --moe-expert-rank-capacity-factor {factor:g}:"
+    title = f"share of steps by level of the worst rank, with --moe-expert-rank-capacity-factor {factor:g}:"
     return [title, *_columns(cells)] if table else []
 
 
 def _recommended_lines(plan: StashPlan) -> list[str]:
-    lines = [f"enough for {plan.wanted:.4%} of the steps, by the same walk:"]
+    lines = [f"enough for {plan.wanted:.4%} of the steps, by simulation:"]
     steps = len(plan.needs.rows)
     for level, one in plan.recommended.items():
         reached = round(one.share_up_to(level) * steps)
@@ -260,7 +260,7 @@ def _recommended_lines(plan: StashPlan) -> list[str]:
 
 def _cost_lines(plan: StashPlan) -> list[str]:
     lines = [
-        f"costs of a step on the rank and stage with most, ms ({plan.device} of configs/devices.yaml, "
+        f"costs of a step on the rank and stage with the highest, ms ({plan.device} of configs/devices.yaml, "
         f"{plan.host_gb_s:g} GB/s to the host; estimates):"
     ]
     cells = [
@@ -274,9 +274,11 @@ def _cost_lines(plan: StashPlan) -> list[str]:
         spilling = [one for one in of_stages if one.spill > 0]
         if spilling:
             late = [str(one.stage) for one in spilling if not one.hides_spill]
-            hidden = "fits beside the experts' own products"
+            products = "the experts' own products"
             lines.append(
-                f"spilling {hidden}" if not late else f"spilling takes longer than those on stages {', '.join(late)}"
+                f"spilling is hidden by {products}"
+                if not late
+                else f"spilling takes longer than {products} on stages {', '.join(late)}"
             )
     for one in next(iter(plan.costs.values()), []):
         lines.append(f"stage {one.stage}: {with_flag_names(one.line, flag_table())}")

@@ -1,6 +1,6 @@
 """Figures of pages as plain values for plotly.js: stacked bars, stacked columns, and boxes on a time line.
 
-Texts are shown as they are: plotly would otherwise take parts of them for markup. Colors of text and grid lines are
+Texts are escaped, because plotly would interpret parts of them as markup. Colors of text and grid lines are
 chosen in plots.js, which draws the figures.
 """
 
@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 _ROW, _AXIS, _LIMIT, _PANEL = 26, 56, 22, 260  # heights in pixels
-_CHARACTER = 7  # width in pixels of a character of 12 px, about
+_CHARACTER = 7  # approximate width in pixels of a 12 px character
 _LIMIT_COLOR = "#d1344b"
 # More boxes than this on a row are too narrow for an edge.
 _MOST_EDGED = 200
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several charts of columns. columns: from left to right; hovering shows their ends."""
+    """One of several charts of columns. columns: from left to right; hovering shows the text `end` of each."""
 
     title: str
     columns: Sequence[Bar]

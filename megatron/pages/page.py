@@ -1,6 +1,6 @@
-"""Renders a jinja2 template as one HTML file that needs no other: styles, plotly and figures are embedded.
+"""Renders a jinja2 template as a self-contained HTML file: styles, plotly and figures are embedded.
 
-Knows no page: a page's template and numbers are kept where the numbers are computed.
+Contains no page. The template of a page is next to the code that computes its numbers.
 """
 
 from importlib.util import find_spec
@@ -40,7 +40,7 @@ def render(template: Path, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # NaN is no JSON. Keys stay in order: the order of facts on a page.
+    # JSON has no NaN. Keys keep their order, which is the order of facts on a page.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.globals["source"] = lambda name: Markup(loader.get_source(environment, name)[0])
     environment.globals["plotly_script"] = lambda: Markup(plotly_script())

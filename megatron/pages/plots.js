@@ -1,6 +1,6 @@
 "use strict";
-// Draws plotly figures in the page's light or dark colors. Figures that the page itself holds are drawn from here;
-// other scripts draw theirs with themed() and plotConfig().
+// Draws the figures that are embedded in the page, in its light or dark colors. Other scripts draw theirs with
+// themed() and plotConfig().
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 
 function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }

@@ -149,7 +149,7 @@ class _FusedAttention(torch.autograd.Function):
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         ctx.note = note
-        # Two products, scores and their sum of values. A causal mask leaves half of each.
+        # Two products: the scores, and the weighted sum of values. A causal mask leaves half of each.
         ctx.flops = 2.0 * share * batch * heads * length * key.shape[2] * (query.shape[3] + value.shape[3])
         if note is not None:
             num_bytes = sum(one.nbytes for one in (query, key, value, output))

@@ -21,7 +21,7 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
 from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
 
-# Most changes with a full plan, which takes as long as the first plan. The smallest change may be one more.
+# Most changes that get a full plan, which takes as long as the first. The one with the smallest estimate may be added.
 _MAX_PLANNED = 4
 
 
@@ -168,7 +168,7 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
         if planned and not is_tight(planned[-1].peak, fit.memory):
             return replace(fit, change=planned[-1])
     if candidates and all(one.peak > fit.memory for one in planned):
-        # Without an estimate, the last change is taken, which changes most.
+        # Without estimates, this is the last candidate, which changes the most settings.
         smallest = min(reversed(candidates), key=lambda one: fit.memory if one.peak is None else one.peak)
         if smallest not in hopeful[:_MAX_PLANNED]:
             planned += _planned(smallest, planner)
@@ -180,7 +180,7 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
 
 
 def _planned(one: _Candidate, planner: Planner) -> list[Change]:
-    """Returns the change with the peak of its own plan; nothing if the run refuses it while it is built."""
+    """Returns the change with the peak of its own plan; an empty list if the run cannot be built."""
     try:
         stages = planner.plan(one.args).stages
     except ValueError:
@@ -191,7 +191,7 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """Yields flags that reduce the memory of validated args without changing the training result.
 
-    Order: first changes without the host's memory, whose size a plan does not know, then fewest changes, then least
+    Order: first changes that use no host memory, whose size a plan does not know, then fewest changes, then least
     summed cost. The run may refuse some of them.
     """
     if args.skip_train:

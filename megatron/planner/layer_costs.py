@@ -73,7 +73,7 @@ class LayerKind:
 class ParamSize:
     """Size of a trained parameter.
 
-    buffer: kind of its flat buffer where experts have buffers of their own. own_bucket: whether it has a bucket alone.
+    buffer: kind of its flat buffer if experts have separate buffers. own_bucket: whether it is alone in its bucket.
     """
 
     numel: int
@@ -83,7 +83,7 @@ class ParamSize:
 
 @dataclass(frozen=True)
 class CountedKernel:
-    """A kernel and those of its bytes that do not grow with tokens.
+    """A kernel, and the part of its bytes that does not grow with the number of tokens.
 
     weight_bytes, expert_weight_bytes: bytes of parameters and their gradients, in dense layers and in experts.
     """
@@ -99,7 +99,10 @@ KernelCounts = Counter[CountedKernel]
 
 @dataclass(frozen=True)
 class Scale:
-    """Factors to a similar layout: samples of a microbatch, experts of a rank, ranks that share all experts."""
+    """Ratios of a similar layout to a measured one.
+
+    samples: of a microbatch. experts: of a rank. expert_ranks: ranks that share all experts.
+    """
 
     samples: Fraction = Fraction(1)
     experts: Fraction = Fraction(1)
@@ -120,7 +123,7 @@ class PartWork:
     traffic: tuple[Traffic, ...] = ()
 
     def chunk(self) -> ChunkWork:
-        """Returns the kernels as a plan holds them."""
+        """Returns the kernels in the form of a plan, without the split of their bytes."""
         return ChunkWork(_kernels(self.forward), _kernels(self.backward), _kernels(self.recompute))
 
     def times(self, number: int) -> "PartWork":
@@ -217,14 +220,14 @@ class StepWork:
 class ModelCosts:
     """Costs of one rank's model in a layout, by part.
 
-    embedding: the first chunk's embedding. copies: the last chunk's copy of it, if there is one. end: norm, layers of
-    multi-token prediction and output layer. chunk: costs that each chunk has once. Without a pipeline the work of the
-    embedding is part of the end's work. rows: None where experts are dropless.
+    embedding: the first chunk's embedding. embedding_copy: the last chunk's copy of it, if there is one. end: norm,
+    layers of multi-token prediction and output layer. chunk: costs that each chunk has once. Without a pipeline the
+    work of the embedding is part of the end's work. rows: None where experts are dropless.
     """
 
     config: TransformerConfig
     embedding: PartCost
-    copies: PartCost
+    embedding_copy: PartCost
     layers: Mapping[LayerKind, PartCost]
     end: PartCost
     chunk: PartCost
@@ -235,7 +238,7 @@ class ModelCosts:
     def chunk_parts(self, layers: Sequence[LayerKind], *, is_first: bool, is_last: bool) -> list[PartCost]:
         """Returns the parts of a chunk with these layers, in the order of its parameters."""
         # A pipeline of one stage has no copy of the embedding.
-        start = [self.embedding] if is_first else [self.copies] if is_last else []
+        start = [self.embedding] if is_first else [self.embedding_copy] if is_last else []
         return [*start, *(self.layers[kind] for kind in layers), *([self.end] if is_last else []), self.chunk]
 
     def scaled(self, scale: Scale) -> "ModelCosts":
@@ -355,8 +358,8 @@ def measure_memory(
 ) -> ModelCosts:
     """Builds a short model of validated args without memory and returns its bytes by part, without work.
 
-    of_each_kind: layers of each kind that are built. With two, tensors that a chunk saves once for all layers are told
-    apart; one is faster. Raises ValueError as the run would for a layer that cannot be built, and for models other than
+    of_each_kind: layers of each kind that are built. Two distinguish tensors that a chunk saves once from those of each
+    layer; one is faster. Raises ValueError as the run would for a layer that cannot be built, and for models other than
     GPTModel.
     """
     kinds = distinct_kinds(args)
@@ -372,7 +375,7 @@ def measure_memory(
             found = _parts_of(model, probe, forward_step=forward_step)
             rows = _static_rows(model, probe)
             # The last stage's embedding is a copy.
-            names = {EMBEDDING: "copies"} if stage > 0 else {}
+            names = {EMBEDDING: "embedding copy"} if stage > 0 else {}
             parts |= {names.get(name, name): part for name, part in found.items()}
     inner = unwrap_model(model)
     mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
@@ -381,7 +384,7 @@ def measure_memory(
     return ModelCosts(
         get_model_config(model),
         parts[EMBEDDING],
-        parts.get("copies", PartCost()),
+        parts.get("embedding copy", PartCost()),
         layers,
         parts[END],
         _chunk_cost(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
@@ -417,7 +420,7 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
 
 
 def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
-    """Returns saved bytes by "part: kind". Tensors saved between layers, as by recompute, count to the later layer."""
+    """Returns saved bytes by "part: kind". Tensors saved between layers, as in recompute, are the later layer's."""
     layers = list(unwrap_model(model).decoder.layers)
     reached = [0]
     handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
@@ -480,9 +483,9 @@ def measure_work(
 ) -> ModelCosts:
     """Traces a step of a short model of validated args and returns the costs with the work of each part.
 
-    of_each_kind: layers of each kind that are run. The last backward kernels of a kind's first layer may count to the
-    part before it; one layer is faster. has_all_replicas: whether the short run has as many data-parallel ranks as the
-    run. Raises ValueError as the run would for a layer that cannot be built.
+    of_each_kind: layers of each kind that are run, of which the last one counts. The last backward kernels of the first
+    one may be counted in the part before it; one layer is faster. has_all_replicas: whether the short run has as many
+    data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
     kinds = distinct_kinds(args)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
@@ -655,7 +658,7 @@ class _PartRecorder(WorkRecorder):
         return any(one.is_expert for one in spans if one.start <= start < one.end)
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel by part, too. tensor: any shape, in the dtype of the computation."""
+        """Counts a kernel in total and by part. tensor: any shape, in the dtype of the computation."""
         super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
         name = self.pass_name
         if name is not None:

@@ -60,13 +60,13 @@ _MAX_REFUSALS = 4
 # Layouts that are measured to find the smallest one that the run accepts, where none fits.
 _MAX_TRIED = 12
 # A slower layout joins the front only if it needs less than this share of memory, since estimates are inexact.
-_PROGRESS = 0.98
+_FRONT_MEMORY_SHARE = 0.98
 # An update reads and writes masters and moments.
 _ACCESSES_PER_UPDATE = 2
 _GIGA = 1e9
 # Bytes of parameters and of gradients, for experts (True) and dense layers (False).
 Weights = dict[bool, tuple[int, int]]
-# Layer kinds of each part of the pipeline, the first stage of each content, and counts of kinds by stage.
+# Layer kinds of each part of the pipeline, the first of each group of equal stages, and counts of kinds by stage.
 _Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
 # Called with a status line for each layout. May print only some of them.
 Progress = Callable[[str], None]
@@ -185,7 +185,7 @@ def _front(
     for cost, layout in sorted(fitting, key=lambda one: (one[0].seconds, one[0].num_bytes)):
         if len(found) == most:
             break
-        if cost.num_bytes > smallest * _PROGRESS:
+        if cost.num_bytes > smallest * _FRONT_MEMORY_SHARE:
             continue
         progress(f"{len(fitting)} layouts fit, {len(found)} of the best measured")
         advice = costs.advice(layout)
@@ -222,9 +222,9 @@ class LayoutCosts:
         self._overlapped_by = overlap_of(args).overlapped_by
         self._given_sharding = _sharding_of(args)
         self._refusals: Counter[tuple[object, ...]] = Counter()
-        # Measured costs with their layout: memory by kind, the last memory by tensor sizes, and work by kind.
-        self._known: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
-        self._known_by_tensor_sizes: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
+        # Measured costs with their layout: memory by kind, the latest memory by tensor sizes, and work by kind.
+        self._measured_memory: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        self._latest_memory: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
         self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
         # Caches, each by the sizes that its values depend on.
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
@@ -277,7 +277,7 @@ class LayoutCosts:
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
         """Whether parameters take at most twice the limit. True if layers of this tensor parallel size are unknown."""
-        known = self._known_by_tensor_sizes.get((layout.tensor, layout.expert_tensor))
+        known = self._latest_memory.get((layout.tensor, layout.expert_tensor))
         if known is None:
             return True
         if self._weights_key(layout) not in self._weights:
@@ -299,9 +299,9 @@ class LayoutCosts:
         kind = self._kind_of(layout)
         key = (*kind, layout.expert)
         if key not in self._scaled:
-            if kind not in self._known and not self._find_costs(layout, kind):
+            if kind not in self._measured_memory and not self._find_costs(layout, kind):
                 return None
-            costs, base = self._known[kind]
+            costs, base = self._measured_memory[kind]
             self._scaled[key] = costs.scaled(
                 Scale(samples=Fraction(1, base.micro_batch), experts=Fraction(base.expert, layout.expert))
             )
@@ -323,7 +323,7 @@ class LayoutCosts:
             self._refusals[kind] += 1
             self.last_refusal = str(error)
             return False
-        self._known[kind] = self._known_by_tensor_sizes[layout.tensor, layout.expert_tensor] = costs, layout
+        self._measured_memory[kind] = self._latest_memory[layout.tensor, layout.expert_tensor] = costs, layout
         return True
 
     def _validated(self, layout: Layout) -> argparse.Namespace:
@@ -351,7 +351,7 @@ class LayoutCosts:
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
-        """Returns the first stage of each content. Later equal stages hold fewer microbatches, and no more memory."""
+        """Returns the first of each group of equal stages. Later ones hold fewer microbatches, and no more memory."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
@@ -456,13 +456,13 @@ class LayoutCosts:
         shared = layout.expert if _share_ranks(layout) else None
         kind = (*self._kind_of(layout), shared)
         if kind not in self._measured_work:
-            known = self._known[self._kind_of(layout)][1]
+            known = self._measured_memory[self._kind_of(layout)][1]
             base = known if not _share_ranks(known) and shared is None else layout
             if base.sharding is Sharding.GRADIENTS:
                 # Copies of sharded gradients scale neither with tokens nor with the weights of a layer.
                 base = replace(base, sharding=Sharding.STATES)
             costs = measure_work(
-                self._known[self._kind_of(layout)][0],
+                self._measured_memory[self._kind_of(layout)][0],
                 self._validated(base),
                 self._provider,
                 forward_step=self._forward_step,
@@ -559,7 +559,7 @@ def _share_ranks(layout: Layout) -> bool:
 def seconds_of(
     work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
 ) -> PassSeconds:
-    """Returns seconds without overlap, except as Overlap.overlapped_by says."""
+    """Returns the seconds of one microbatch, without overlap except that of overlapped_by (see Overlap)."""
     chunk = work.chunk()
     passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
     computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}

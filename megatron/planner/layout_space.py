@@ -43,7 +43,7 @@ _SIZES = {
     "expert_tensor": "expert_tensor_parallel_size",
     "micro_batch": "micro_batch_size",
 }
-_CUTS = (
+_SPLIT_FLAGS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
@@ -132,7 +132,7 @@ class Layout:
 class Space:
     """Model and ranks of the compared layouts.
 
-    layer_costs, end_cost: costs of each layer and of the model's end, in any common unit, for an even cut.
+    layer_costs, end_cost: costs of each layer and of the model's end, in any common unit, for an even split.
     recompute_modules: arguments of --recompute-modules by choice. further_layers: number of multi-token prediction
     layers. fixed: maps fields of Layout to their only value. None keeps the user's flags and adds none.
     """
@@ -177,7 +177,7 @@ class Space:
             "tensor": _size("--tensor-model-parallel-size", layout.tensor),
             "sequence": ["--sequence-parallel"] if layout.tensor > 1 else [],
             "stages": _size("--pipeline-model-parallel-size", layout.stages),
-            "counts": self._cut_flags(layout),
+            "counts": self._split_flags(layout),
             "context": _size("--context-parallel-size", layout.context),
             "expert": _size("--expert-model-parallel-size", layout.expert),
             "expert_tensor": []
@@ -192,7 +192,7 @@ class Space:
         }
         return [word for name, words in found.items() if name not in self.fixed for word in words]
 
-    def _cut_flags(self, layout: Layout) -> list[str]:
+    def _split_flags(self, layout: Layout) -> list[str]:
         if layout.stages == 1:
             return []
         if len(set(layout.counts)) == 1:
@@ -274,14 +274,14 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
     parsed = parse_args(argv=list(words))
     assumed = _assumed(parsed, given=given, world_size=world_size)
     every = [*words, *assumed]
-    args = _alone(parse_args(argv=every))
+    args = _on_one_rank_per_stage(parse_args(argv=every))
     check_counted(args)
     setup_tokenizer(args)  # sets the size of the vocabulary
     fixed: dict[str, Any] = {name: vars(parsed)[dest] for name, dest in _SIZES.items() if dest in given}
     fixed |= {name: None for name, dests in _NOT_VARIED.items() if given & set(dests)}
-    cuts = [name for name in _CUTS if name in given]
-    if cuts:
-        fixed |= _fixed_cut(every, fixed, flag=f"--{cuts[0].replace('_', '-')}")
+    splits = [name for name in _SPLIT_FLAGS if name in given]
+    if splits:
+        fixed |= _fixed_split(every, fixed, flag=f"--{splits[0].replace('_', '-')}")
     kinds = layer_kinds(args)
     flops, end = layer_flops(args, kinds)
     space = Space(
@@ -341,22 +341,22 @@ def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> l
     ]
 
 
-def _alone(args: argparse.Namespace, *, stages: int = 1) -> argparse.Namespace:
+def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> argparse.Namespace:
     """Validates the arguments on one rank per stage, which reports errors that are independent of the layout."""
     args = copy.copy(args)
     for dest in _SIZES.values():
         vars(args)[dest] = 1
     args.pipeline_model_parallel_size = args.world_size = stages
     if stages == 1:
-        vars(args).update({name: False if name.startswith("account") else None for name in _CUTS})
+        vars(args).update({name: False if name.startswith("account") else None for name in _SPLIT_FLAGS})
     args.sequence_parallel = False
     return validate_args(args)
 
 
-def _fixed_cut(words: Sequence[str], fixed: Mapping[str, Any], *, flag: str) -> dict[str, Any]:
+def _fixed_split(words: Sequence[str], fixed: Mapping[str, Any], *, flag: str) -> dict[str, Any]:
     if "stages" not in fixed:
         raise CommandLineError(f"{flag} is given: give --pipeline-model-parallel-size as well, or drop it")
-    args = _alone(parse_args(argv=list(words)), stages=fixed["stages"])
+    args = _on_one_rank_per_stage(parse_args(argv=list(words)), stages=fixed["stages"])
     counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
     return {"counts": tuple(counts), "chunks": args.virtual_pipeline_model_parallel_size or 1}
 
@@ -381,12 +381,12 @@ def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[d
 
     The end includes multi-token prediction.
     """
-    found = {kind: _count(args, [kind, kind]) - _count(args, [kind]) for kind in dict.fromkeys(kinds)}
-    with_end = _count(args, [kinds[-1]], mtp_num_layers=args.mtp_num_layers)
+    found = {kind: _forward_flops(args, [kind, kind]) - _forward_flops(args, [kind]) for kind in dict.fromkeys(kinds)}
+    with_end = _forward_flops(args, [kinds[-1]], mtp_num_layers=args.mtp_num_layers)
     return found, with_end - found[kinds[-1]]
 
 
-def _count(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
+def _forward_flops(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
     args = copy.copy(args)
     # Without LoRA, since forward is a third of the FLOPs only where all weights are trained.
     args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), None, None
@@ -410,7 +410,7 @@ def recompute_flags(choice: Recompute, modules: Sequence[str]) -> tuple[str, ...
 
 
 def layout_text(counts: Sequence[int], *, further_layers: int) -> str:
-    """Formats a cut for --pipeline-model-parallel-layout. further_layers: number of multi-token prediction layers."""
+    """Formats a split for --pipeline-model-parallel-layout. further_layers: number of multi-token prediction layers."""
     parts = [f"{'t' * count}" for count in counts]
     parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * further_layers + "L"
     words: list[tuple[str, int]] = []
@@ -429,10 +429,10 @@ def powers_of_2(largest: int) -> list[int]:
 
 @lru_cache(maxsize=256)
 def even_parts(costs: tuple[float, ...], *, end_cost: float, parts: int) -> tuple[int, ...] | None:
-    """Cuts layers into consecutive parts with the least maximal cost. None if there are too few layers.
+    """Splits layers into consecutive parts with the smallest maximum cost. None if there are too few layers.
 
     Returns the number of layers of each part. The parts before the last are as even as possible, too. costs: costs of
-    the layers. end_cost: additional cost of the last part, which may have no layer. Among equal cuts, early parts get
+    the layers. end_cost: additional cost of the last part, which may have no layer. Among equal splits, early parts get
     fewer layers, because they hold activations longest.
     """
     if parts == 1:
@@ -448,7 +448,7 @@ def even_parts(costs: tuple[float, ...], *, end_cost: float, parts: int) -> tupl
     filled = _filled(costs, limit, end_cost=end_cost, parts=parts)
     assert filled is not None, "the least limit is feasible"
     first = len(costs) - filled[-1]
-    # The end alone may cost more than any part. The parts before it are still cut evenly.
+    # The end alone may cost more than any part. The parts before it are still split evenly.
     inner = costs[:first]
     before = _filled(inner, _least_limit(inner, end_cost=0.0, parts=parts - 1), end_cost=0.0, parts=parts - 1)
     assert before is not None, "each part before the last has a layer"

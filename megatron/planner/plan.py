@@ -49,7 +49,7 @@ from megatron.training.setup import get_model, setup_batches, setup_model_and_op
 from megatron.training.step.expert_memory import build_expert_memory
 
 # Shown with every plan.
-NOT_PLANNED = "what the allocator keeps, and data"
+NOT_PLANNED = "memory cached by the allocator, and input data"
 _COMPARED_TYPES = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
 # Attributes that differ between layers of the same structure.
 _IGNORED_NAMES = {"layer_number", "offset", "_init_seed"}
@@ -91,8 +91,8 @@ class RankPlan:
     parameters_by_key counts them.
 
     working: temporary memory of the passes at their peak, such as logits, gradients in flight and messages. updating:
-    temporary memory of the update, which runs without activations. messages: temporary memory that collectives hold at
-    one time, without persistent gradients and parameters. All three are 0 where nothing is trained.
+    temporary memory of the update, which runs without activations. messages: temporary memory that
+    collectives hold at one time, without persistent gradients and parameters. All three are 0 where nothing is trained.
 
     links: messages of a step. groups: ranks of each group that links name. buffers: layout of its parameters. chunks:
     kernels of a microbatch in each model chunk. update: the optimizer's kernels.
@@ -160,7 +160,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """Memory and work of a stage that equal stages share.
+    """Memory and work of a pipeline stage. Stages of the same structure share it.
 
     saved: bytes that a microbatch of each chunk saves for backward. experts_of_layer: bytes that the experts of one
     layer save. step: the traced step, empty where nothing is trained.
@@ -177,7 +177,7 @@ class StageTrace:
 
 
 # Traces by the structure of a stage.
-_Known = dict[Hashable, StageTrace]
+_Traces = dict[Hashable, StageTrace]
 
 
 def plan_run(
@@ -191,12 +191,12 @@ def plan_run(
 ) -> Plan:
     """Plans the run of validated args with world_size ranks.
 
-    forward_step_func: the training script's function, which gets made-up batches without memory. rank_in_stage: index
-    of the planned rank in each stage. The first one holds most, as the last shards may be shorter. only_stages: stages
-    to plan, all if unset; parameters are counted over them. Raises the errors of the run itself, for sizes that do not
-    fit and for models that cannot be built.
+    forward_step_func: the training script's function, called with batches without memory. rank_in_stage: index of the
+    planned rank in each stage. The first one needs the most memory, because the last shards may be shorter.
+    only_stages: stages to plan, all if unset; parameters are counted over them. Raises the same errors as a run for
+    sizes that do not fit and for models that cannot be built.
     """
-    stages, is_balanced, known = [], False, _Known()
+    stages, is_balanced, traces = [], False, _Traces()
     stashed: list[Sequence[StashEvent]] = []
     args = copy.copy(args)
     args.ddp_debug = False  # a plan has no values to check
@@ -205,14 +205,14 @@ def plan_run(
             continue
         with as_rank(args, rank) as groups:
             build = _RankBuild(args, model_provider, config_overrides=config_overrides)
-            stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, known=known))
+            stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, traces=traces))
             is_balanced = is_balanced or build.is_balanced
             stashed.append(build.stash_events)
     if args.moe_paged_stash and not args.skip_train and only_stages is None:
         with flags_named_in_errors():
             check_effect(stashed)
-    # Every rank's exchange of statistics holds the losses of all ranks.
-    names = {name for trace in known.values() for name in trace.step.names}
+    # Each rank exchanges the sums of all losses that any rank reports.
+    names = {name for trace in traces.values() for name in trace.step.names}
     stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
@@ -220,7 +220,7 @@ def plan_run(
     return Plan(stages, total, active, num_microbatches, is_balanced, flops, substitutions(args))
 
 
-def place_of(args: argparse.Namespace, rank: int) -> int:
+def pipeline_number_of(args: argparse.Namespace, rank: int) -> int:
     """Returns the number of the rank's pipeline. Raises CommandLineError for a rank outside of the run."""
     if not 0 <= rank < args.world_size:
         raise CommandLineError(
@@ -242,7 +242,7 @@ def _pipelines(args: argparse.Namespace) -> list[list[int]]:
 
 @contextmanager
 def as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
-    """Makes this process act as a rank without memory inside the block, and publishes the run's arguments."""
+    """Makes this process act as a rank inside the block, on tensors without memory. Publishes the run's arguments."""
     with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
         try:
             _publish(args)
@@ -284,9 +284,9 @@ class _RankBuild:
         self.stash_events: Sequence[StashEvent] = ()
 
     def plan(
-        self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, known: _Known
+        self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, traces: _Traces
     ) -> RankPlan:
-        """Plans the rank. stage: its stage. known: traces of other stages, to which this stage's is added."""
+        """Plans the rank. stage: its stage. traces: traces of other stages, to which this stage's is added."""
         chunks = unwrap_model(self.model)
         num_microbatches = batch_sizes(self._args).final_num_microbatches
         pages = self._pages(groups, num_microbatches)
@@ -298,11 +298,11 @@ class _RankBuild:
             group_size=config.microbatch_group_size_per_vp_stage,
         )
         orders = orders_of(num_microbatches)
-        place = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
-        key = structure_of(self.model), *place
-        if key not in known:
-            known[key] = self._trace(groups, forward_step, num_microbatches=num_microbatches)
-        trace, step = known[key], known[key].step
+        ends = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
+        key = structure_of(self.model), *ends
+        if key not in traces:
+            traces[key] = self._trace(groups, forward_step, num_microbatches=num_microbatches)
+        trace, step = traces[key], traces[key].step
         return RankPlan(
             rank,
             stage,
@@ -330,7 +330,7 @@ class _RankBuild:
         )
 
     def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
-        """Returns the bytes of the stash's pages on the device and on the host. An evaluation has none."""
+        """Returns the bytes of the stash's pages on the device and on the host. Evaluations have none."""
         if self._optimizer is None:
             return 0, 0
         memory = build_expert_memory(self.model, self._args, groups=groups)
@@ -400,10 +400,10 @@ def _activations(actions: Sequence[Action], trace: StageTrace, *, stashes: bool)
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments of the same run with sizes that the host knows.
+    """Returns the arguments of the same run with numbers of expert rows that the host knows.
 
-    Drops FSDP, since passes save the same tensors with gathered parameters. Where the number of expert rows would be
-    read from the device, static buffers get exactly the rows of balanced routing.
+    Disables FSDP, because passes save the same activations with unsharded parameters. Replaces expert buffers whose
+    size would be read from the device by static ones with exactly the rows of balanced routing.
     """
     args = copy.copy(args)
     args.use_torch_fsdp2 = False
@@ -476,6 +476,6 @@ def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
         return ()
     return (
         f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
-        "--moe-token-dispatcher-type alltoall, which fills the same buffers: what the library keeps for itself, and "
-        "what it does not send twice, is not known without it",
+        "--moe-token-dispatcher-type alltoall, which fills the same buffers; the memory of the library itself and "
+        "its deduplication of messages are not included",
     )

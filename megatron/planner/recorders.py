@@ -53,7 +53,7 @@ _GATHERS = {"embedding", "index", "index_select", "gather"}
 _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "index_copy_", "scatter_", "scatter_add_"}
 # Their bytes do not depend on the size of the table.
 ROWS_OF_TABLES = _GATHERS | _SCATTERS
-# Trace names to phases. The innermost open one gives a message its phase.
+# Maps trace names to phases. A message belongs to the phase of the innermost open trace.
 _PHASES = {
     "ScheduleRunner._forward": FORWARD,
     "ScheduleRunner._backward": BACKWARD,
@@ -84,7 +84,7 @@ _OPERATIONS = {
     "send": "send",
     "recv_": "receive",
 }
-# Operations with their input as payload. Others have their output, or a tensor that they change in place.
+# Operations whose payload is their input. For others it is their output, or the tensor that they change in place.
 _BY_INPUT = {"reduce-scatter", "all-to-all"}
 # Messages inside these trace names are parts of one collective.
 _WHOLE = {
@@ -92,8 +92,10 @@ _WHOLE = {
     "_OrderedReduceScatter": "reduce-scatter",
     "_OrderedReduceScatter._send": "reduce-scatter",
 }
+# Of these, the names that begin a new collective.
 _BEGINNINGS = {"gather_shards_", "_OrderedReduceScatter"}
-# Several groups may have the same ranks. The first match names a message, by phase: passes, or all others.
+# Several groups may have the same ranks. The first match names a message: in passes a group of model parallelism,
+# otherwise one of data parallelism.
 _OF_MODEL = "tp cp pp ep expt_tp tp_cp tp_ep embd dp dp_cp expt_dp tp_dp tp_dp_cp mp tp_ep_pp".split()
 _OF_DATA = (
     "dp dp_cp expt_dp intra_dp_cp intra_expt_dp inter_dist_opt intra_dist_opt tp cp pp embd tp_cp tp_dp_cp mp "
@@ -240,11 +242,11 @@ class WorkRecorder(TorchDispatchMode):
         return tensor
 
     def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """Returns the work of each chunk. order: passes of the step in order, one of each chunk and kind."""
+        """Returns the work of each chunk. order: passes of the step, one per chunk and kind."""
         of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
         forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
         backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
-        found = {chunk: ChunkWork(forwards[chunk], kernels, again) for chunk, kernels, again in backwards}
+        found = {chunk: ChunkWork(forwards[chunk], kernels, recompute) for chunk, kernels, recompute in backwards}
         return tuple(found[chunk] for chunk in sorted(found))
 
 
@@ -317,7 +319,7 @@ class MessageRecorder(TorchDispatchMode):
         count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
         whole = _WHOLE.get(self._names[-1]) if self._names else None
         if whole is not None:
-            # Later slices of a reduction are sent while it is waited for, and belong to the first one.
+            # Slices that are sent during the wait for a reduction count as part of it.
             count = int(not self._is_begun and not _BEGINNINGS.isdisjoint(self._names))
             if whole == "reduce-scatter" and args[3] and not self._is_slice_begun:
                 # Slices are one message per other rank. The first counts twice, to include this rank's own part.

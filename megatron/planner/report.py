@@ -1,4 +1,4 @@
-"""The --dry-run command, and the forms of a plan: printed lines, plan.json, and tables of searched layouts.
+"""The --dry-run command, and the output formats of a plan: printed lines, plan.json, and tables of searched layouts.
 
 plan.py and layout_search.py compute plans, and page.py draws the page.
 """
@@ -22,7 +22,7 @@ from megatron.pages.page import MissingPackageError
 from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
-from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, place_of, plan_run
+from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, pipeline_number_of, plan_run
 from megatron.planner.step_time import ASSUMPTIONS, StageTime, StepTime, ranks_per_node, run_time
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
@@ -57,7 +57,7 @@ def print_plan(
     """
     if "WORLD_SIZE" in os.environ and args.rank != 0:
         return
-    number, device = place_of(args, args.rank), planned_device()
+    number, device = pipeline_number_of(args, args.rank), planned_device()
     planner = Planner(
         reread=reread,
         plan=partial(
@@ -105,7 +105,7 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"plan of {_number(args.world_size, 'rank')}: {_layout(args)}; "
         f"{_number(plan.num_microbatches, 'microbatch', several='microbatches')} of "
         f"{args.micro_batch_size} x {args.seq_length} tokens a step",
-        f"parameters: {plan.num_parameters:,}, of which a token meets {plan.active_parameters:,}",
+        f"parameters: {plan.num_parameters:,}, of which {plan.active_parameters:,} are active for a token",
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
         f"activations of stage {fullest.stage}, which holds most: {_kinds(fullest, unit=unit, size=size)}",
@@ -258,7 +258,7 @@ def plan_document(
 
 def notes(plan: Plan, device: Device) -> list[str]:
     """Returns the notes of plan.json and of the page."""
-    found = [f"Memory leaves out {NOT_PLANNED}."]
+    found = [f"Not included: {NOT_PLANNED}."]
     if plan.is_balanced:
         found.append("Rows of experts are those of tokens that choose all experts equally often.")
     found += [f"{one}." for one in plan.substitutions]
@@ -269,7 +269,7 @@ def notes(plan: Plan, device: Device) -> list[str]:
             f"({device.memory_gib:g} GiB)."
         )
     if any(any(stage.host.values()) for stage in plan.stages):
-        found.append("What is in the host's memory is not part of the device's.")
+        found.append("Device memory does not include host memory.")
     return found
 
 

@@ -141,11 +141,13 @@ def shape_of(args: argparse.Namespace) -> Shape:
 def check_counted(args: argparse.Namespace) -> None:
     """Raises CommandLineError for flags with memory that is not counted here."""
     if args.use_torch_fsdp2:
-        raise CommandLineError("--use-torch-fsdp2: its shards are not counted without building them; see --dry-run")
+        raise CommandLineError(
+            "--use-torch-fsdp2: the size of its shards is unknown without building the model; use --dry-run"
+        )
     if args.optimizer not in _OPTIMIZERS:
         raise CommandLineError(
-            f"--optimizer is {args.optimizer}: its states are not counted without building it; must be one of "
-            f"{', '.join(_OPTIMIZERS)}, or see --dry-run"
+            f"--optimizer is {args.optimizer}: the size of its states is unknown without building it; must be one of "
+            f"{', '.join(_OPTIMIZERS)}, or use --dry-run"
         )
     if args.skip_train:
         raise CommandLineError("--skip-train: layouts are compared for training; drop it")

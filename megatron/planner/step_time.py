@@ -32,10 +32,10 @@ from megatron.training.data_parallel import ddp_config_of
 
 # Shown with every estimated time.
 ASSUMPTIONS = (
-    "each kernel takes the longer of its arithmetic and its bytes, at the shares of peaks of the table of devices",
-    "kernels are those that torch calls, one after the other: nothing is fused beside attention and norms",
-    "messages have links to themselves; ranks lie on nodes in their order, one network port for each",
-    "all ranks of a stage take equally long; data come in time",
+    "each kernel takes the longer of its arithmetic and its memory traffic, at the rates of configs/devices.yaml",
+    "kernels are those that torch calls, one after the other: only attention and norms are fused",
+    "messages do not share links; nodes hold consecutive ranks, with one network port per rank",
+    "all ranks of a stage take the same time; no step waits for data",
 )
 # Messages of losses and norms count as messages of the optimizer.
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
@@ -79,7 +79,7 @@ class StageTime:
     """Seconds of one stage's rank in a step.
 
     forward, recompute, backward, exposed, optimizer and bubble add up to the step. exposed: communication that is not
-    overlapped, by phase. bubble: waits for other stages. hidden: overlapped communication, in addition to the sum.
+    overlapped, by phase. bubble: waits for other stages. hidden: overlapped communication, not part of the sum.
     by_kind: seconds of all passes, by kind of module.
     """
 
@@ -247,8 +247,8 @@ class _Rates:
 class _Pass:
     """Seconds of one pass of a chunk.
 
-    compute: all kernels, of which recompute for repeated forwards. exposed: messages that the pass waits for. hidden:
-    messages that it overlaps.
+    compute: all kernels. recompute: those of repeated forwards, part of compute. exposed: messages that the pass waits
+    for. hidden: messages that it overlaps.
     """
 
     compute: float

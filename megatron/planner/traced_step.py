@@ -1,7 +1,7 @@
 """Runs steps of a wrapped model without memory and records a rank's kernels, messages and allocations.
 
-Runs steps of one and of two microbatches, because each further microbatch adds what the second one adds. recorders.py
-has the recorders, and plan.py builds the model.
+Runs steps of one and of two microbatches, because each further microbatch adds the same messages as the second.
+recorders.py has the recorders, and plan.py builds the model.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class _NamedStatistics(StatisticsExchange):
         return super()._sum_sync(totals, required, **rest)
 
 
-class _Experts:
+class _TracedMemory:
     """Implements StepMemory for a traced step, in which experts never overflow."""
 
     def __init__(self, layers: Sequence[MoELayer]) -> None:
@@ -113,8 +113,8 @@ class TracedSteps:
     ) -> None:
         """Runs a step of num_microbatches equal microbatches under dispatch modes, the last one innermost.
 
-        batch: tensors [B, S], int64 or fp32, as in trace_step. live: entered as the innermost mode. The update is a
-        part of its own in it.
+        batch: tensors [B, S], int64 or fp32, as in trace_step. live: entered as the innermost mode; counts the
+        update as a part of its own.
         """
         with ExitStack() as entered:
             for mode in (*modes, *([] if live is None else [live])):
@@ -160,18 +160,18 @@ def trace_step(
         traced.step(1, batch=batch, modes=[recorder], live=of_one)
         one = recorder.take()
         traced.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
-    found = _of_step(one, recorder.take(), num_microbatches=num_microbatches)
+    found = _extrapolated(one, recorder.take(), num_microbatches=num_microbatches)
     config = get_model_config(model[0])
-    pipeline, in_a_row = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
+    pipeline, round_size = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
     stage = group_rank(groups.pp)
-    program = pipeline_programs(pipeline, num_microbatches, group_size=in_a_row)[stage]
+    program = pipeline_programs(pipeline, num_microbatches, group_size=round_size)[stage]
     return StepTrace(
         merged(by_pass(found, program)),
         frozenset(traced.statistics.found),
         live.peaks[""],
         live.peaks[_UPDATE],
         live.messages_peak,
-        chunks=work.chunks(stage_orders(pipeline, 1, group_size=in_a_row)[stage]),
+        chunks=work.chunks(stage_orders(pipeline, 1, group_size=round_size)[stage]),
         update=work.update,
     )
 
@@ -205,7 +205,7 @@ def traced_steps(
     static = [layer for layer in layers if layer.expert_step is not None]
     if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
         # Also on stages without experts, since all ranks exchange the same number of flags.
-        steps.memory = _Experts(static)
+        steps.memory = _TracedMemory(static)
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
         yield TracedSteps(steps, optimizer, statistics)
@@ -238,7 +238,7 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
 def _evenly_routed(
     args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
 ) -> Iterator[None]:
-    """Routes tokens evenly inside the block where the host would read counts, and answers other reads with zeros."""
+    """Replaces counts that the host would read by those of even routing inside the block, and other reads by zeros."""
     factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
     gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
     tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
@@ -322,7 +322,7 @@ def _grouped_product(left: Tensor, right: Tensor, *more: Any, **rest: Any) -> Te
     return left.new_empty(shape if left.dim() != right.dim() else (len(ends), *shape))
 
 
-def _of_step(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
+def _extrapolated(one: Sequence[Traffic], two: Sequence[Traffic], *, num_microbatches: int) -> tuple[Traffic, ...]:
     """Extrapolates the messages of a step of num_microbatches from steps of one and of two microbatches."""
     first = {(t.group, t.operation, t.phase): t for t in one}
     found = []
@@ -354,7 +354,7 @@ def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
 
 
 def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """Returns the messages with an exchange of statistics that holds num_names losses; see StatisticsExchange."""
+    """Returns the messages with the exchange of statistics enlarged to num_names losses; see StatisticsExchange."""
     exchange = ("world", "all-reduce", STATISTICS)
     # Each loss adds three fp64 numbers: whether the rank requires it, its sum, and its count.
     num_bytes = 24 * num_names

@@ -46,7 +46,7 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 class Unit(Enum):
-    """The limit of a kernel's speed in addition to memory."""
+    """The peak rate that bounds a kernel, in addition to memory bandwidth."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -104,9 +104,10 @@ def kind_of_module(name: str) -> str:
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
-    """Returns the roofline time of a kernel (Williams et al., 2009): its arithmetic, its bytes or a launch.
+    """Returns the roofline time of a kernel (Williams et al., 2009).
 
-    The longest of the three counts. Raises ValueError for a matmul dtype that the device does not support.
+    It is the longest of its arithmetic, its memory traffic and a launch. Raises ValueError for a matmul dtype that the
+    device does not support.
     """
     moving = kernel.num_bytes / (device.memory_gb_s * _GIGA * device.attainable_memory)
     if kernel.unit is Unit.MEMORY:

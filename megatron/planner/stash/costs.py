@@ -23,8 +23,8 @@ from megatron.training.compute.devices import Device
 _WHERE = {
     StepLevel.DEVICE: "with every page on the device",
     StepLevel.HOST: "where pages are spilled to the host",
-    StepLevel.ACT: "where act is computed again",
-    StepLevel.GATE_UP: "where gate_up is computed again",
+    StepLevel.ACT: "where act is recomputed",
+    StepLevel.GATE_UP: "where gate_up is recomputed",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -221,30 +221,35 @@ def verdict(
     if not costs:
         return False, [
             "stashing has no effect: the backward of every expert group directly follows its forward, so that nothing "
-            "waits; it needs several layers with experts, or pipeline stages with several micro-batches"
+            "is saved in between; it needs several layers with experts, or pipeline stages with several micro-batches"
         ]
     worst = _fullest(costs)
     saving, factor = worst.footprint.saving, plan.flags.moe_expert_rank_capacity_factor or 1.0
     sets = 1 + plan.flags.moe_paged_stash_prefetch_layers
     figures = (
-        f"stage {worst.stage}: buffers have {factor:.2f} of the balanced rows, {worst.waiting_groups} groups wait at "
-        f"the peak, {min(sets, worst.waiting_groups)} of them in buffers all the same, and {worst.tail_share:.1%} of "
-        "the pages' bytes are tails"
+        f"stage {worst.stage}: buffers have {factor:.2f} x the balanced rows; {worst.waiting_groups} groups are saved "
+        f"for backward at the peak, {min(sets, worst.waiting_groups)} of them still in whole buffers; "
+        f"{worst.tail_share:.1%} of the pages' bytes are tails"
     )
     if saving > 0:
-        return True, [f"stashing pays: it saves {saving:.0%} of what waits on the device; {worst.words}", figures]
-    costs_more = f"it costs {-saving:.0%} more than buffers that wait as they are; {worst.words}"
+        return True, [
+            f"stashing pays: it saves {saving:.0%} of the experts' activations on the device; {worst.words}",
+            figures,
+        ]
+    costs_more = f"it costs {-saving:.0%} more memory than whole buffers; {worst.words}"
     reasons = [f"stashing does not pay: {costs_more}", figures]
     saves = {level: _fullest(of) for level, of in others.items() if of and _fullest(of).footprint.saving > 0}
     if saves:
         level, least = min(saves.items())
         reasons[0] = (
-            f"stashing pays only {_WHERE[level]}: it saves {least.footprint.saving:.0%} of what waits on the device; "
-            f"{least.words}"
+            f"stashing pays only {_WHERE[level]}: it saves {least.footprint.saving:.0%} of the experts' activations on "
+            f"the device; {least.words}"
         )
         reasons.insert(1, f"with every page on the device {costs_more}")
     if worst.waiting_groups <= sets + 1:
-        reasons.append(f"too few groups wait: {worst.waiting_groups} at the peak, where {sets} are working sets anyway")
+        reasons.append(
+            f"too few groups are saved: {worst.waiting_groups} at the peak, of which {sets} are working sets"
+        )
     if factor < 1.3:
         reasons.append(f"routing is balanced: with a capacity factor of {factor:.2f} little of the buffers is padding")
     if worst.tail_share > 0.1:

@@ -72,7 +72,7 @@ def outlook(run: PlannedRun, flags: StashFlags, *, spans: Sequence[RoutingSpan])
 
 
 def enough_capacity(needs: Needs, wanted: float) -> float:
-    """Returns a capacity factor with half of the allowed failures. The other half is left for too few pages."""
+    """Returns a capacity factor that uses half of the allowed failures. The other half is left for stash overflows."""
     return max(1.0, rounded_up(factor_at((1 + wanted) / 2, needs.rows.tolist())))
 
 
@@ -85,7 +85,7 @@ def recommended(
     Leaves out levels that no factor reaches, because buffers lose rows.
     """
     found: dict[StepLevel, Outlook | None] = {}
-    # Larger factors than any step needs help only against reserved pages.
+    # Factors above the need of every step help only because forwards reserve pages.
     top = 1.05 * float(needs.pages.max()) + _STEP
     alone = replace(flags, moe_paged_stash_buffer_size_factor_cpu=0.0, moe_paged_stash_buffer_bytes=None)
     usual = max(_STEP, rounded_up(factor_at(0.5, needs.pages.tolist())))

@@ -89,7 +89,7 @@ def check_size(run: PlannedRun, *, num_steps: int, num_groups: int) -> None:
 def traced_spans(
     steps: Iterable[RoutingStep], run: PlannedRun, *, num_groups: int, seed: int
 ) -> tuple[list[RoutingSpan], list[str]]:
-    """Maps the steps of a trace to the ranks of the run. Returns them with sentences on what is guessed.
+    """Maps the steps of a trace to the ranks of the run. Returns them with sentences about guesses.
 
     If the trace has the run's ranks, tokens and micro-batches, its rows are used unchanged. Otherwise its blocks are
     joined or split to the run's tokens and fill the run's ranks in order. If a step has too few blocks, blocks are
@@ -98,14 +98,16 @@ def traced_spans(
     mapper = _BlockMapper(run, num_groups=num_groups, random=np.random.default_rng(seed))
     planned = [mapper.step(step) for step in steps]
     if not planned:
-        raise ValueError("the trace has no step yet: must be what --record-routing wrote in a run of one step or more")
+        raise ValueError(
+            "the trace has no step yet: must be a file that --record-routing wrote in a run of at least one step"
+        )
     check_size(run, num_steps=len(planned), num_groups=num_groups)
     spans = [_joined(list(equal)) for _, equal in groupby(planned, key=lambda one: one.num_microbatches)]
     return spans, sorted(mapper.guesses)
 
 
 class _BlockMapper:
-    """Maps recorded blocks to the ranks of the run. guesses: sentences on what the trace does not tell."""
+    """Maps recorded blocks to the ranks of the run. guesses: sentences about facts that the trace lacks."""
 
     def __init__(self, run: PlannedRun, *, num_groups: int, random: np.random.Generator) -> None:
         self._run, self._ranks, self._num_groups, self._random = run, run.ranks, num_groups, random
@@ -124,7 +126,7 @@ class _BlockMapper:
         else:
             chosen = self._rearranged(step, num_microbatches)
         pairs = {layer: rows_of_pairs(of_layer, self._ranks) for layer, of_layer in chosen.items()}
-        most = max(int(of_layer.max()) for of_layer in pairs.values()) if self._ranks.counts_pairs else 0
+        most = max(int(of_layer.max()) for of_layer in pairs.values()) if self._ranks.limits_pairs else 0
         rows = {
             layer: of_layer.sum(axis=2).reshape(num_microbatches, 1, -1).astype(np.int32)
             for layer, of_layer in pairs.items()
@@ -153,8 +155,8 @@ class _BlockMapper:
             places = np.arange(num_microbatches * per_pass).reshape(num_microbatches, per_pass)[:, : self._num_planned]
         else:
             self.guesses.add(
-                f"the trace has {num_blocks:,} times {self._ranks.tokens:,} tokens in a step and the run needs "
-                f"{num_microbatches * per_pass:,}: each is drawn from those of the step"
+                f"the trace has {num_blocks:,} blocks of {self._ranks.tokens:,} tokens in a step and the run needs "
+                f"{num_microbatches * per_pass:,}: blocks are drawn from those of the step"
             )
             # The same blocks in all layers, since a block holds the same tokens in each layer.
             places = self._random.integers(0, num_blocks, (num_microbatches, self._num_planned))
@@ -168,8 +170,8 @@ class _BlockMapper:
             usable = len(blocks) // joined * joined
             if usable == 0:
                 raise ValueError(
-                    f"the trace has {len(blocks)} times {recorded} tokens in a step: too few for one micro-batch of a "
-                    f"rank, which has {wanted}; record more micro-batches"
+                    f"the trace has {len(blocks)} blocks of {recorded} tokens in a step: too few for one micro-batch "
+                    f"of a rank, which has {wanted}; record more micro-batches"
                 )
             summed: np.ndarray = blocks[:usable].reshape(-1, joined, blocks.shape[1]).sum(axis=1)
             return summed
@@ -179,8 +181,8 @@ class _BlockMapper:
                 "other; give other --seq-length or --micro-batch-size"
             )
         self.guesses.add(
-            f"the trace counts {recorded:,} tokens together and a rank of the run has {wanted:,}: which of them it has "
-            "is drawn"
+            f"the trace counts {recorded:,} tokens together and a rank of the run has {wanted:,}: its tokens are "
+            "drawn from them"
         )
         return self._split(blocks, recorded // wanted)
 
@@ -205,8 +207,8 @@ def check_model(header: RoutingHeader, run: PlannedRun) -> None:
     ):
         if recorded != wanted:
             raise ValueError(
-                f"the trace is of another model: {what} is {recorded} in it, and {wanted} in the run; give what "
-                "--record-routing wrote for this model"
+                f"the trace is of another model: {what} is {recorded} in it, and {wanted} in the run; give a "
+                "file that --record-routing wrote for this model"
             )
 
 
@@ -250,7 +252,7 @@ def parse_skew(text: str) -> Skew:
     return Skew(name, numbers)
 
 
-def made_up_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:
+def synthetic_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: int, seed: int) -> list[RoutingSpan]:
     """Draws num_steps steps with the run's last number of micro-batches. Raises ValueError for too many rows."""
     check_size(run, num_steps=num_steps, num_groups=num_groups)
     rows, most_of_pair = {}, np.zeros(num_steps, dtype=np.int64)
@@ -262,7 +264,7 @@ def made_up_spans(run: PlannedRun, skew: Skew, *, num_steps: int, num_groups: in
         )
         by_rank = chances.reshape(num_steps, run.ranks.expert_ranks, -1)
         rows[layer] = _drawn_rows(by_rank, run, num_groups=num_groups, random=random)
-        if run.ranks.counts_pairs:
+        if run.ranks.limits_pairs:
             most = _most_of_pairs(by_rank, run, num_groups=num_groups, random=random)
             most_of_pair = np.maximum(most_of_pair, most)
     return [RoutingSpan(run.num_microbatches, rows, most_of_pair)]

@@ -67,7 +67,7 @@ class ExpertRanks:
 
     num_experts, topk: experts of a layer, and experts per token. tokens: tokens of a rank's micro-batch. num_ranks:
     ranks of the stage. num_sharing: ranks that share all experts. num_shards: ranks that share each expert. budget:
-    sizes of the ranks' buffers. counts_pairs: whether the rows from one rank to another are limited, too.
+    sizes of the ranks' buffers. limits_pairs: whether the rows from one rank to another are limited, too.
     """
 
     num_experts: int
@@ -77,7 +77,7 @@ class ExpertRanks:
     num_sharing: int
     num_shards: int
     budget: StaticBudget
-    counts_pairs: bool
+    limits_pairs: bool
 
     @property
     def num_groups(self) -> int:
@@ -190,5 +190,5 @@ def _expert_ranks(
         num_sharing=budget.num_ranks,
         num_shards=budget.num_shards,
         budget=budget,
-        counts_pairs=isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher),
+        limits_pairs=isinstance(dispatcher, MoEStaticAlltoAllTokenDispatcher),
     )

@@ -29,7 +29,7 @@ from megatron.planner.stash.stages import PlannedRun, StashFlags
 
 # Most attempts at one step. A run gives up earlier, but the growth of a plan is estimated and may need more attempts.
 _MAX_ATTEMPTS = 64
-# Numbers that are processed together. They fit into a core's cache.
+# Array elements that are processed together, so that they fit into a core's cache.
 _BLOCK_NUMBERS = 1 << 16
 _COUNTED = (
     Counter.VOID,
@@ -215,9 +215,9 @@ class _Walker:
     def _attempt(self, part: RoutingSpan) -> "_Attempt":
         ranks, budget = self.run.ranks, replace(self.run.ranks.budget, factor=self._capacity_factor)
         over = part.most_rows > budget.rows_of_rank(ranks.tokens)
-        if ranks.counts_pairs:
+        if ranks.limits_pairs:
             over = over | (part.most_of_pair > budget.rows_of_pair(ranks.tokens))
-        # No routing overflows the largest buffers. Blocks that were split at random may exceed them, though.
+        # No real routing overflows the largest buffers, but blocks that were split at random may.
         over = over & (self._capacity_factor < budget.largest_factor)
         outcomes = [stage.outcomes(part) for stage in self._stages]
         layouts = [tuple(stage.layouts or ()) for stage in self._stages]
@@ -235,7 +235,7 @@ class _Walker:
     def _grow(self, found: "_Attempt", step: int) -> None:
         """Grows rows or pages of all ranks after a discarded step."""
         part = found.span.part(step, step + 1)
-        # After lost rows the need of pages is unknown, as later layers had other rows in that attempt.
+        # After an expert overflow the need for pages is unknown: later layers had other rows in that attempt.
         sizes = [self._more_rows(part)] if found.over_capacity[step] else self._more_pages(found, step)
         self._grown = functools.reduce(LearnedSizes.merged, sizes, self._grown)
         self._capacity_factor = capacity_factor(self._capacity_factor, self._grown)
@@ -245,10 +245,12 @@ class _Walker:
         part, sizes = found.span.part(step, step + 1), []
         for stage, outcome in zip(self._stages, found.outcomes, strict=True):
             if outcome is not None:
-                # Read before stage.lack, which learns the step's rows.
+                # Read before stage.requested_sizes, which learns the step's rows.
                 shares = stage.shares(part)[0]
-                lacking = np.flatnonzero(outcome.counters[Counter.VOID][step])
-                sizes += [stage.lack(part, int(rank), used_share=float(shares[rank])) for rank in lacking]
+                short_ranks = np.flatnonzero(outcome.counters[Counter.VOID][step])
+                sizes += [
+                    stage.requested_sizes(part, int(rank), used_share=float(shares[rank])) for rank in short_ranks
+                ]
         return sizes
 
     def _more_rows(self, step: RoutingSpan) -> LearnedSizes:
@@ -345,7 +347,7 @@ class StageWalk:
 
     1. plan: sizes the pools for steps of a number of micro-batches.
     2. outcomes: simulates the pools in some steps, without learning from them.
-    3. learn: learns the rows of completed steps. lack: returns the sizes that a discarded step asks for.
+    3. learn: learns the rows of completed steps. requested_sizes: returns the sizes that a discarded step asks for.
     Attribute layouts: the pool of each rank, None without a stash.
     """
 
@@ -443,7 +445,7 @@ class StageWalk:
         self._is_measured = True
         self._has_learned[:] = True
 
-    def lack(self, step: RoutingSpan, rank: int, *, used_share: float) -> LearnedSizes:
+    def requested_sizes(self, step: RoutingSpan, rank: int, *, used_share: float) -> LearnedSizes:
         """Learns the rows of a step in which a rank's pool was too small, and returns the sizes that the rank asks for.
 
         used_share: share of C for which the step reserved pages.
@@ -543,9 +545,9 @@ def simulate_pools(
     for move in moves:
         if move.is_taken:
             left_free = None if reserves is None else reserves.of(move.forward_index)
-            held[move.group] = pools.take(rows(move.group), by_priority, left_free=left_free)
+            held[move.group] = pools.allocate(rows(move.group), by_priority, left_free=left_free)
         else:
-            pools.give_back(*held.pop(move.group))
+            pools.release(*held.pop(move.group))
     return PoolOutcomes(pools.counters, pools.dropped_rows)
 
 
@@ -567,10 +569,10 @@ class _Pools:
         self.counters = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
         self.dropped_rows = {priority: np.zeros(shape, dtype=np.int64) for priority in (Priority.GATE_UP, Priority.ACT)}
 
-    def take(
+    def allocate(
         self, live: np.ndarray, specs: Sequence[TensorSpec], *, left_free: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Takes pages for a group's tensors, in order of specs. Returns those of device and host, [S, N], int64."""
+        """Allocates pages for a group's tensors, in order of specs. Returns those of device and host, [S, N], int64."""
         device, host = np.zeros_like(self.free_device), np.zeros_like(self.free_host)
         for spec in specs:
             tokens_rows = live if spec.tokens_per_row == 1 else -(-live // spec.tokens_per_row)
@@ -592,8 +594,8 @@ class _Pools:
         self._raise_high_water()
         return device, host
 
-    def give_back(self, device: np.ndarray, host: np.ndarray) -> None:
-        """Frees the pages that `take` returned."""
+    def release(self, device: np.ndarray, host: np.ndarray) -> None:
+        """Frees the pages that `allocate` returned."""
         self.free_device += device
         self.free_host += host
 

@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.planner.fit import fit_of
 from megatron.planner.page import page
-from megatron.planner.plan import BufferLayout, Plan, RankPlan, place_of
+from megatron.planner.plan import BufferLayout, Plan, RankPlan, pipeline_number_of
 from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
 from megatron.planner.step_time import run_time
 from megatron.planner.work import ChunkWork, Kernel, Kernels, Traffic, Unit
@@ -249,9 +249,9 @@ def _tiny(flags: Flags, *, ranks: int) -> argparse.Namespace:
 
 def test_place_of_numbers_the_pipelines() -> None:
     args = _tiny({"pipeline-model-parallel-size": 2}, ranks=8)
-    assert [place_of(args, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [pipeline_number_of(args, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     with pytest.raises(ValueError, match="RANK is 8 in the environment: must be from 0 to 7, of --world-size"):
-        place_of(args, 8)
+        pipeline_number_of(args, 8)
 
 
 def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -115,7 +115,10 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
             ["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80"],
             "--memory is 80, .* must have a unit, such as 80GB",
         ),
-        (["--model", "llama3.2-1b", "--gpus", "8", "--world-size=8"], "--world-size is of one layout's plan .* --gpus"),
+        (
+            ["--model", "llama3.2-1b", "--gpus", "8", "--world-size=8"],
+            "--world-size belongs to .* plan of one layout.* --gpus",
+        ),
         (["--model", "llama3.2-1b", "--gpus", "8", "--json", "absent/x.json"], "--json is absent/x.json: its folder"),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--micro-batch-size", "3"],

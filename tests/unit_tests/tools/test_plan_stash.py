@@ -244,7 +244,11 @@ def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -
     # Many tokens choose alike: hardly any padding, and two layers are two working sets.
     assert main(argv(*skew, **{**alone, **long, "num_layers": 2})) == 0
     said = capsys.readouterr().out
-    assert "stashing does not pay: it costs" in said and "routing is balanced" in said and "too few groups wait" in said
+    assert (
+        "stashing does not pay: it costs" in said
+        and "routing is balanced" in said
+        and "too few groups are saved" in said
+    )
     assert main(argv(*skew, moe_paged_stash_page_size=256)) == 0
     assert "rows are few for pages of this size" in capsys.readouterr().out
     # Much skew, many micro-batches and pages of a token: buffers are mostly padding, most of the time.
@@ -267,7 +271,11 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
     for words, flags, message in (
         ([], {}, "no routing: give --trace FILE"),
         (["--trace", trace, "--skew", "zipf:1"], {}, "--trace is {trace} and --skew is zipf:1: give one of them"),
-        (["--trace", str(tmp_path / "none")], {}, "none: No such file or directory: give what --record-routing wrote"),
+        (
+            ["--trace", str(tmp_path / "none")],
+            {},
+            "none: No such file or directory: give a file that --record-routing wrote",
+        ),
         (["--trace", str(tmp_path / "text.gz")], {}, "text.gz: Not a gzipped file"),
         (["--trace", str(tmp_path / "text")], {}, "text, line 1 is not of a routing trace"),
         (["--trace", str(tmp_path / "empty")], {}, "the trace has no step yet"),

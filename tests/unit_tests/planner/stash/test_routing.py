@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.transformer.moe.dispatch_static import StaticBudget
-from megatron.planner.stash.routing import RoutingSpan, inclusion, made_up_spans, parse_skew, popularity
+from megatron.planner.stash.routing import RoutingSpan, inclusion, parse_skew, popularity, synthetic_spans
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun, PlannedStage, StashFlags
 from tests.unit_tests.planner.stash.plain_flags import FLAGS
 
@@ -17,7 +17,7 @@ EXPERTS, TOPK, TOKENS, RANKS = 8, 2, 64, 4
 def planned(*, num_microbatches: int = 4, flags: StashFlags = FLAGS) -> PlannedRun:
     """Returns a run of one stage and one layer with experts shared by 4 ranks, without a schedule."""
     budget = StaticBudget(2.0, TOPK, EXPERTS // RANKS, RANKS, 1, 1)
-    ranks = ExpertRanks(EXPERTS, TOPK, TOKENS, RANKS, RANKS, 1, budget, counts_pairs=True)
+    ranks = ExpertRanks(EXPERTS, TOPK, TOKENS, RANKS, RANKS, 1, budget, limits_pairs=True)
     stage = PlannedStage((1,), lambda count: (), lambda count, ahead: ())
     return PlannedRun(flags, ranks, [stage], 1, num_microbatches, frozenset({num_microbatches}))
 
@@ -38,7 +38,7 @@ def one_by_one(chances: np.ndarray, random: np.random.Generator, draws: int) -> 
 def test_rows_have_the_mean_and_spread_of_independent_tokens() -> None:
     # With equal popularities only the number of experts matters.
     run = planned(num_microbatches=2000)
-    (span,) = made_up_spans(run, parse_skew("balanced"), num_steps=1, num_groups=1, seed=3)
+    (span,) = synthetic_spans(run, parse_skew("balanced"), num_steps=1, num_groups=1, seed=3)
     rows = span.rows[1][:, 0]
     assert (rows.sum(axis=1) == TOKENS * RANKS * TOPK).all()
     reference = one_by_one(np.full(EXPERTS, TOPK / EXPERTS), np.random.default_rng(1), 400)
@@ -75,7 +75,7 @@ def test_drift_has_its_spread_and_correlation_time() -> None:
 
 def test_rows_grow_with_skew_and_depend_on_the_seed() -> None:
     def most(text: str, seed: int = 1) -> float:
-        (span,) = made_up_spans(planned(), parse_skew(text), num_steps=50, num_groups=1, seed=seed)
+        (span,) = synthetic_spans(planned(), parse_skew(text), num_steps=50, num_groups=1, seed=seed)
         return float(span.most_rows.mean())
 
     assert most("balanced") < most("dirichlet:10") < most("dirichlet:1") < most("dirichlet:0.1")
@@ -104,8 +104,10 @@ def test_invalid_skews_are_refused(text: str, words: str) -> None:
 
 def test_a_span_is_sliced_by_steps_and_limited_in_size() -> None:
     run = planned()
-    (span,) = made_up_spans(run, parse_skew("zipf:1"), num_steps=5, num_groups=1, seed=1)
+    (span,) = synthetic_spans(run, parse_skew("zipf:1"), num_steps=5, num_groups=1, seed=1)
     part = span.part(1, 3)
     assert isinstance(part, RoutingSpan) and part.num_steps == 2 and (part.rows[1] == span.rows[1][:, 1:3]).all()
     with pytest.raises(ValueError, match="passes: must be at most .* fewer --plan-steps or --plan-groups"):
-        made_up_spans(replace(run, num_microbatches=1 << 20), parse_skew("zipf:1"), num_steps=999, num_groups=1, seed=1)
+        synthetic_spans(
+            replace(run, num_microbatches=1 << 20), parse_skew("zipf:1"), num_steps=999, num_groups=1, seed=1
+        )
