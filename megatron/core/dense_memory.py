@@ -39,7 +39,7 @@ def check_dense(name: str, param: nn.Parameter) -> None:
 def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ValueError if a parameter that requires grad shares elements with another of these tensors.
 
-    Elements would no longer be shared after the parameter has moved into a flat buffer or was sharded. named: tensors
+    Elements would no longer be shared after the parameter is moved into a flat buffer or sharded. named: tensors
     of any shape and dtype, on any device, with their names.
     """
     # Tensor subclasses may forbid reading values, but addresses are allowed.
@@ -62,7 +62,7 @@ def _check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for other_name, other in held[place + 1 :]:
             if other.device != tensor.device or other.data_ptr() >= _end(tensor):
                 break
-            if (tensor.requires_grad or other.requires_grad) and _have_common(tensor, other):
+            if (tensor.requires_grad or other.requires_grad) and _share_bytes(tensor, other):
                 raise ValueError(
                     f"{name} and {other_name} share memory, and would not once they are trained here: must be one "
                     "nn.Parameter under both names (b.weight = a.weight), or have memory of their own "
@@ -76,7 +76,7 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + reach * tensor.element_size()
 
 
-def _have_common(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors with overlapping address ranges, any shapes and dtypes, have a byte in common.
 
     Different columns of one matrix have none. Takes one byte of host memory for each byte of the two ranges.

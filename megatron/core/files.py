@@ -1,4 +1,4 @@
-"""Single files on disk: replaced as a whole, and their checksums. Checkpoint folders are in dist_checkpointing/."""
+"""Atomic replacement and checksums of single files. Checkpoint folders are in dist_checkpointing/."""
 
 import os
 import sys
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-# Large enough for full disk speed, small enough that the checksum finds the bytes in the processor's cache.
+# Large enough for full disk throughput, small enough that the checksum reads the bytes from the CPU cache.
 _CHUNK_BYTES = 1 << 20
 
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields a temporary file that replaces `path` after the body: readers see the old or the new file, never a part.
+    """Yields a temporary file that replaces `path` after the body, so that readers never see a partial file.
 
     If the body fails, `path` keeps its content and the temporary file is removed. A killed process may leave
     `path`.partial-*. Raises OSError.
@@ -25,7 +25,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
         with open(partial, "wb") as file:
             yield file
             file.flush()
-            # Without this, a power cut after the rename could leave an empty file.
+            # Without this, a power failure after the rename could leave an empty file.
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
@@ -44,7 +44,7 @@ def range_crc32(path: Path, start: int, *, num_bytes: int) -> int:
     # Unbuffered: all reads fill the same memory, which causes no further page faults.
     with open(path, "rb", buffering=0) as file:
         if sys.platform == "linux":
-            # Reads ahead of the checksum, and of other threads that read the same file: disks are faster then.
+            # Starts read-ahead of the range, which increases disk throughput.
             os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
         file.seek(start)
         while left and (num_read := file.readinto(buffer[:left])):

@@ -1,7 +1,7 @@
 """FullCudaGraphWrapper: the forward and backward passes of a step's microbatches as one CUDA graph.
 
-It knows the callable that runs the passes, static inputs and participants. Experts and optimizers take part as
-participants: see graphs/capture.py.
+It only handles the callable that runs the passes, static inputs and participants. Experts and optimizers are
+participants, see graphs/capture.py.
 """
 
 import logging
@@ -31,8 +31,8 @@ from megatron.core.group_collectives import all_ranks_agree, any_rank_sync
 
 logger = logging.getLogger(__name__)
 
-# Limit of the kinds of steps that are remembered as warm.
-_MANY_KEYS = 64
+# Maximum number of kinds of steps that are recorded as warm.
+_MAX_WARM_KEYS = 64
 
 
 class _Plan(Enum):
@@ -62,12 +62,12 @@ class FullCudaGraphWrapper:
        a participant's fingerprint, which drops all graphs. The max_graphs most recently used graphs are kept.
     5. Passes with forward_only run eagerly, also between replays.
 
-    If a capture fails on any rank, all ranks raise CaptureFailedError. The batches were read, and none of the work has
-    run. Later steps run eagerly, and `failure` has the cause.
+    If a capture fails on any rank, all ranks raise CaptureFailedError. The batches have been read, and no work has been
+    executed. Later steps run eagerly, and `failure` holds the cause.
 
-    device: None means the GPU of this process, with the random-number streams of the tracker. follow_up: work at the
-    end of the graph, after the passes and all that their participants wait for. It receives the result of the passes,
-    and does not run after eager passes.
+    device: None means the GPU of this process, with the random-number streams of the tracker. follow_up: captured at
+    the end of the graph, after the contexts of the participants have exited. It receives the result of the passes. It
+    does not run after eager passes.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FullCudaGraphWrapper:
         self._warm: dict[Hashable, None] = {}  # kinds of steps that have run eagerly, oldest first
         self._has_warned = False
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._given: Hashable = None  # the fingerprints of the last step
+        self._last_fingerprints: Hashable = None  # of the previous step
 
     @property
     def num_graphs(self) -> int:
@@ -102,7 +102,7 @@ class FullCudaGraphWrapper:
 
     @property
     def failure(self) -> str | None:
-        """Why a step could not be captured; None if no capture has failed."""
+        """Why a capture failed; None if none has failed."""
         return self._failure
 
     @property
@@ -146,11 +146,12 @@ class FullCudaGraphWrapper:
     def _agree_on_plan_sync(self, key: Hashable) -> "_Plan":
         """Returns what all ranks do in this step. Collective: one all-reduce of three int64, from host to host.
 
-        Ranks may differ: in the shapes of their batches, and in fingerprints that eager passes changed on some ranks.
-        They depend on the batches of this step, so no message of the last step could carry them.
+        Ranks may differ in the shapes of their batches, and in fingerprints that eager passes changed on some ranks.
+        Both depend on the batches of this step, so a message of the previous step could not include them.
         """
-        given = fingerprints(self._participants)
-        is_stale, self._given = self._given is not None and self._given != given, given
+        current = fingerprints(self._participants)
+        is_stale = self._last_fingerprints is not None and self._last_fingerprints != current
+        self._last_fingerprints = current
         is_warm = self._steps_to_warm_up == 0 and key in self._warm
         any_stale, any_cold, any_new = any_rank_sync(is_stale, not is_warm, key not in self._graphs)
         if any_stale:
@@ -164,14 +165,14 @@ class FullCudaGraphWrapper:
         # A new kind of step needs one warm-up step, which builds kernels and grows tables.
         self._steps_to_warm_up = max(0, self._steps_to_warm_up - 1)
         self._warm[key] = None
-        if len(self._warm) > _MANY_KEYS:
+        if len(self._warm) > _MAX_WARM_KEYS:
             del self._warm[next(iter(self._warm))]
             if not self._graphs and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "batches of %d steps were all of different kinds (number of micro-batches, shapes, plain values): "
                     "nothing is captured, as no kind repeats",
-                    _MANY_KEYS,
+                    _MAX_WARM_KEYS,
                 )
 
     @trace_range("FullCudaGraphWrapper.capture")
@@ -206,7 +207,7 @@ class FullCudaGraphWrapper:
         for participant, account in zip(self._participants, captured.accounts):
             participant.replayed(account)
         # The next replay overwrites the reports.
-        return [tree_map(_own, report) for report in captured.reports]
+        return [tree_map(_clone, report) for report in captured.reports]
 
 
 def _read(data_iterator: Any, num_microbatches: int) -> Any:
@@ -228,5 +229,5 @@ def _check_reports(reports: list[Any]) -> None:
             )
 
 
-def _own(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value

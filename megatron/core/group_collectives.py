@@ -1,7 +1,7 @@
 """Collectives of tensors and of small objects, and errors that are raised on all ranks.
 
-Names are the same for every version of torch. Nothing here is differentiable; tensor_parallel/mappings.py is.
-A group of None means this rank alone, for which nothing is sent, except in all_ranks_agree.
+Names are independent of the version of torch. Differentiable collectives are in tensor_parallel/mappings.py.
+A group of None means this rank alone and sends nothing, except in all_ranks_agree.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

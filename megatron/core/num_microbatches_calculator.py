@@ -1,7 +1,7 @@
 """Global batch sizes over a run, and the number of microbatches that each data-parallel rank computes in a step.
 
 BatchSchedule maps consumed samples to a global batch size, and NumMicroBatches divides it over ranks. Both are pure.
-The functions at the end keep one calculator for the process, because Megatron's scripts ask through plain functions.
+The functions at the end hold one calculator per process, because Megatron's scripts call plain functions.
 """
 
 import bisect
@@ -48,7 +48,7 @@ class BatchSchedule:
         return consumed
 
     def iterations_within(self, samples: int, *, consumed: int = 0) -> int:
-        """Returns the number of whole steps between `consumed` and `samples` consumed samples."""
+        """Returns the number of whole steps that fit between `consumed` and `samples` consumed samples."""
         iterations = 0
         for size, steps in self._phases(consumed):
             fitting = max(0, samples - consumed) // size
@@ -74,7 +74,7 @@ def build_batch_schedule(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> BatchSchedule:
-    """Builds the schedule from at most one of the two settings; it must end at the global batch size.
+    """Builds the schedule from at most one of the two settings. It must end with the global batch size.
 
     seq_length: tokens per sample, for thresholds in tokens. Raises ValueError.
     """

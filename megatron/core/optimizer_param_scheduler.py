@@ -1,6 +1,6 @@
 """Schedules of learning rate and weight decay over consumed samples, and their settings.
 
-Values are written into `optimizer.param_groups`; their use is the optimizer's.
+Values are written into `optimizer.param_groups`, where the optimizer reads them.
 """
 
 import math
@@ -102,7 +102,7 @@ class OptimizerParamSchedulerConfig:
 
 
 def check_load_policy(*, override: bool, use_checkpoint: bool) -> None:
-    """Raises ValueError if both the command line and the checkpoint are to take precedence."""
+    """Raises ValueError if the command line and the checkpoint are both given precedence."""
     if override and use_checkpoint:
         raise ValueError(
             "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler are both set: "

@@ -1,4 +1,4 @@
-"""Borders of the documents that are packed into a microbatch. Attention within them is in transformer/."""
+"""Document boundaries of packed microbatches. Attention within documents is in transformer/."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ class PackedSeqParams:
     """Segments of the B * S tokens of a microbatch, sample by sample; a token attends within its segment.
 
     cu_seqlens_q: [n + 1], int32, on the CPU: 0 and the end of each segment, up to B * S. Every end of a sample is a
-    border. Hidden states keep their shape [S, B, H]. cu_seqlens_kv, max_seqlen_kv: equal to those of the queries in
-    self-attention, and the default. max_seqlen_q: length of the longest segment, computed by default.
+    boundary. Hidden states keep their shape [S, B, H]. cu_seqlens_kv, max_seqlen_kv: equal to those of the queries in
+    self-attention, which is the default. max_seqlen_q: length of the longest segment, computed by default.
     segment_lengths: lengths of the segments that are not empty, in order.
     """
 

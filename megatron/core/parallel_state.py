@@ -1,7 +1,7 @@
-"""Process groups: which ranks form them, and the registry of those of this process.
+"""Process groups: rank grids, and the registry of this process's groups.
 
-RankGenerator is arithmetic on a grid of ranks. initialize_model_parallel builds the groups, once. Builders of models
-read the registry and pass a ProcessGroupCollection on; no forward reads it.
+RankGenerator computes ranks on a grid. initialize_model_parallel builds the groups once. Builders of models read the
+registry and pass on a ProcessGroupCollection. No forward reads the registry.
 """
 
 import math
@@ -25,7 +25,7 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 class RankGenerator:
-    """The rank grid of dense layers or of expert layers.
+    """Rank grid of dense layers or of expert layers.
 
     Dense layers have the axes tp, cp, dp and pp, expert layers tp (of their own size), ep, dp (of their own size) and
     pp. order: axes joined by "-", from the fastest to the slowest. Ranks next to each other on the fastest axis are
@@ -137,7 +137,7 @@ def instance_tables(dense: RankGenerator, expert: RankGenerator, *, num_instance
     if not torch.equal(*across) or not torch.equal(*whole):
         raise ValueError(
             f"num_distributed_optimizer_instances is {num_instances}: with order {dense.order!r} the instances of "
-            "dense and of expert layers would be of different ranks; must be 1, or dp come after tp, cp and ep"
+            "dense and of expert layers would have different ranks; must be 1, or dp come after tp, cp and ep"
         )
     within = {name: table.reshape(-1, table.shape[2]) for name, table in cut.items()}
     return {**within, "inter_dist_opt": across[0], "intra_dist_opt": whole[0]}
@@ -171,7 +171,7 @@ _DENSE_GROUPS = {
     "tp_dp_cp": "tp-dp-cp",
     "mp": "tp-pp",
 }
-# Groups that exist once more with a CPU backend.
+# Groups that are also built with a CPU backend.
 _HOST_GROUPS = ("tp_dp_cp", "pp")
 _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp"}
 
@@ -336,7 +336,7 @@ def destroy_model_parallel() -> None:
     if dist.is_initialized() and dist.group.WORLD is _REGISTRY.world:
         for group in reversed(_REGISTRY.made):
             dist.destroy_process_group(group)
-    # Senders over groups of users continue.
+    # Keeps senders, because they may use groups that users built.
     vars(_REGISTRY).update(vars(_Registry(senders=_REGISTRY.senders)))
 
 
@@ -380,7 +380,7 @@ def remove_sender(sender: Any) -> None:
 
 
 def senders_beside(sender: Any, *, earlier: bool = False) -> list[Any]:
-    """Returns other senders with a group in common; earlier: only those that were registered before this one."""
+    """Returns the other senders that share a group with this one; earlier: only those registered before it."""
     found, own = [], _REGISTRY.senders.get(sender, frozenset())
     for other, groups in _REGISTRY.senders.items():
         if other is sender:

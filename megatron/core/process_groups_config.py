@@ -73,12 +73,12 @@ ALONE: Final[ProcessGroup] = _Alone()
 
 
 def or_alone(group: ProcessGroup | None) -> ProcessGroup:
-    """Maps None, which means this rank alone in a collection, to ALONE, which means it in all functions."""
+    """Maps None to ALONE. None means this rank alone only within a ProcessGroupCollection."""
     return ALONE if group is None else group
 
 
 def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tuple[str, int]]) -> None:
-    """Raises ValueError unless groups have the sizes of the configuration, whose divisibility was checked.
+    """Raises ValueError unless groups have the sizes in the configuration, whose divisibility has been checked.
 
     sizes: (name in the configuration, value) by field of the collection.
     """
@@ -87,7 +87,7 @@ def require_group_sizes(groups: ProcessGroupCollection, sizes: Mapping[str, tupl
         if ranks != size:
             raise ValueError(
                 f"{name} is {size}, but pg_collection.{field} has {ranks} ranks: pass the groups of a layout of that "
-                "size, or say that size in the configuration"
+                "size, or set that size in the configuration"
             )
 
 

@@ -19,8 +19,8 @@ MAX_LEVEL = 2
 class Timer:
     """Accumulates the time between start and stop; `with timer:` calls both.
 
-    On a GPU it records events in the stream, and only `elapsed` waits for them. barrier: wait for all ranks first, so
-    that their times start together, without the delay of late ranks.
+    On a GPU it records events in the stream, and only `elapsed` waits for them. barrier: waits for all ranks first, so
+    that all ranks start measuring together and exclude the delay of late ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Timer:
         self._started = None
 
     def reset(self) -> None:
-        """Forgets what was measured."""
+        """Discards all measured time."""
         self._total, self._started = 0.0, None
         self._open.clear()
 

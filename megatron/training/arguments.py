@@ -62,14 +62,14 @@ def parse_args(
     # Before validation, so that an incomplete configuration can be printed and completed.
     if args.print_config:
         _print_and_exit(config_text(args, table=table, script_dests=script_dests))
-    # Last, because it overwrites --world-size with the launcher's number.
+    # Last, because it sets --world-size to the launcher's number of ranks.
     read_launcher(args)
     return args
 
 
 def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Set[str]) -> dict[str, Any]:
-    """Returns the values of the model of --model, and over them those of the file of --config, by argument name."""
-    named = _named_first(words)
+    """Returns the values of the preset of --model, overridden by those of the file of --config, by argument name."""
+    named = _values_needed_early(words)
     values = {}
     if "config" in named:
         values = read_config_file(named["config"], table=table, script_dests=script_dests)
@@ -83,9 +83,9 @@ def _values_of_files(words: Sequence[str], *, table: FlagTable, script_dests: Se
     return {**(tiny(preset) if scale == "tiny" else preset), **values}
 
 
-def _named_first(words: Sequence[str]) -> dict[str, str]:
-    """Returns the given values of flags that are needed before the parser has its defaults."""
-    # It looks for a few flags only, and reports no errors and no help.
+def _values_needed_early(words: Sequence[str]) -> dict[str, str]:
+    """Returns the given values of the flags that determine the defaults of the main parser."""
+    # Ignores all other flags, and leaves errors and --help to the main parser.
     finder = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
@@ -99,8 +99,9 @@ def _named_first(words: Sequence[str]) -> dict[str, str]:
 
 
 def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list[str]) -> None:
-    """Raises CommandLineError with `problems` and with flags that would train another model; prints a note about flags
-    without an effect.
+    """Raises CommandLineError with `problems` and an error for each flag that is not supported.
+
+    Prints a note that names accepted flags without an effect.
     """
     without_effect = []
     for flag in flags:

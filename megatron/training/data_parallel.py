@@ -1,6 +1,6 @@
-"""Wraps a run's model chunks for data parallelism, and connects their collectives with the pipeline schedule.
+"""Wraps a run's model chunks for data parallelism, and sets the callables by which the schedule launches collectives.
 
-megatron.core.distributed reduces gradients. megatron.core.pipeline_parallel calls the connected functions.
+megatron.core.distributed reduces gradients. megatron.core.pipeline_parallel calls the callables.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
 def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
     """Wraps the chunks of a stage, in order, with one scheduler for all of their collectives. Collective."""
     if args.use_torch_fsdp2:
-        config = _with_flags_of_gradients(config_from_args(TorchFullyShardedDataParallelConfig, args), args)
+        config = _with_gradient_flags(config_from_args(TorchFullyShardedDataParallelConfig, args), args)
         return [
             TorchFullyShardedDataParallel(get_model_config(part), config, part, pg_collection=get_process_groups())
             for part in parts
@@ -39,8 +39,8 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
             get_model_config(part),
             ddp_config,
             part,
-            # Collectives of later chunks overlap with the computation of other chunks, so buckets hide nothing more.
-            # They only free memory earlier if gradients have the lifetime of a bucket.
+            # Collectives of later chunks already overlap with the computation of other chunks. Buckets then help only
+            # if gradients have bucket lifetime, because they free memory earlier.
             disable_bucketing=chunk > 0 and not ddp_config.has_bucket_lifetime_grads,
             pg_collection=get_process_groups(),
             launch_order=order,
@@ -51,10 +51,10 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
 
 def ddp_config_of(args: argparse.Namespace) -> DistributedDataParallelConfig:
     """Builds the configuration of the data-parallel wrapper from the flags."""
-    return _with_flags_of_gradients(config_from_args(DistributedDataParallelConfig, args), args)
+    return _with_gradient_flags(config_from_args(DistributedDataParallelConfig, args), args)
 
 
-def _with_flags_of_gradients(config: _ConfigT, args: argparse.Namespace) -> _ConfigT:
+def _with_gradient_flags(config: _ConfigT, args: argparse.Namespace) -> _ConfigT:
     return dataclasses.replace(
         config,
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
@@ -64,27 +64,21 @@ def _with_flags_of_gradients(config: _ConfigT, args: argparse.Namespace) -> _Con
 
 
 def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
-    """Connects the schedule with the chunks, so that it starts collectives that overlap with passes."""
+    """Sets the callables by which the schedule defers and starts the chunks' collectives."""
     for chunk in model:
         if isinstance(chunk, TorchFullyShardedDataParallel):
-            # Each backward reduces gradients, and torch needs to know the last one.
+            # Every backward pass reduces gradients, but torch needs to know which one is the last.
             chunk.config.no_sync_func = chunk.accumulate
     chunks = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for chunk in chunks:
-        _join(chunk, chunks, args=args)
-
-
-def _join(
-    chunk: DistributedDataParallel, chunks: Sequence[DistributedDataParallel], *, args: argparse.Namespace
-) -> None:
-    config, overlap = chunk.config, chunk.ddp_config
-    if overlap.release_gradients:
-        config.no_sync_func = [each.accumulate for each in chunks]
-    # With shard_gradients every backward reduces its own gradients.
-    elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
-        config.no_sync_func = [each.no_sync for each in chunks]
-        # With one chunk per stage, starting within its last backward overlaps more.
-        if args.align_grad_reduce and len(chunks) > 1:
-            config.grad_sync_func = [each.start_grad_sync for each in chunks]
-    if overlap.overlap_param_gather and overlap.align_param_gather:
-        config.param_sync_func = [each.start_stale_param_sync for each in chunks]
+        config, overlap = chunk.config, chunk.ddp_config
+        if overlap.release_gradients:
+            config.no_sync_func = [each.accumulate for each in chunks]
+        # With shard_gradients every backward pass reduces its own gradients.
+        elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
+            config.no_sync_func = [each.no_sync for each in chunks]
+            # With one chunk per stage, starting reductions within its last backward pass overlaps more.
+            if args.align_grad_reduce and len(chunks) > 1:
+                config.grad_sync_func = [each.start_grad_sync for each in chunks]
+        if overlap.overlap_param_gather and overlap.align_param_gather:
+            config.param_sync_func = [each.start_stale_param_sync for each in chunks]

@@ -1,6 +1,6 @@
 """ErrorBroadcast: ranks send each other their errors through the rendezvous store, independent of collectives.
 
-errors.py decides which errors end a run with one line. startup_handshake.py compares the ranks' settings before.
+errors.py decides which errors end a run with one line. startup_handshake.py compares the ranks' settings at startup.
 """
 
 import json
@@ -25,22 +25,40 @@ from torch.distributed.distributed_c10d import _world
 
 from megatron.core.group_collectives import RemoteRankError
 
-# Entries that torch's flight recorder keeps. Dumping them every second costs 1 ms for 100 entries, 16 ms for 500.
+# Entries that torch's flight recorder keeps. A dump, one per second, takes 1 ms for 100 entries and 16 ms for 500.
 _BUFFER_SIZE = "100"
 _OVERDUE_SHARE = 0.95
-# Recorders of the host's library and of the GPU's. torch before 2.12 may lack the first.
+# Dumps of the flight recorders of gloo and of NCCL. torch before 2.12 may lack the first.
 _RECORDERS = tuple(
     vars(_distributed_c10d)[name]
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     if name in vars(_distributed_c10d)
 )
 
+# Messages of gloo about lost connections and timeouts, for which torch has no exception class.
+_LOST_MESSAGES = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+
+# Keys in the store.
+_CAUSE, _LOST, _NUM_LOST = "cause", "lost {}", "num lost"
+_NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num parted"
+_EXIT_CODE = 1
+_GRACE_SECONDS = 2.0  # lets the main thread fail by itself first, which ends the rank in better order
+_PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost another one
+_ANSWER_SECONDS = 20.0  # for the store to answer all requests of a search, whose own waits are shorter
+_LONG_SECONDS = 1.0  # minimum duration of collectives that errors mention
+_MAX_WAITS_SHOWN = 3
+_NO_ANSWER = "rank 0 or its node hangs: the store there does not answer"
+_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs to read the cause and wait the grace period
+_FIRST_PAUSE_SECONDS, _POLL_SECONDS = 0.01, 0.1  # ranks without an error end within milliseconds of each other
+_REQUESTS_PER_SECOND = 4000  # to the store, from all ranks together, during normal operation
+
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective that is in progress on this rank. number: sequence number in its group.
+    """A collective in progress on this rank.
 
-    is_on_gpu: whether NCCL runs it, which ends the process without an exception after a timeout.
+    number: sequence number in its group. is_on_gpu: whether NCCL executes it. After a timeout NCCL ends the process
+    without an exception.
     """
 
     operation: str
@@ -67,13 +85,13 @@ def record_collectives() -> None:
 
 
 def oldest_pending() -> PendingCollective | None:
-    """Returns the collective in progress that started first, from any thread; None without one, or without a record.
+    """Returns the collective in progress that started first; None if none is recorded. Callable from any thread.
 
     gloo does not record transfers between two ranks.
     """
     found = []
     for dump in _RECORDERS:
-        # All entries, because the host's recorder ignores a request for active ones only.
+        # Dumps all entries, because gloo's recorder ignores a request for active ones only.
         record = json.loads(dump())
         found += [entry for entry in record.get("entries", []) if not entry.get("retired", False)]
     found = [entry for entry in found if entry["state"] != "completed"]
@@ -96,26 +114,8 @@ def _collective(entry: dict[str, Any]) -> PendingCollective:
 
 def _ranks_of(name: str) -> tuple[int, ...]:
     # A copy, because another thread may create groups.
-    groups = [group for group, its_name in list(_world.pg_names.items()) if its_name == name]
+    groups = [group for group, group_name in list(_world.pg_names.items()) if group_name == name]
     return tuple(dist.get_process_group_ranks(groups[0])) if groups else ()
-
-
-# Messages of gloo about lost connections and timeouts, for which torch has no exception class.
-_LOST_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-
-# Keys in the store.
-_CAUSE, _LOST, _NUM_LOST = "cause", "lost {}", "num lost"
-_NUM_SEARCHING, _NUM_SILENT, _NUM_PARTED = "num searching", "num silent", "num parted"
-_EXIT_CODE = 1
-_GRACE_SECONDS = 2.0  # for the main thread to fail by itself, which ends the rank in better order
-_PATIENCE_SECONDS = 8.0  # for all ranks to report that they lost another one
-_ANSWER_SECONDS = 20.0  # for the store to answer all requests of a search, whose own waits are shorter
-_LONG_SECONDS = 1.0  # collectives that take longer are mentioned
-_WAITS_SHOWN = 3
-_NO_ANSWER = "rank 0 or its node hangs: the store there does not answer"
-_SILENT_SECONDS = 5.0  # for the thread of a rank that hangs to read the cause and wait the grace period
-_FIRST_PAUSE_SECONDS, _POLL_SECONDS = 0.01, 0.1  # ranks that end well do so within milliseconds of each other
-_REQUESTS_PER_SECOND = 4000  # to the store, from all ranks together, while nothing happens
 
 
 def place_of(error: BaseException) -> str:
@@ -127,7 +127,7 @@ def place_of(error: BaseException) -> str:
 def lost_another_rank(error: BaseException) -> bool:
     """Whether the error means only that another rank has ended or does not answer."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_WORDS)
+        isinstance(error, RuntimeError) and any(message in str(error) for message in _LOST_MESSAGES)
     )
 
 
@@ -136,8 +136,8 @@ class ErrorBroadcast:
 
     Without it, the others would only learn that a connection was lost.
     1. A rank that fails stores its error as the cause, then closes its connections.
-    2. A rank that loses another one reports this, with the collective in which it waited for long, and waits for the
-       cause. A killed rank stores none. It is the rank that reports nothing while all others do.
+    2. A rank that loses a connection reports this, with the collective it has been waiting in, and waits for the cause.
+       A killed rank stores no cause. It is identified as the only rank without a report.
     3. A thread on each rank polls the store, because a rank that waits for the failed one indirectly, or inside a GPU
        kernel, does not notice lost connections. The thread then ends the process.
 
@@ -152,7 +152,7 @@ class ErrorBroadcast:
         self._rank, self._world_size, self._hosts_store = 0, 1, False
         self._leaving = threading.Event()
         self._main_thread = threading.get_ident()
-        # As of the last poll, because a collective that has failed is no longer in progress.
+        # Updated at each poll, because a collective that has failed is no longer in progress.
         self._waited_in: PendingCollective | None = None
         self._thread: threading.Thread | None = None
 
@@ -173,51 +173,52 @@ class ErrorBroadcast:
         self._leaving.set()
         try:
             if self._store is not None:
-                self._take_leave(self._store, error)
+                self._report_exit(self._store, error)
         finally:
             if self._thread is not None:
-                # The thread must not be inside a request when the interpreter ends, unless it will never be answered.
+                # The interpreter must not end during a request of the thread, unless the store never answers it.
                 self._thread.join(_PATIENCE_SECONDS)
             self._leave()
 
-    def _take_leave(self, store: dist.Store, error: BaseException | None) -> None:
+    def _report_exit(self, store: dist.Store, error: BaseException | None) -> None:
+        """Reports to the other ranks how this one ended; raises RemoteRankError if it lost another rank."""
         if error is None:
-            self._part(store)
+            self._release_store(store)
         elif lost_another_rank(error):
             doing = place_of(error)
-            cause = _answer(lambda: self._cause(store, then=self._leave))
+            cause = _with_timeout(lambda: self._find_cause(store, then=self._leave))
             if cause is None:
                 self._leave()
                 raise RemoteRankError(f"{_NO_ANSWER}; this rank was {doing}") from error
-            self._part(store)
+            self._release_store(store)
             raise RemoteRankError(f"{cause}; this rank was {doing}") from error
         else:
             # The rank that a RemoteRankError names sends the cause itself.
             if not isinstance(error, RemoteRankError):
-                self._tell(store, f"rank {self._rank} failed: {self._describe(error)}")
+                self._store_cause(store, f"rank {self._rank} failed: {self._describe(error)}")
             self._leave()
-            self._part(store)
+            self._release_store(store)
 
-    def _tell(self, store: dist.Store, text: str) -> None:
-        # The first cause is kept. Nothing is sent if the store's server has ended.
+    def _store_cause(self, store: dist.Store, text: str) -> None:
+        # Keeps the first cause. Sends nothing if the store's server has ended.
         with suppress(RuntimeError):
             store.compare_set(_CAUSE, "", text)
 
-    def _cause(self, store: dist.Store, *, then: Callable[[], None]) -> str:
-        """Returns why another rank was lost, as far as ranks have reported; calls `then` after this rank's report."""
+    def _find_cause(self, store: dist.Store, *, then: Callable[[], None]) -> str:
+        """Reports that another rank was lost, calls `then`, and returns the cause, as far as ranks have reported."""
         try:
             store.set(_LOST.format(self._rank), json.dumps(self._waited_in and asdict(self._waited_in)))
             store.add(_NUM_LOST, 1)
             then()
             _wait_until(lambda: store.check([_CAUSE]) or store.add(_NUM_LOST, 0) >= self._world_size - 1)
-            # One rank searches for all. With thousands of ranks, a search by each would take minutes.
+            # One rank searches on behalf of all. With thousands of ranks, a search by each would take minutes.
             if not store.check([_CAUSE]) and store.add(_NUM_SEARCHING, 1) == 1:
                 if self._waited_in is not None:
                     # If ranks wait for each other, none is silent, but the last report arrives a moment later.
                     _wait_until(lambda: store.add(_NUM_LOST, 0) == self._world_size, _GRACE_SECONDS)
                 silent = [rank for rank in range(self._world_size) if not store.check([_LOST.format(rank)])]
                 store.add(_NUM_SILENT, len(silent))
-                self._tell(store, _describe_silent_ranks(silent, self._waits(store, silent)))
+                self._store_cause(store, _describe_silent_ranks(silent, self._waits(store, silent)))
             store.wait([_CAUSE], timedelta(seconds=_PATIENCE_SECONDS))
             return store.get(_CAUSE).decode()
         except dist.DistStoreError:
@@ -226,13 +227,13 @@ class ErrorBroadcast:
             return "rank 0 or its node has ended: connections to another rank and to the store there were lost"
 
     def _waits(self, store: dist.Store, silent: list[int]) -> dict[int, PendingCollective]:
-        """Returns the collective in which each rank waited; only those with a silent rank, if ranks are silent."""
+        """Returns the collective in which each rank waited. If ranks are silent, only collectives with one of them."""
         others = [rank for rank in range(self._world_size) if rank not in silent]
-        notes = [json.loads(note) for note in store.multi_get([_LOST.format(rank) for rank in others])]
-        waits = {rank: PendingCollective(**note) for rank, note in zip(others, notes) if note is not None}
+        reports = [json.loads(report) for report in store.multi_get([_LOST.format(rank) for rank in others])]
+        waits = {rank: PendingCollective(**report) for rank, report in zip(others, reports) if report is not None}
         return {rank: wait for rank, wait in waits.items() if not silent or set(silent) & set(wait.ranks)}
 
-    def _part(self, store: dist.Store) -> None:
+    def _release_store(self, store: dist.Store) -> None:
         """Reports that this rank no longer needs the store; its host waits for the reports of all live ranks."""
         # The host may have ended.
         with suppress(RuntimeError):
@@ -243,7 +244,7 @@ class ErrorBroadcast:
             # A silent rank may hang rather than have been killed. Its thread ends it once it has read the cause.
             _wait_until(lambda: store.add(_NUM_PARTED, 0) >= self._world_size, _SILENT_SECONDS)
 
-    # In the thread.
+    # Runs in the thread.
 
     def _watch(self, store: dist.Store) -> None:
         try:
@@ -261,18 +262,18 @@ class ErrorBroadcast:
         if self._leaving.wait(_GRACE_SECONDS):
             return
         waiting = _place(_frames_of_thread(self._main_thread))
-        cause = self._cause(store, then=lambda: None)
+        cause = self._find_cause(store, then=lambda: None)
         if not self._leaving.is_set():
             print(f"[rank {self._rank}] error: {cause}; this rank was {waiting}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            self._part(store)
+            self._release_store(store)
             os._exit(_EXIT_CODE)
 
 
 def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective]) -> str:
     """Describes silent ranks, and the collectives in which others waited for them; waits: by rank."""
     parts = []
-    for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_WAITS_SHOWN]:
+    for text in list(dict.fromkeys(str(wait) for wait in waits.values()))[:_MAX_WAITS_SHOWN]:
         ranks = ", ".join(str(rank) for rank, wait in waits.items() if str(wait) == text)
         parts.append(f"rank {ranks} waited in {text}")
     waiting = "; ".join(parts)
@@ -282,11 +283,11 @@ def _describe_silent_ranks(silent: list[int], waits: dict[int, PendingCollective
     return f"{gone}; {waiting}" if waiting else gone
 
 
-def _answer(ask: Callable[[], str]) -> str | None:
-    """Returns the result of `ask`; None if it takes so long that the store's server must hang."""
+def _with_timeout(request: Callable[[], str]) -> str | None:
+    """Returns the result of `request`; None if it takes so long that the store's server must hang."""
     answers: list[str] = []
     # A request to a stopped process or node blocks forever.
-    thread = threading.Thread(target=lambda: answers.append(ask()), name="error broadcast's question", daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(request()), name="error broadcast's question", daemon=True)
     thread.start()
     thread.join(_ANSWER_SECONDS)
     return answers[0] if answers else None

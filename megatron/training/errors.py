@@ -1,6 +1,6 @@
-"""Ends a run on a mistake of its user: lines `error: ...` on each rank and a non-zero exit code, without a traceback.
+"""Ends a run after a user error: lines `error: ...` on each rank and a non-zero exit code, without a traceback.
 
-Bugs, and errors of libraries, keep their traceback.
+Bugs and errors of libraries keep their traceback.
 """
 
 import dis
@@ -15,7 +15,7 @@ from megatron.core.distributed.consistency import WeightMismatchError
 from megatron.core.group_collectives import RemoteRankError
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.error_broadcast import lost_another_rank, place_of
-from megatron.training.meters.memory import is_lack_of_memory
+from megatron.training.meters.memory import is_out_of_memory
 from megatron.training.recovery import LossSpikeError
 from megatron.training.step.statistics import NonFiniteLossError
 from megatron.training.step.step_runner import ExpertOverflowError
@@ -24,7 +24,8 @@ USAGE_EXIT_CODE = 2
 FAILURE_EXIT_CODE = 1
 INTERRUPT_EXIT_CODE = 130  # the shell's code: 128 + SIGINT
 
-_EVERY_RANK_KNOWS = (
+# Raised on every rank, with a message that names the cause.
+_RAISED_EVERYWHERE = (
     RemoteRankError,
     NonFiniteLossError,
     NonFiniteGradientError,
@@ -67,10 +68,12 @@ def message_for_other_ranks(error: BaseException) -> str:
 
 def _message_for_user(error: BaseException) -> str | None:
     """Returns a message for the user; None for a bug."""
-    if isinstance(error, (OSError, *_EVERY_RANK_KNOWS)) or (isinstance(error, ValueError) and raised_on_purpose(error)):
+    if isinstance(error, (OSError, *_RAISED_EVERYWHERE)) or (
+        isinstance(error, ValueError) and raised_on_purpose(error)
+    ):
         return str(error)
-    if is_lack_of_memory(error):
-        reason = str(error).partition("\n")[0] or "no words from the allocator"
+    if is_out_of_memory(error):
+        reason = str(error).partition("\n")[0] or "no message from the allocator"
         advice = "make the model or --micro-batch-size smaller, or use more ranks"
         return f"out of memory {place_of(error)}: {reason}; {advice}"
     if lost_another_rank(error):

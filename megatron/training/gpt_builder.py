@@ -1,4 +1,4 @@
-"""Builds the GPT of a set of arguments, for pretrain_gpt.py and for tools that load it again."""
+"""Builds the GPT model that arguments describe, for pretrain_gpt.py and for tools that load checkpoints."""
 
 import argparse
 
@@ -21,8 +21,8 @@ def build_gpt(
     with flags_named_in_errors():
         check_weights_fit(config, args.padded_vocab_size)
         # The arguments of tools may lack it.
-        by_engine = vars(args).get("transformer_impl") == "transformer_engine"
-        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=by_engine)
+        use_engine = vars(args).get("transformer_impl") == "transformer_engine"
+        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=use_engine)
     model = GPTModel(
         config=config,
         transformer_layer_spec=layers,

@@ -27,15 +27,13 @@ from megatron.training.checkpointing.folder import complete_iterations, find_che
 from megatron.training.checkpointing.rng_state import seed_generators
 from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values
 from megatron.training.command_line.config_builder import config_from_args
-from megatron.training.config import DistributedConfig
+from megatron.training.config import CONTINUE_RUN, DistributedConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.global_vars import publish_run
 from megatron.training.startup_handshake import common_settings, join_process_group
 
 # Set by torchrun on its ranks, and by examples/supervise.py, which restarts torchrun itself.
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SUPERVISOR_RESTART_COUNT")
-# Flags about the checkpoint that the first start loaded, with their values for a restart.
-_OF_FIRST_START = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
 
 
 def initialize_megatron(
@@ -51,7 +49,7 @@ def initialize_megatron(
     Works under torchrun and in a plain process, which becomes a group of one. broadcast: gets connected, so
     that ranks send each other their errors. Raises ValueError for bad arguments, and for ones that differ by rank.
     """
-    notices: list[str | None] = []
+    notices: list[str] = []
     args = read_arguments(
         extra_args_provider, args_defaults, ignore_unknown_args=ignore_unknown_args, argv=argv, notices=notices
     )
@@ -68,9 +66,9 @@ def initialize_megatron(
         broadcast=broadcast,
     )
     groups = build_groups(args)
-    for notice in filter(None, notices):
+    for notice in notices:
         print_rank_0(notice)
-    # The same on all replicas, which draw the same weights. seed_ranks then separates them.
+    # Equal on all replicas, so that they draw equal weights. seed_ranks later gives each rank its own stream.
     seed_generators(args.seed, groups)
     publish_run(args)
     return args
@@ -82,16 +80,16 @@ def read_arguments(
     *,
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
-    notices: list[str | None] | None = None,
+    notices: list[str] | None = None,
 ) -> argparse.Namespace:
-    """Parses and validates the arguments on this rank, with arguments of the checkpoint if flags request them.
+    """Parses and validates the arguments on this rank, after applying those of the checkpoint if flags request it.
 
-    notices: receives lines for the first rank to print. Raises ValueError for bad arguments.
+    notices: collects lines for the first rank to print. Raises ValueError for bad arguments.
     """
     args = parse_args(extra_args_provider, ignore_unknown_args, argv=None if argv is None else list(argv))
-    found = [continue_after_restart(args), keep_global_batch_size(args)]
+    lines = (continue_after_restart(args), keep_global_batch_size(args))
     if notices is not None:
-        notices.extend(found)
+        notices.extend(line for line in lines if line is not None)
     if args.use_checkpoint_args and args.load is not None:
         load_args_from_checkpoint(args)
     return validate_args(args, args_defaults or {})
@@ -100,14 +98,14 @@ def read_arguments(
 def continue_after_restart(args: argparse.Namespace) -> str | None:
     """In a restart, sets --load of `args` to the run's own checkpoints in --save; returns a line to print.
 
-    Changes nothing in a first start, without --save, or before the run's first checkpoint, when the restart begins
-    where the first start began. Called between parse_args and validate_args, on each rank separately.
+    Changes nothing in a first start, without --save, or before the run's first checkpoint. In the last case the restart
+    begins where the first start began. Called between parse_args and validate_args, on each rank separately.
     """
     count = sum(int(os.environ.get(name, "0")) for name in RESTART_COUNTS)
     if count == 0 or args.save is None or args.skip_train or not complete_iterations(Path(args.save)):
         return None
     args.load = args.save
-    vars(args).update(_OF_FIRST_START)
+    vars(args).update(CONTINUE_RUN)
     return f"  restart {count}: going on from --save {args.save}"
 
 
@@ -115,7 +113,7 @@ def keep_global_batch_size(args: argparse.Namespace) -> str | None:
     """Sets an unset --global-batch-size to the value of the checkpoint in --load; returns a line to print if it does.
 
     Otherwise it would depend on the number of ranks, and a run resumed with fewer ranks would train on other batches.
-    Called as continue_after_restart. Ignores an unreadable checkpoint, which its load reports.
+    Called at the same point as continue_after_restart. Ignores an unreadable checkpoint, which loading reports.
     """
     schedules = (args.global_batch_size, args.step_batch_size_schedule, args.rampup_batch_size)
     if args.load is None or args.finetune or any(value is not None for value in schedules):
@@ -132,13 +130,13 @@ def keep_global_batch_size(args: argparse.Namespace) -> str | None:
 
 
 def silence_library_notices() -> None:
-    """Hides warnings of libraries that users cannot act on."""
+    """Hides library warnings that users cannot act on."""
     # torch 2.13 renames the tensor collectives; collectives.py chooses by version, torch's own wrappers do not.
     warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
 
 
 def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
-    """Builds the process groups of the layout of `args` over all ranks. Collective.
+    """Builds the process groups of the parallel layout in `args` over all ranks. Collective.
 
     Raises ValueError for sizes that do not fit the number of ranks.
     """

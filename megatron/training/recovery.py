@@ -1,10 +1,10 @@
-"""Recovery from bad steps, with losses or gradients that are not finite or a loss spike: stop, skip or rewind.
+"""Recovery from bad steps (non-finite losses or gradients, loss spikes): stop, skip or rewind.
 
 step/statistics.py finds bad losses, core/distributed/consistency.py bad gradients, and watch_loss loss spikes.
 
 [Note: rewinding] A run that rewinds loads its last checkpoint in place, as a resumed run does, and repeats the steps up
-to the bad one bit for bit. Skipped samples count as consumed: they advance batch-size schedules by samples and the end
-of a run in samples, but not the learning rate.
+to the bad one bit for bit. Skipped samples count as consumed: they advance the batch-size schedule and --train-samples,
+but not the learning rate.
 """
 
 import statistics
@@ -18,18 +18,19 @@ from megatron.core.group_collectives import any_rank_sync
 from megatron.training.callbacks import StepReport
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import complete_iterations
+from megatron.training.config import CONTINUE_RUN
 from megatron.training.run import TrainingRun
 from megatron.training.setup import position_data
 from megatron.training.step.statistics import NonFiniteLossError
 
-# Number of recent losses in the median, and the number from which on spikes are detected.
-WINDOW, _FEWEST = 100, 20
+# Number of recent losses in the median, and the minimum number for detecting spikes.
+WINDOW, _MIN_LOSSES = 100, 20
 
 NON_FINITE = (NonFiniteLossError, NonFiniteGradientError)
 
 
 class LossSpikeError(RuntimeError):
-    """A loss spike of a run that may not rewind once more; raised on every rank."""
+    """A loss spike after which the run cannot rewind; raised on every rank."""
 
 
 def check_weight_hashes(run: TrainingRun) -> None:
@@ -42,7 +43,7 @@ def check_weight_hashes(run: TrainingRun) -> None:
 
 
 def skip_batches(run: TrainingRun) -> None:
-    """Reads past the next batches that are to be skipped."""
+    """Reads and drops batches at the current data position that are marked as skipped."""
     while run.state.consumed_train_samples in run.recovery.skipped_positions:
         if run.train_iterator is not None:
             for _ in range(run.num_microbatches):
@@ -51,7 +52,7 @@ def skip_batches(run: TrainingRun) -> None:
 
 
 def skip_step(run: TrainingRun, error: RuntimeError) -> None:
-    """Drops the gradients of a step that is not finite; raises `error` if the step may not be skipped."""
+    """Discards the gradients of a non-finite step; raises `error` if the step may not be skipped."""
     run.recovery.num_skipped_in_a_row += 1
     if not run.recovery.may_skip():
         raise error
@@ -60,7 +61,7 @@ def skip_step(run: TrainingRun, error: RuntimeError) -> None:
 
 
 def rewind_from_non_finite(run: TrainingRun, error: RuntimeError) -> None:
-    """Rewinds to the last checkpoint, and skips the batch of this step from then on; raises `error` if it cannot."""
+    """Rewinds to the last checkpoint and marks the batch of this step as skipped; raises `error` if it cannot."""
     run.recovery.skipped_positions.add(run.state.consumed_train_samples)
     _rewind(run, error, skips="the data of that step is skipped")
 
@@ -86,16 +87,16 @@ def watch_loss(run: TrainingRun, report: StepReport) -> bool:
 
 def is_spike(loss: float, recent: Sequence[float], *, factor: float) -> bool:
     """Whether a loss is more than `factor` times the median of recent losses, once there are enough of them."""
-    return len(recent) >= _FEWEST and loss > factor * statistics.median(recent)
+    return len(recent) >= _MIN_LOSSES and loss > factor * statistics.median(recent)
 
 
 def _positions_until(run: TrainingRun, end: int) -> set[int]:
-    """Returns the first samples of the batches from the run's position to `end`, to skip them after a later rewind."""
-    found, position = set(), run.state.consumed_train_samples
+    """Returns the first sample of each batch from the run's position to `end`, to skip them after a later rewind."""
+    positions, position = set(), run.state.consumed_train_samples
     while position < end:
-        found.add(position)
+        positions.add(position)
         position += run.batches.running.size_at(position)
-    return found
+    return positions
 
 
 def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int | None = None) -> None:
@@ -107,16 +108,14 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int 
     assert save is not None, "checked with the flags"
     if not recovery.may_rewind():
         raise type(error)(f"{error}. The run has rewound {recovery.num_rewinds} times already (--max-rewinds)")
-    # A checkpoint that is still being written is the latest one.
+    # A pending save may become the latest checkpoint.
     run.saves.finish()
     if not any(any_rank_sync(bool(complete_iterations(Path(save))))):
         raise type(error)(f"{error}. The run cannot rewind: it has saved no checkpoint in --save {save} yet")
     recovery.num_rewinds += 1
     came_from = run.state.iteration
     run.steps.discard_gradients()
-    run.load_checkpoint(
-        replace(run.checkpoint, load=save, finetune=False, ckpt_step=None, no_load_optim=False, no_load_rng=False)
-    )
+    run.load_checkpoint(replace(run.checkpoint, load=save, **CONTINUE_RUN))
     if position is not None:
         recovery.skipped_positions |= _positions_until(run, position)
         run.move_position(position)

@@ -24,13 +24,13 @@ from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory
 from megatron.training.step.step_runner import StepRunner
 
-# More skipped steps in a row than this mean that the model is broken, not the data.
-_MOST_SKIPPED_IN_A_ROW = 10
+# More consecutive skipped steps than this indicate a broken model rather than bad data.
+_MAX_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass
 class Recovery:
-    """Record of a run's bad steps, the same on all ranks.
+    """A run's bad steps and rewinds since it started, equal on all ranks. recovery.py acts on them.
 
     skipped_positions: data positions, in samples, whose batches are skipped. num_skipped_in_a_row: bad steps since the
     last good one.
@@ -42,8 +42,8 @@ class Recovery:
     skipped_positions: set[int] = field(default_factory=set)
 
     def may_skip(self) -> bool:
-        """Whether the latest bad step, which is counted already, may be skipped."""
-        return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MOST_SKIPPED_IN_A_ROW
+        """Whether the latest bad step may be skipped; call after counting it."""
+        return self.config.non_finite_policy == "skip" and self.num_skipped_in_a_row <= _MAX_SKIPPED_IN_A_ROW
 
     def may_rewind(self) -> bool:
         """Whether the run may rewind to a checkpoint once more."""
@@ -105,7 +105,7 @@ class TrainingRun:
 
     @property
     def owes_evaluation(self) -> bool:
-        """Whether an evaluation is due and not done. A run stopped by a signal leaves it to the run that resumes."""
+        """Whether an evaluation is due and not done. A run that a signal stops leaves it to the resumed run."""
         return self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
 
     def count_step(self, *, updated: bool, nan: bool) -> None:

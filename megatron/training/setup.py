@@ -68,10 +68,12 @@ def setup_run(
     callbacks: Sequence[Callback] = (),
     config_overrides: ConfigOverrides | None = None,
     graphs: GraphDevice | None = None,
+    exits: ExitConditions | None = None,
 ) -> TrainingRun:
     """Builds all parts of a run except the data, and loads the checkpoint, which sets the data position.
 
-    graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them.
+    graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
+    conditions that already listen for the signal; None builds them.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
@@ -118,7 +120,7 @@ def setup_run(
         faults=faults,
         recovery=Recovery(faults),
         callbacks=every_callback,
-        exit_conditions=ExitConditions(training),
+        exit_conditions=exits or ExitConditions(training),
         saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
         timers=timers,
         meters=build_meters(
@@ -147,7 +149,7 @@ def setup_steps(
     memory: ExpertMemory | None,
     graphs: GraphDevice | None,
 ) -> StepRunner:
-    """Builds the runner of steps over the chunks of `model`, and defers their finalization of gradients to it.
+    """Builds the runner that executes steps over the chunks of `model` and finalizes their gradients.
 
     graphs: the device that captures CUDA graphs, if the flags request them.
     """
@@ -172,7 +174,7 @@ def setup_steps(
 
 
 def prepare_expert_memory(run: TrainingRun) -> None:
-    """Allocates the experts' memory with the sizes that the loaded checkpoint has learned. Collective."""
+    """Allocates expert buffers and pages with the learned sizes of the loaded checkpoint. Collective."""
     if run.expert_memory is None:
         return
     if run.optimizer is None:
@@ -196,7 +198,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 
 def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
-    """Builds the batch sizes of the run, and publishes them for scripts in num_microbatches_calculator.py."""
+    """Builds the batch sizes of the run and sets the process-wide calculator that scripts read."""
     return init_num_microbatches_calculator(
         dist.get_rank(),
         args.rampup_batch_size,
@@ -216,7 +218,7 @@ def setup_model_and_optimizer(
     args: argparse.Namespace,
     config_overrides: ConfigOverrides | None = None,
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
-    """Builds model chunks, optimizer and schedule, connected through the callables of the model's configuration.
+    """Builds model chunks, optimizer and schedule, and sets the callables in the model's configuration.
 
     config_overrides: learning rates and weight decays that differ for some parameters.
     """
@@ -253,14 +255,14 @@ def get_model(
     """Builds this rank's model chunks on its device, in the precision of the flags, wrapped for data parallelism.
 
     model_provider is called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
-    chunks. model_type: has a single value so far. Raises ValueError on every rank if replicas start from different
-    weights, or do not train the same ones.
+    chunks. model_type: ModelType.encoder_or_decoder, the only supported value. Raises ValueError on every rank if
+    replicas start from different weights, or do not train the same ones.
     """
-    build = partial(_build_without_memory if args.init_model_with_meta_device else _build_on_device, model_provider)
+    build = partial(_build_on_meta_device if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
-        _checked_in_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
+        _check_and_wrap_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
     ]
-    # After all chunks are checked, because wrapping the first and last stage waits for both of them.
+    # All chunks are checked first, because wrapping is collective over the first and the last stage.
     return wrap_chunks(parts, args)
 
 
@@ -274,18 +276,19 @@ def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespa
         yield model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})), ends["post_process"]
 
 
-def _build_on_device(model_provider: Callable[..., nn.Module], **which: Any) -> nn.Module:
-    return model_provider(**which).to(default_device())
+def _build_on_device(model_provider: Callable[..., nn.Module], **position: Any) -> nn.Module:
+    return model_provider(**position).to(default_device())
 
 
-def _build_without_memory(model_provider: Callable[..., nn.Module], **which: Any) -> nn.Module:
+def _build_on_meta_device(model_provider: Callable[..., nn.Module], **position: Any) -> nn.Module:
     """Builds a chunk with parameters on the meta device, and tensors with data (rotary tables) on the device."""
     with torch.device("meta"):
-        model = model_provider(**which)
+        model = model_provider(**position)
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
 
 
-def _checked_in_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:
+def _check_and_wrap_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:
+    """Checks that replicas start from equal weights; with 16-bit flags, wraps the model in that precision."""
     groups = get_process_groups()
     check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
     if args.fp16 or args.bf16:
@@ -297,7 +300,7 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """Builds the tokenizer, and sets the vocabulary sizes in `args`."""
     with all_ranks_agree():
         tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
-    # Published models may have more ids than their tokenizers. A given --vocab-size has been checked to suffice.
+    # Published models may have more ids than their tokenizers. build_tokenizer has checked a given --vocab-size.
     args.unpadded_vocab_size = args.vocab_size or tokenizer.vocab_size
     if args.padded_vocab_size is None:
         args.padded_vocab_size = vocab_size_with_padding(
@@ -306,21 +309,21 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
             tensor_parallel_size=args.tensor_model_parallel_size,
         )
     elif args.padded_vocab_size < args.unpadded_vocab_size:
-        whose = "the tokenizer's" if args.vocab_size is None else "--vocab-size,"
+        minimum = "the tokenizer's" if args.vocab_size is None else "--vocab-size,"
         raise CommandLineError(
-            f"--padded-vocab-size is {args.padded_vocab_size}: must be at least {whose} {args.unpadded_vocab_size}"
+            f"--padded-vocab-size is {args.padded_vocab_size}: must be at least {minimum} {args.unpadded_vocab_size}"
         )
     return tokenizer
 
 
 def setup_data(run: TrainingRun, datasets_provider: Callable[[list[int]], Sequence[Any]], *, num_workers: int) -> None:
-    """Builds the datasets of `run`, and its iterators at the position of the consumed samples."""
+    """Builds the datasets of `run`, and its iterators, which start after the consumed samples."""
     run.datasets, run.num_workers = datasets_provider(split_sizes(run.training, run.batches.running)), num_workers
     position_data(run)
 
 
 def position_data(run: TrainingRun) -> None:
-    """Sets the iterators of `run` over its datasets at the position of the consumed samples."""
+    """Rebuilds the data iterators of `run`, which start after its consumed samples."""
     train, valid, test = run.datasets
     state = run.state
     plan = BatchPlan(
@@ -337,7 +340,7 @@ def position_data(run: TrainingRun) -> None:
 
 
 def split_sizes(training: TrainingConfig, batches: BatchSchedule) -> list[int]:
-    """Returns the numbers of train, valid and test samples that the run reads."""
+    """Returns the numbers of train, validation and test samples that the run reads."""
     train_iters = training.train_iters or 0
     evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
     train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)

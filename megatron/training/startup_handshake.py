@@ -33,12 +33,12 @@ Settings = Mapping[str, str]
 # Environment variables that torch needs for the rendezvous, in addition to WORLD_SIZE.
 _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _ALL_IS_WELL = "all is well"
-# A store answers immediately, or a little later if thousands of ranks ask at the same time.
+# A store answers immediately, or within seconds if thousands of ranks send requests at the same time.
 _ANSWER_WITHIN = timedelta(seconds=10)
 _RETRY_SECONDS = 0.2
 _SETTINGS_SHOWN, _RANKS_SHOWN = 5, 8
-# Arguments that may differ between machines. Only whether they are given is compared.
-_OF_ONE_MACHINE = frozenset(
+# Arguments whose values may differ between machines. Ranks only compare whether they are given.
+_MACHINE_SPECIFIC = frozenset(
     """
     data_path train_data_path valid_data_path test_data_path data_args_path data_cache_path mmap_bin_files
     num_workers tokenizer_model vocab_file merge_file save load tensorboard_dir memory_snapshot_path
@@ -51,8 +51,8 @@ def join_process_group(
 ) -> None:
     """Initializes torch.distributed from torchrun's environment; a single process needs no address. Collective.
 
-    rank: used with --fake-process-group only, whose groups send nothing, so that no settings are compared and no
-    broadcast is connected. settings: see `common_settings`. broadcast: gets connected if there are other ranks. Raises
+    rank: used only with --fake-process-group, which neither compares settings nor connects the broadcast, because its
+    groups send nothing. settings: see `common_settings`. broadcast: connected if there are other ranks. Raises
     CommandLineError on every rank if settings differ, and OSError that names ranks that did not arrive in time.
     """
     if dist.is_initialized():
@@ -66,25 +66,27 @@ def join_process_group(
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    meeting = Rendezvous.of_environment()
-    meeting_store = meeting.connect(timeout)
-    # The same processes may meet several times, if a script trains twice. Each time they use separate entries.
-    visit = _visit(meeting_store, meeting.rank)
-    store = dist.PrefixStore(visit, meeting_store)
+    rendezvous = Rendezvous.of_environment()
+    root_store = rendezvous.connect(timeout)
+    # A script may train several times in the same processes. Each time it uses separate keys.
+    prefix = _prefix_of_visit(root_store, rendezvous.rank)
+    store = dist.PrefixStore(prefix, root_store)
     if broadcast is not None:
         broadcast.connect(
             dist.PrefixStore("failures", store),
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            watched=dist.PrefixStore("failures", dist.PrefixStore(visit, meeting.connect(timeout))),
-            hosts_store=meeting.serves,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            watched=dist.PrefixStore("failures", dist.PrefixStore(prefix, rendezvous.connect(timeout))),
+            hosts_store=rendezvous.serves,
         )
-    agree_on_settings(dist.PrefixStore("settings", store), settings, rank=meeting.rank, world_size=meeting.world_size)
+    agree_on_settings(
+        dist.PrefixStore("settings", store), settings, rank=rendezvous.rank, world_size=rendezvous.world_size
+    )
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("groups", store),
-        rank=meeting.rank,
-        world_size=meeting.world_size,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
         timeout=timeout,
     )
 
@@ -94,14 +96,14 @@ def _backend(config: DistributedConfig, device: torch.device) -> str:
     if backend == "nccl" and device.type != "cuda":
         raise ValueError("--distributed-backend is nccl: this process has no GPU, use gloo or leave the flag out")
     if backend == "nccl" and config.use_gloo_process_groups:
-        # Host data, such as errors and file lists, then need not wait for the GPU's work.
+        # With gloo, host data such as errors and file lists does not wait for the GPU's work.
         return "cpu:gloo,cuda:nccl"
     return backend
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rendezvous of a run from the launcher's environment. serves: whether this process hosts the store."""
+    """A run's rendezvous, read from the launcher's environment. serves: whether this process hosts the store."""
 
     host: str
     port: int
@@ -141,8 +143,8 @@ class Rendezvous:
                 f"{self.host}:{self.port} (MASTER_ADDR and MASTER_PORT) is answered by another program than this run's "
                 "rank 0 or its torchrun: give a MASTER_PORT that is free"
             )
-        # Separates this attempt from entries of earlier ones. torchrun does not count restarts by nodes that join, so
-        # the number of ranks is part of the name.
+        # Separates this attempt's keys from those of earlier ones. The prefix includes the number of ranks, because
+        # torchrun does not count a restart when a node joins.
         return dist.PrefixStore(f"attempt {self.attempt} of {self.world_size} ranks", store)
 
     def _cannot_serve(self, error: dist.DistNetworkError) -> str:
@@ -192,32 +194,32 @@ class Rendezvous:
 
 @functools.cache
 def _serve(host: str, port: int, *, world_size: int) -> dist.Store:
-    # Kept until the process ends, because ranks that meet again could find a server that is about to close.
+    # Cached until the process ends: in a second run, ranks could otherwise find a server that is about to close.
     return dist.TCPStore(host, port, world_size, True, wait_for_workers=False, multi_tenant=True)
 
 
-def _visit(store: dist.Store, rank: int) -> str:
-    """Returns the prefix for this meeting of the ranks, the same on all processes unless two have the same rank."""
+def _prefix_of_visit(store: dist.Store, rank: int) -> str:
+    """Returns the key prefix of this run in the store, equal on all processes unless two have the same rank."""
     process = f"{socket.gethostname()} {os.getpid()}"
     visits = f"visits of rank {rank}"
     if store.compare_set(f"process of rank {rank}", "", process).decode() == process:
         return f"visit {store.add(visits, 1)}"
-    # Another process has this rank, which agree_on_settings reports on both.
+    # Another process has this rank. agree_on_settings reports that on both.
     return f"visit {max(store.add(visits, 0), 1)}"
 
 
 def common_settings(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the settings that all ranks must share, by flag, as text: all but paths of files."""
+    """Returns the settings that all ranks must share, by flag, as text. File paths count only as given or not."""
     settings = {"WORLD_SIZE": str(args.world_size), "the version of torch": str(torch.__version__)}
     for flag in shown_flags(args, flag_table()):
         value = vars(args)[flag.dest]
-        given = "given" if flag.dest in _OF_ONE_MACHINE and value is not None else json.dumps(yaml_of_value(value))
+        given = "given" if flag.dest in _MACHINE_SPECIFIC and value is not None else json.dumps(yaml_of_value(value))
         settings[flag.flags[0]] = given
     return settings
 
 
 def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:
-    """Waits until all ranks have arrived, and compares their settings, with a few requests per rank.
+    """Waits until all ranks have arrived, and compares their settings. Sends a few requests per rank.
 
     Raises CommandLineError, with the same message on every rank, that names ranks that differ from most others, and
     OSError that names ranks that did not arrive within the store's timeout.
@@ -236,8 +238,8 @@ def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world
     except dist.DistStoreError as error:
         late = [str(other) for other in range(world_size) if not store.check([f"rank {other}"])]
         raise OSError(
-            f"rank {', '.join(late)} did not come in time (--distributed-timeout-minutes): was not started, has ended, "
-            "or has another MASTER_ADDR or MASTER_PORT"
+            f"rank {', '.join(late)} did not arrive in time (--distributed-timeout-minutes): was not started, has "
+            "ended, or has another MASTER_ADDR or MASTER_PORT"
         ) from error
     if verdict != _ALL_IS_WELL:
         raise CommandLineError(verdict)

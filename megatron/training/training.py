@@ -56,7 +56,7 @@ def pretrain(
     argv: Sequence[str] | None = None,
     print_plan: Callable[..., None] | None = None,
 ) -> None:
-    """Trains the model of the command line, or only evaluates it with --skip-train; the main program of a script.
+    """Trains the model that the command line describes, or only evaluates it with --skip-train.
 
     train_valid_test_dataset_provider: maps the numbers of train, valid and test samples to three datasets.
     model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps (data_iterator, model) to
@@ -66,9 +66,9 @@ def pretrain(
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
-    # Looked up in the words themselves, because a plan joins no process group.
-    if "--dry-run" in (sys.argv[1:] if argv is None else argv):
-        words = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
+    # Checked before the arguments are parsed, because a plan joins no process group.
+    if "--dry-run" in words:
         if print_plan is None:
             raise CommandLineError(
                 "--dry-run is given, but this script passes no planner to pretrain(): call it with "
@@ -88,7 +88,7 @@ def pretrain(
     ):
         args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, broadcast=broadcast)
         exits = ExitConditions(config_from_args(TrainingConfig, args))
-        # Until the end, because a signal after the last save must not kill ranks that wait for each other.
+        # Active until the end, because a signal after the last save must not kill ranks that wait for each other.
         afterwards.enter_context(exits.listening())
         run = setup_run(
             args,
@@ -96,9 +96,9 @@ def pretrain(
             forward_step_func=forward_step_func,
             callbacks=callbacks,
             config_overrides=config_overrides,
+            exits=exits,
         )
-        run.exit_conditions = exits
-        # After the other ranks know of an error, because finishing a pending save takes a while.
+        # Runs after an error has been sent to the other ranks, because finishing a pending save takes a while.
         afterwards.callback(run.saves.abandon)
         setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
@@ -108,7 +108,7 @@ def pretrain(
                 evaluate_test(run)  # not after a signal, whose sender does not wait for an evaluation
         finally:
             if run.steps.graph is not None:
-                # NCCL's communicators, which are destroyed next, would wait forever for graphs with their collectives.
+                # Destroying an NCCL communicator waits forever while a graph that captured its collectives exists.
                 run.steps.graph.drop_graphs()
             run.callbacks.on_run_end()
 
@@ -127,11 +127,12 @@ def train(run: TrainingRun) -> ExitReason | None:
             step = _step_or_rewind(run)
             if step is None:
                 continue
-            reason = _end_step(run, step[0], reason=step[1])
+            report, reason = step
+            reason = _end_step(run, report, reason=reason)
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
             run.saves.poll()
-            exits.warn_of_slow_save(step_seconds=step[0].seconds, save_seconds=run.saves.seconds)
+            exits.warn_of_slow_save(step_seconds=report.seconds, save_seconds=run.saves.seconds)
         if state.iteration != started_at:
             run.save_last_checkpoint()
     run.callbacks.on_train_end()
@@ -156,7 +157,7 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
 
 
 def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None) -> ExitReason | None:
-    """Reports a step and evaluates if due, before its checkpoint; returns the reason to end the run, if any."""
+    """Reports a step and evaluates if due, before its checkpoint is saved; returns the reason to end the run."""
     if run.exit_conditions.at_interval(run.state.iteration):
         reason = reason or ExitReason.INTERVAL
     is_last = reason is not None or run.state.iteration == run.train_iters
@@ -184,7 +185,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     decoupled_learning_rate = run.optimizer.decoupled_learning_rate
     run.optimizer.zero_grad()
 
-    # Discarded attempts are over when this returns, and have left no trace.
+    # Retries attempts that overflowed. Discarded attempts have left no trace when this returns.
     reports, statistics = run.steps.train_sync(
         run.train_iterator,
         num_microbatches=run.num_microbatches,
@@ -193,7 +194,7 @@ def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     )
     loss_scale = run.optimizer.get_loss_scale()
     try:
-        # The losses first, because the error about a loss names its microbatch, unlike the one about gradients.
+        # Checks losses before gradients, because the error about a loss names its microbatch.
         if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
             raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
         updated, grad_norm, num_zeros = run.steps.update_sync()

@@ -146,7 +146,7 @@ def _go_back_from_a_spike(folder: str) -> None:
     step = _Poison({6 * 2 + 1: "spike", 8 * 2 + 1: "loss"})
     with (
         started_run(command_line({**FLAGS, **flags, "save": folder}), forward_step=step) as run,
-        patch.object(recovery, "_FEWEST", 5),
+        patch.object(recovery, "_MIN_LOSSES", 5),
     ):
         run.callbacks = CallbackList((Positions(),))
         train(run)

@@ -63,7 +63,7 @@ def _meet() -> list[float]:
             torch.device("cpu"),
             rank=int(os.environ["RANK"]),
             settings={"visit": str(visit)},
-            board=None,
+            broadcast=None,
         )
         parallel_state.initialize_model_parallel(context_parallel_size=3)
         total = torch.ones(1)

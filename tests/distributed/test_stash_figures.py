@@ -47,7 +47,7 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
     ranks = run_on_ranks(_figures_of_steps, 2, command_line(flags))
     num_ranks = flags.get("expert-model-parallel-size", 1)
     plan, needs = _planned(command_line(flags), tmp_path / "trace.jsonl")
-    assert len(plan.rungs) == 3 and not plan.voids.any()
+    assert len(plan.levels) == 3 and not plan.discards.any()
     for step in range(3):
         (first, report, routing, load), (second, other, *_) = ranks[0][step], ranks[1][step]
         assert report == other and first["pool"] == first["timeline"] and second["pool"] == second["timeline"]

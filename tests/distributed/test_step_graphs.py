@@ -276,7 +276,7 @@ def _plans_of_all_states() -> None:
         for key in ("a", "b") if is_captured else ("b",):
             run._graphs[key] = None  # type: ignore[assignment]
         run._steps_to_warm_up, run._warm = 0, {"a": None} if is_warm else {}
-        run._given = fingerprints([participant])
+        run._last_fingerprints = fingerprints([participant])
         participant.age += is_stale
         with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent, patch.object(dist, "all_gather_object"):
             plan = run._agree_on_plan_sync("a")

@@ -23,7 +23,7 @@ def test_groups_of_the_device_are_nccls_and_the_host_has_gloo_unless_disabled(gl
 def _groups_of_one(gloo: bool) -> None:
     device = default_device()
     for _ in range(2):
-        join_process_group(DistributedConfig(use_gloo_process_groups=gloo), device, rank=0, settings={}, board=None)
+        join_process_group(DistributedConfig(use_gloo_process_groups=gloo), device, rank=0, settings={}, broadcast=None)
         parallel_state.initialize_model_parallel()
         assert dist.get_backend_config() == ("cpu:gloo,cuda:nccl" if gloo else "cuda:nccl")
         group = parallel_state.get_tensor_model_parallel_group()

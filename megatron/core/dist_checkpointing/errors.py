@@ -17,7 +17,7 @@ class CheckpointError(OSError):
 
 @contextmanager
 def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Runs the body on each rank; if any rank has an OSError, all raise CheckpointError with its text.
+    """Runs the body on each rank. If it raises OSError on any rank, all ranks raise CheckpointError with that text.
 
     The text is from the lowest such rank. Other errors are handled as by all_ranks_agree. The body must not wait for
     other ranks.
@@ -29,8 +29,8 @@ def one_error_everywhere(what: str, group: dist.ProcessGroup | None) -> Iterator
         failure = error
     own = None if failure is None else (isinstance(failure, OSError), str(failure))
     failures = [(rank, *report) for rank, report in enumerate(gather_objects(own, every_rank(group))) if report]
-    for rank, is_refused, text in failures:
-        if is_refused:
+    for rank, is_io_error, text in failures:
+        if is_io_error:
             raise CheckpointError(f"{what}: rank {rank}: {text}") from failure
     if failure is not None:
         raise failure

@@ -37,7 +37,7 @@ class ReplicaWriters(enum.Enum):
 
 
 class HeldItems:
-    """Items that this rank holds. Each is offered whole; the coordinator removes overlaps and picks among replicas."""
+    """Items that this rank holds. It offers each one whole; the coordinator removes overlaps and selects replicas."""
 
     def __init__(self, items: Items):
         self._objects = {item.key: item.data for item in items if isinstance(item, ShardedObject)}

@@ -84,7 +84,7 @@ def begin_save(
                 summary = _Summary(disk.json_bytes(folders.COMMON_FILE, common), plan.metadata, plan.writers, on_commit)
             copies = contents if staging is None else _staged(contents, staging)
     except (ValueError, OSError, RuntimeError):
-        # All ranks get here, whichever failed. After other exceptions the next save removes the folder.
+        # All ranks raise, whichever failed. After other exceptions the next save removes the folder.
         if rank == 0:
             folders.discard(temporary)
         raise
@@ -100,7 +100,7 @@ class PendingSave:
         self._thread: threading.Thread | None = None
         self._is_finished = False
         if in_background:
-            # A daemon: a process that ends with an error may end in the middle of a save, as if killed.
+            # A daemon thread: a process that ends with an error may end in the middle of a save, as if killed.
             self._thread = threading.Thread(target=writing.run, name="checkpoint save", daemon=True)
             self._thread.start()
 
@@ -151,7 +151,7 @@ class PendingSave:
         """
         if self._thread is not None:
             self._thread.join(seconds)
-            self._writing.gives_up.set()
+            self._writing.abandoned.set()
             if seconds == 0.0:
                 self._thread.join()
 
@@ -187,7 +187,7 @@ class _Writing:
     summary: _Summary | None = field(kw_only=True)  # rank 0's
     error: BaseException | None = None
     written: threading.Event = field(default_factory=threading.Event)
-    gives_up: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Runs all steps; the body of the background thread."""
@@ -196,7 +196,7 @@ class _Writing:
             if self.error is None:
                 self.commit()
         finally:
-            # Includes unexpected errors such as MemoryError. Nothing else reports them, and the save would count.
+            # Includes unexpected errors such as MemoryError. Otherwise the save would appear to have succeeded.
             self.error = self.error or sys.exception()
 
     def write(self) -> None:
@@ -225,7 +225,7 @@ class _Writing:
         if self.summary is None:
             return
         try:
-            files = self._files(self.summary.writers)
+            files = self._wait_for_parts(self.summary.writers)
             if files is None:
                 return
             files = dict(sorted(files.items()))
@@ -241,7 +241,7 @@ class _Writing:
         if self.error is not None:
             raise self.error
 
-    def _files(self, writers: list[int]) -> Manifest | None:
+    def _wait_for_parts(self, writers: list[int]) -> Manifest | None:
         """Returns the data files of all ranks once they are on disk; None if the save is abandoned first."""
         missing, deadline = set(writers), time.monotonic() + _PART_SECONDS
         while True:
@@ -252,7 +252,7 @@ class _Writing:
                 break
             if time.monotonic() > deadline:
                 raise CheckpointError(f"rank {', '.join(map(str, sorted(missing)))} has not written its file")
-            if self.gives_up.wait(_POLL_SECONDS):
+            if self.abandoned.wait(_POLL_SECONDS):
                 return None
         files = {}
         for rank in writers:

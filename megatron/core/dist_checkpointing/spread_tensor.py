@@ -1,6 +1,6 @@
 """SpreadTensor: a tensor of which each rank holds some boxes, in a form that torch.distributed.checkpoint accepts.
 
-The owner of a SpreadTensor defines its elements and keeps them. Our own checkpoint format is in serialization.py.
+The owner of a SpreadTensor holds its elements. Our own checkpoint format is in serialization.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ class HeldBox:
 
 
 class SpreadTensor(torch.Tensor):
-    """The size of a tensor of any floating dtype, and this rank's disjoint boxes of it.
+    """Size of a tensor of any floating dtype, and this rank's disjoint boxes of it.
 
     torch.distributed.checkpoint saves it box by box, reading from the owner at that moment. A load fills host memory
     separate from the owner's: a load that fails midway has changed nothing, and the caller passes the filled tensor to
-    the owner. Of replicas, which have equal boxes, one is written. A pickle or deep copy contains the elements
-    themselves. It must be a torch.Tensor, because the planner looks for boxes in no other class. It supports no
+    the owner. Replicas have equal boxes, of which one is written. A pickle or deep copy contains the elements
+    themselves. The class derives from torch.Tensor because the planner ignores other classes. It supports no
     computation.
     """
 

@@ -24,11 +24,12 @@ class RankTimes:
 class PoolReport:
     """Pages of the paged stash in the steps since the last log line.
 
-    Of the rank and step whose pool was fullest: rank, sizes of the tiers (device_pages, host_pages, page_bytes), the
-    most pages held at the same time (device_high_water, host_high_water), and timeline, see stash_timeline in
-    meters/stash.py; None if an earlier report has the timeline of the same plan with a step as full.
-    Sums over ranks and steps: planned_pages, spilled_pages (planned pages without room on the device), live_bytes in
-    pages, tail_bytes that no row filled, and recomputed tensors (dropped_gate_up, dropped_act).
+    These fields describe the fullest pool of any rank and step: rank, sizes of its tiers (device_pages, host_pages,
+    page_bytes), the most pages held at the same time (device_high_water, host_high_water), and timeline, see
+    stash_timeline in meters/stash.py. timeline is None if an earlier report has one of the same plan for a step that
+    was at least as full.
+    These fields are sums over ranks and steps: planned_pages, spilled_pages (planned pages without room on the device),
+    live_bytes in pages, tail_bytes that no row filled, and recomputed tensors (dropped_gate_up, dropped_act).
     factor: device pages relative to the peak of a balanced step, for the longest step of the run and the rank with the
     smallest factor. factors_needed: the factor that would have sufficed in each step, maximum over ranks, oldest first.
     factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor; 0 if no tensor was
@@ -165,7 +166,7 @@ class Callback:
         """Called when a checkpoint is complete on disk."""
 
     def on_rewind(self, iteration: int) -> None:
-        """Called when the run has returned to the checkpoint of `iteration`: later steps are repeated."""
+        """Called when the run has returned to the checkpoint of `iteration` and will repeat the later steps."""
 
     def on_train_end(self) -> None:
         """Called after the last step and its checkpoint, and before the final evaluation."""

@@ -1,4 +1,4 @@
-"""Builds the callbacks of a run from its arguments: logs and display on rank 0, profiles on the ranks of the flags."""
+"""Builds the callbacks of a run from its arguments: logs and display on rank 0, profiles on the selected ranks."""
 
 import argparse
 import functools
@@ -53,8 +53,7 @@ def _memory_history(config: ProfilingConfig, *, log_interval: int, device: torch
         return CudaMemoryHistory(path, log_interval=log_interval)
     if config.profile:
         raise ValueError(
-            "--record-memory-history and --profile are both given: without a GPU torch's profiler records either, "
-            "choose one"
+            "--record-memory-history and --profile are both given: without a GPU both use torch's profiler; choose one"
         )
     return CpuMemoryHistory(path, config)
 
@@ -80,7 +79,7 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
     # stdout is None if the launcher has closed it.
     if sys.stdout is not None and sys.stdout.isatty():
         callbacks.append(ProgressBar(console))
-        # Through the same console, so that lines scroll above the bar.
+        # Writes through the bar's console, so that lines scroll above the bar.
         write = functools.partial(console.print, markup=False)
     callbacks.append(ConsoleLog(logging.log_interval, write=write))
     folder = logging.tensorboard_dir or args.save

@@ -111,7 +111,7 @@ def _pool_fields(pool: PoolReport) -> list[str]:
 
 
 def shortage_words(pool: PoolReport) -> str:
-    """Describes what was spilled and recomputed since the last log line, and why; empty if nothing was."""
+    """Describes spilled and recomputed tensors since the last log line, and the reason; empty if there were none."""
     spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
     found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
     found += [
@@ -124,14 +124,14 @@ def shortage_words(pool: PoolReport) -> str:
     # The factor that keeps all tensors does not avoid spills.
     needed = max(pool.factor_to_keep_all, *(pool.factors_needed if pool.spilled_pages else ()), 0.0)
     if not needed or (pool.device_pages and needed <= pool.factor):
-        # The reason was not a lack of pages: the order of the step was not known yet, or the pool has grown since.
+        # Missing pages were not the reason: the order of the step was not known yet, or the pool has grown since.
         return ", ".join(found)
     shown, given = f"{rounded_up(needed):.2f}", f"{pool.factor:.2f}"
     if shown == given:
         shown, given = f"{needed:.5f}", f"{pool.factor:.5f}"
     # Without pages on the device, the factor refers to the host's pages.
     reason = f"too few pages (factor needed {shown}{f', given {given}' if pool.device_pages else ''})"
-    # If no factor would have kept the recomputed tensors, only the spills are explained by too few pages.
+    # If no factor would have avoided the recomputation, the reason applies to the spills only.
     num_explained = len(found) if pool.factor_to_keep_all else 1
     return ", ".join([*found[:num_explained], reason, *found[num_explained:]])
 
@@ -176,7 +176,7 @@ def format_evaluation_line(report: EvaluationReport) -> str:
 
 
 def is_loss(name: str) -> bool:
-    """Whether a value is a loss, and so has a perplexity, judged by the end of its name."""
+    """Whether a value is a loss, which has a perplexity: its name ends in "loss"."""
     return name.endswith("loss")
 
 

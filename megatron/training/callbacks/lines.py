@@ -1,4 +1,4 @@
-"""Output line by line: to the console from the first rank, and to files that survive a full disk or a killed run."""
+"""Line-based output: to the console from rank 0, and to files that stay valid on a full disk or after a kill."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def print_rank_0(message: str) -> None:
 
 
 class LineFile:
-    """Appends lines without a buffer: a killed run leaves complete lines, and perhaps a part of the last one.
+    """Appends lines unbuffered, so that a killed run leaves complete lines, and perhaps part of the last one.
 
     While the disk is full, lines are kept in memory and the run continues.
     """
@@ -25,7 +25,7 @@ class LineFile:
         self._is_failing = False
 
     def write(self, lines: bytes) -> None:
-        """Appends `lines` after those that are pending. Prints a warning when writing begins to fail."""
+        """Appends pending lines, then `lines`. Prints a warning when writes start to fail."""
         self._pending += lines
         try:
             while self._pending:
@@ -39,7 +39,7 @@ class LineFile:
             self._is_failing = True
 
     def close(self) -> None:
-        """Closes the file. Pending lines are tried once more, and lost if they still cannot be written."""
+        """Closes the file after a last attempt to write pending lines."""
         if self._pending:
             self.write(b"")
         self._file.close()

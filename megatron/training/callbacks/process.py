@@ -87,7 +87,7 @@ class NsysProfile(Callback):
 class CudaMemoryHistory(Callback):
     """Writes the last 100,000 actions of the GPU's allocator at every log interval, for https://pytorch.org/memory_viz.
 
-    Not run on a GPU yet.
+    Not tested on a GPU yet.
     """
 
     def __init__(self, path: Path, *, log_interval: int) -> None:
@@ -112,7 +112,7 @@ class CudaMemoryHistory(Callback):
 
 
 class CpuMemoryHistory(Callback):
-    """Writes torch's allocations and releases on the CPU in the steps of the profiler's flags.
+    """Writes torch's allocations and releases on the CPU during the profiled steps.
 
     The CPU's allocator keeps no history, so torch's profiler records it.
     """
@@ -134,7 +134,7 @@ class CpuMemoryHistory(Callback):
             self.on_run_end()
 
     def on_run_end(self) -> None:
-        """Writes what was recorded if the run ended before."""
+        """Writes the recorded steps if the run ends early."""
         if self._profile is None:
             return
         self._profile.stop()
@@ -212,7 +212,7 @@ class ManualGC(Callback):
             gc.collect()
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
-        """Collects the young objects of the evaluation."""
+        """Collects the youngest generation, which holds the objects of the evaluation."""
         if self.config.manual_gc_eval:
             gc.collect(generation=0)
 

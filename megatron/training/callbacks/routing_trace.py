@@ -1,4 +1,4 @@
-"""The routing trace: a file with the number of tokens that chose each expert. Format, writing callback and reader.
+"""The routing trace, a file with the number of tokens that chose each expert: format, writing callback and reader.
 
 The file has JSON lines, each compressed as a separate gzip member if the file's name ends in .gz. A header describes
 the steps that follow, until the next header; a run that resumes with other settings writes a new header. A step has
@@ -115,7 +115,7 @@ def step_line(iteration: int, tokens: dict[int, Tensor]) -> bytes:
 
 
 def read_routing(path: Path | str) -> Iterator[RoutingStep]:
-    """Yields the steps of a trace, without a last line that was cut short.
+    """Yields the steps of a trace, and ignores a truncated last line.
 
     Raises ValueError, which names the line, for a file that is not a trace, and OSError for an unreadable file.
     """
@@ -153,7 +153,7 @@ def _tokens_of(record: dict[str, Any], header: RoutingHeader, *, where: str) -> 
 
 
 def last_header(path: Path) -> RoutingHeader | None:
-    """Returns the header that applies to steps appended to this trace; None without one. Raises as read_routing."""
+    """Returns the header that applies to steps appended to this trace; None without one. Raises like read_routing."""
     found = None
     for number, line in enumerate(read_lines(path), 1):
         # `line` writes this key first, so that steps, which are long, need not be parsed.
@@ -163,12 +163,12 @@ def last_header(path: Path) -> RoutingHeader | None:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yields the decompressed lines of a trace, up to its end or to the place where a kill cut it off."""
+    """Yields the decompressed lines of a trace, up to its end or to a truncated gzip member."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         try:
             yield from file
         except EOFError:
-            return  # a kill left half of a compressed line
+            return  # a killed run left a truncated member
 
 
 def encoded(line: bytes, path: Path) -> bytes:
@@ -195,7 +195,7 @@ class RoutingLog(Callback):
             ) from error
         if path.stat().st_size and last_header(path) is None:
             raise ValueError(
-                f"--record-routing is {path}: the file is there and is no routing trace, give another name"
+                f"--record-routing is {path}: the file exists and is not a routing trace, give another name"
             )
 
     def on_train_start(self, start: RunStart) -> None:

@@ -80,7 +80,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _read_starts(path: Path) -> list[Any]:
-    """Returns the recorded starts; an empty list without a file, or for a file that no run has written."""
+    """Returns the recorded starts; an empty list if there is no file, or if it is not a run file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -89,7 +89,7 @@ def _read_starts(path: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
-# Fields of a report that a line has under the same name unless they are None.
+# Fields of a report that are written under the same name unless they are None.
 _OPTIONAL = (
     "num_zeros",
     "params_norm",
@@ -188,7 +188,7 @@ def keep_lines_until(
     read: Callable[[Path], Iterable[bytes]] = lines_of,
     encode: Callable[[bytes], bytes] = bytes,
 ) -> None:
-    """Rewrites the log without lines of later iterations, and without a last line that a kill cut short.
+    """Rewrites the log without lines of later iterations, and without a truncated last line.
 
     encode: the inverse of read, for one line.
     """

@@ -37,7 +37,7 @@ class TensorBoardLog(Callback):
         self.on_train_start(RunStart(iteration=iteration, train_iters=iteration))
 
     def on_step_end(self, report: StepReport) -> None:
-        """Writes the step's scalars, and whenever the report has them the expert buffers' figures of a log line."""
+        """Writes the step's scalars at the configured interval, and those of expert buffers at every log line."""
         scalars: dict[str, float | None] = {**_stash_scalars(report)}
         if report.iteration % self.config.tensorboard_log_interval == 0:
             scalars |= self._scalars_of_step(report)

@@ -64,7 +64,7 @@ def check_save_folder(path: str, group: dist.ProcessGroup | None = None, *, flag
     Collective over `group` (None: all ranks); raises ValueError on every rank.
     """
     with all_ranks_agree(group):
-        # Every rank tries, because every rank will write. After a kill, the next save removes a file of this name.
+        # Every rank tests, because every rank will write. The next save removes the file if this process is killed.
         probe = Path(path) / f"probe.incomplete-{folders.new_id()}"
         if probe.parent.exists() and not probe.parent.is_dir():
             raise ValueError(f"{flag} {path} cannot be written: it is a file, must be a folder")
@@ -123,7 +123,7 @@ def write_release_tracker(path: str) -> None:
 
 
 def carry_companions(load: str, save: str) -> None:
-    """Copies the companion files of the checkpoints in `load` to `save`, unless that has some."""
+    """Copies the companion files of the checkpoints in `load` to `save`, unless `save` has its own."""
     source, target = Path(load) / COMPANION_FOLDER, Path(save) / COMPANION_FOLDER
     if source.is_dir() and not target.exists():
         with folders.atomic_folder(target) as temporary:
@@ -145,7 +145,7 @@ def find_checkpoint(
     """
     root, problems = _root(load), dict(damaged or {})
     if step is not None:
-        return _named(root, f"--ckpt-step is {step}", iteration=step)
+        return _requested(root, f"--ckpt-step is {step}", iteration=step)
     # A copied iteration folder has no tracker, and neither has a run killed during its first save.
     tracker, text = root / TRACKER_FILE, read_tracker(root)
     if text == RELEASE:
@@ -164,20 +164,20 @@ def find_checkpoint(
         why = f"{tracker} names iteration {wanted}: {problems[wanted]}"
     # Newest first. A tracker may have been set back on purpose, so later iterations are the last resort.
     by_preference = sorted(complete_iterations(root), key=lambda one: (wanted is not None and one > wanted, -one))
-    return _other(root, why, candidates=by_preference, problems=problems)
+    return _fallback(root, why, candidates=by_preference, problems=problems)
 
 
 def _root(load: str) -> Path:
     root = Path(load)
     if root.exists() and not root.is_dir():
         raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
-    # The user went one folder too deep; silently starting from scratch would be a costly surprise.
+    # The user named a folder one level too deep. Silently starting from scratch would be costly.
     if (root / MANIFEST_FILE).is_file():
         raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     return root
 
 
-def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
+def _fallback(root: Path, why: str, *, candidates: list[int], problems: dict[int, str]) -> FoundCheckpoint | None:
     """Returns the first complete candidate, with the problems of the skipped ones in its notice."""
     for iteration in candidates:
         if iteration not in problems:
@@ -191,7 +191,7 @@ def _other(root: Path, why: str, *, candidates: list[int], problems: dict[int, s
             problems[iteration] = problem
         if problems[iteration] not in why:
             why = f"{why}; {problems[iteration]}"
-    # Never start from scratch where checkpoints were; that is for the user to decide.
+    # A run must not silently start from scratch in a folder that had checkpoints.
     if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
         raise ValueError(f"{why}; complete iterations: none")
     return None
@@ -218,7 +218,7 @@ def complete_iterations(root: Path) -> list[int]:
     return sorted(one for one in iterations if folders.is_complete(iteration_folder(root, one)))
 
 
-def _named(root: Path, source: str, *, iteration: int) -> FoundCheckpoint:
+def _requested(root: Path, source: str, *, iteration: int) -> FoundCheckpoint:
     try:
         return FoundCheckpoint(folders.find_checkpoint(iteration_folder(root, iteration)), iteration)
     except ValueError as error:

@@ -72,7 +72,7 @@ def load_checkpoint(
     found, verified = _find(config)
     if found is None or verified is None:
         return 0
-    # Arguments before tensors: "--hidden-size is 128 here" is clearer than a mismatch of shapes.
+    # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
     with all_ranks_agree():
         common = load_run_values(found.path)
         plan = PartialLoadPlan.of(args, common["args"], may_upcycle=config.moe_use_upcycling)
@@ -82,7 +82,7 @@ def load_checkpoint(
         plan.check_position(restored=scope.position)
         if scope.optimizer:
             check_same_optimizer(args, common["args"])
-            # Before the tensors: another schedule is a frequent mistake, and this check is quick.
+            # Loaded before the tensors, because a different schedule is a frequent mistake and quick to detect.
             if opt_param_scheduler is not None and common["scheduler"] is not None:
                 opt_param_scheduler.load_state_dict(common["scheduler"])
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
@@ -126,7 +126,7 @@ def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedChe
         try:
             verified = dist_checkpointing.verify(found.path)
         except (ValueError, OSError, RemoteRankError) as error:
-            # A checkpoint named by the user is not replaced by another. All ranks get here, whichever found the damage.
+            # A checkpoint that the user named is not replaced by another. All ranks raise, whichever found the damage.
             if config.ckpt_step is not None or found.is_release:
                 raise
             damaged[found.iteration] = str(error)
@@ -212,7 +212,7 @@ class _Source:
 
 def _load_tensors(run: RunState, source: _Source, *, scope: _Scope, frozen: set[str]) -> None:
     """Fills weights, optimizer state and random-number generators from the checkpoint."""
-    # With the optimizer, a run continues bit for bit or not at all. Weights alone may change precision.
+    # With the optimizer, a run must continue bit for bit. Weights alone may change precision.
     weights = ModelWeights(run.model, allow_cast=not scope.optimizer)
     rng = rng_sharded_state(run.groups) if scope.rng else []
     rng = rng if source.holds(rng) else []

@@ -93,7 +93,7 @@ def from_dense(
 
     Sparse upcycling after Komatsuzaki et al. (2023): each expert starts as the feed-forward layer it replaces. This
     rank's experts, [E, *], any dtype, are filled from the dense tensor, [*]. Routers keep their initial values. Other
-    tensors are loaded unchanged. It uses only the keys of logical tensors, so both layouts are arbitrary.
+    tensors are loaded unchanged. Works under any two layouts, because it only uses the keys of logical tensors.
     """
     available: list[ShardedTensor] = []
     copied: list[torch.Tensor] = []
@@ -154,7 +154,7 @@ class Tying(enum.Enum):
 
 
 def require_same_two(tensors: Sequence[ShardedTensor], checkpoint: VerifiedCheckpoint) -> None:
-    """Raises ValueError on every rank unless the checkpoint's two weights are equal, as far as `tensors` use them.
+    """Raises ValueError on every rank unless the checkpoint's two weights are equal, in the boxes of `tensors`.
 
     Collective. tensors: requested by a run with one weight, any shape and dtype. Each rank compares its own boxes.
     """

@@ -1,6 +1,6 @@
-"""JSON values of a run in its checkpoints: validated on load, compared with the run's arguments, or adopted by it.
+"""JSON values of a run in its checkpoints: validates them on load, and compares the run's arguments or adopts them.
 
-folder.py finds the checkpoint; tensors are not handled here.
+folder.py finds the checkpoint. Tensors are not handled here.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def load_run_values(folder: Path) -> dict[str, Any]:
     try:
         _check(values)
     except ValueError as error:
-        raise ValueError(f"{folder} holds what no training run writes: {error}") from error
+        raise ValueError(f"{folder} holds a value that no training run writes: {error}") from error
     return values
 
 
@@ -116,10 +116,10 @@ def check_arguments(args: Mapping[str, Any]) -> None:
             is_right = value is None or (is_count(value) and value > 0)
             _require(is_right, f"args.{name}", value=value, right="int, above 0")
         elif flag is not None:
-            _require(_may_be(flag, value), f"args.{name}", value=value, right=_what_may_be(flag))
+            _require(_can_produce(flag, value), f"args.{name}", value=value, right=_describe_values(flag))
 
 
-def _may_be(flag: Flag, value: Any) -> bool:
+def _can_produce(flag: Flag, value: Any) -> bool:
     """Whether a flag can produce a value of this type; bounds are checked where the value is used."""
     if value is None:
         return True
@@ -132,8 +132,8 @@ def _may_be(flag: Flag, value: Any) -> bool:
     return all(_is_of(flag.type_name, item) for item in items)
 
 
-def _what_may_be(flag: Flag) -> str:
-    """Describes the values other than None that _may_be accepts."""
+def _describe_values(flag: Flag) -> str:
+    """Describes the values other than None that _can_produce accepts."""
     if flag.constant is not None:
         return "bool"
     if flag.type_name not in (*_NUMBERS, "str"):

@@ -44,7 +44,7 @@ from megatron.training.checkpointing.run_values import args_to_json
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
-# Time that a failing rank gives its own write, and other ranks' parts of the same checkpoint, to complete.
+# Time that a failing rank waits for its own write and the other ranks' parts of the same checkpoint.
 _ABANDON_SECONDS = 30.0
 
 

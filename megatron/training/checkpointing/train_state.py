@@ -16,8 +16,7 @@ class TrainState:
     iteration: completed training steps. consumed_train_samples, consumed_valid_samples: data position over all ranks.
     skipped_iterations: steps without an update since the start (loss-scale overflow). nan_iterations: steps with a
     non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
-    to which the run grew the experts' buffers and pages, with reasons. recent_losses: reference for the detection of
-    loss spikes.
+    to which the run grew the experts' buffers and pages. recent_losses: reference for the detection of loss spikes.
     """
 
     iteration: int = 0
@@ -38,17 +37,17 @@ class TrainState:
 
         Raises ValueError, with nothing changed, for a value that state_dict cannot produce.
         """
-        taken: dict[str, Any] = {}
+        restored: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             if field.name in state:
                 value = state[field.name]
                 if field.name == "learned_sizes":
-                    taken[field.name] = LearnedSizes.from_json(value)
+                    restored[field.name] = LearnedSizes.from_json(value)
                 elif field.name == "recent_losses":
-                    taken[field.name] = _list_of_numbers(field.name, value)
+                    restored[field.name] = _list_of_numbers(field.name, value)
                 else:
-                    taken[field.name] = _count(field.name, value)
-        vars(self).update(taken)
+                    restored[field.name] = _count(field.name, value)
+        vars(self).update(restored)
 
 
 def _count(name: str, value: Any) -> int:

@@ -1,6 +1,6 @@
-"""Modes that exclude other flags, and why: CUDA graphs, FSDP2, optimizers that shard gradients, policies for bad steps.
+"""Conflicts of CUDA graphs, FSDP2, gradient-sharding optimizers and policies for bad steps with other flags.
 
-Each check yields a line for each flag to leave out. Checks within one subject are in validation.py.
+Each check yields a line for each conflicting flag. Checks of flags within one area are in validation.py.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from megatron.training.command_line.config_builder import problems_of_config
 
 
 def check_graphs(args: argparse.Namespace) -> Iterator[str]:
-    """Yields flags under which captured work would read the device, or would change from step to step."""
+    """Yields flags under which captured work would synchronize with the host, or would change from step to step."""
     if args.cuda_graph_modules and args.cuda_graph_impl != "local":
         yield (
             f"--cuda-graph-modules is {' '.join(args.cuda_graph_modules)} and --cuda-graph-impl is "
@@ -67,7 +67,7 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "recompute_granularity",
             (args.recompute_granularity is not None or args.recompute_activations) and draws,
-            "recomputation has to draw the same numbers for dropout or jitter, which a graph cannot; set "
+            "recomputation must draw the same numbers for dropout or jitter, which a graph cannot; set "
             "--hidden-dropout 0 and --attention-dropout 0 without --moe-input-jitter-eps, or recompute nothing",
         ),
         (
@@ -82,14 +82,14 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         ),
     ]
     if args.cuda_graph_impl == "local":
-        return [*_of_modules(args), *common]
+        return [*_module_conflicts(args), *common]
     return [
         *common,
-        *_of_dispatch(args),
+        *_dispatch_conflicts(args),
         (
             "reset_attention_mask",
             args.reset_attention_mask,
-            "borders of documents, and with them the shapes in attention, change from batch to batch; use "
+            "document boundaries, and with them the shapes in attention, change from batch to batch; use "
             f"--cuda-graph-impl local with --cuda-graph-modules {_rest(args)}, which leaves attention eager",
         ),
         (
@@ -106,8 +106,8 @@ def _rest(args: argparse.Namespace) -> str:
     return "mlp" if args.num_experts is None else "moe"
 
 
-def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns contradictions with graphs that contain a dispatcher, or the experts' rows that it receives."""
+def _dispatch_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Returns conflicts with graphs that contain a dispatcher or the rows that experts receive from it."""
     has_fixed_size = args.moe_expert_rank_capacity_factor is not None or args.moe_pad_expert_input_to_capacity
     reads_counts = args.num_experts is not None and not has_fixed_size
     return [
@@ -125,8 +125,8 @@ def _of_dispatch(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     ]
 
 
-def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Returns contradictions with the modules that --cuda-graph-impl local captures."""
+def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
+    """Returns conflicts with the modules that --cuda-graph-impl local captures."""
     modules = set(graph_modules(args))
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     of_experts = sorted(modules & OF_EXPERTS)
@@ -143,11 +143,11 @@ def _of_modules(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "moe_preprocess" in modules and "moe_router" not in modules,
             "moe_preprocess uses the router's choice, and needs it in the same graph; add moe_router",
         ),
-        *(_of_dispatch(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
+        *(_dispatch_conflicts(args) if modules & {"moe", "moe_preprocess", "experts"} else []),
         (
             "reset_attention_mask",
             args.reset_attention_mask and "attn" in modules,
-            "borders of documents, and with them the shapes in attention, change from batch to batch; leave attention "
+            "document boundaries, and with them the shapes in attention, change from batch to batch; leave attention "
             f"eager by --cuda-graph-modules {_rest(args)}",
         ),
         (
@@ -197,7 +197,7 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
         (
             f"--optimizer is {args.optimizer}",
             args.optimizer == "distributed_fused_adam",
-            "that optimizer spreads gradients over ranks by buckets of its own, and fully_shard does by units",
+            "that optimizer shards gradients in its own buckets, and fully_shard shards them by module",
         ),
         (
             "--optimizer is muon",
@@ -207,7 +207,7 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
         (
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
-            "memory of gathered parameters is allocated each time, but graphs need persistent memory",
+            "each gather of parameters allocates memory, but graphs need persistent memory",
         ),
         (
             "--fine-grained-activation-offloading is given",
@@ -291,7 +291,7 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
         (
             f"--tensor-model-parallel-size is {args.tensor_model_parallel_size}",
             clip == "per-bucket" and max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1,
-            "norms of their buckets differ, and replicated weights would diverge",
+            "bucket norms differ between tensor-parallel ranks, and replicated weights would diverge",
         ),
     ]
     for words, is_set, why in needs_exact:
@@ -299,7 +299,7 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
             chosen = "not given" if clip is None else clip
             yield (
                 f"{words} and --optimizer-in-backward-clip is {chosen}: {why}; it must be exact, or "
-                "--optimizer-in-backward be left out"
+                "leave out --optimizer-in-backward"
             )
 
 

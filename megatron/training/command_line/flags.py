@@ -1,6 +1,6 @@
-"""The table of all flags: flags of configuration fields, which work, and the other flags of known_flags.json.
+"""The table of all flags: those of configuration fields, which work, and the other flags of known_flags.json.
 
-parser.py parses them. refusals.py has the texts about flags that do not work.
+parser.py parses them. refusals.py has the advice for flags that do not work.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def known_flag(row: dict[str, Any]) -> KnownFlag:
 
 
 class FlagState(enum.Enum):
-    """Treatment of a flag that is given."""
+    """How a given flag is treated."""
 
     WORKS = "works"
     NO_EFFECT = "no effect"
@@ -96,16 +96,16 @@ class FlagState(enum.Enum):
     REFUSED = "refused"
 
 
-# Stored values of flags that take none, by argparse action.
+# Stored constants of flags without a value, by argparse action.
 _CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag, as used by parser, YAML reader, help and docs.
+    """A flag as the parser, the YAML reader, help and docs use it.
 
-    constant: the stored value of a flag that takes none, else None. parse: turns one word into one value.
+    constant: stored by a flag that takes no value, else None. parse: converts one word to one value.
     unwraps: a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of
     the configuration field of a flag that works. known: the row of known_flags.json; None if it has no such row.
     """
@@ -286,12 +286,12 @@ def _state_of_known(row: KnownFlag) -> FlagState:
     return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
 
 
-# Defaults that differ from the behaviour here: a script that gives them expects another model.
+# Defaults that replace Megatron-LM's, because its default would train another model.
 _DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
 
 
 def _flag_of_known(row: KnownFlag) -> Flag:
-    # All flags of the form --x/--no-x are refused, so it does not matter which one was given.
+    # All flags of the form --x/--no-x are refused, so the two forms need not be distinguished.
     takes_no_value = row.action in _CONSTANTS
     return Flag(
         flags=row.flags,

@@ -1,4 +1,4 @@
-"""The argument parser: arity and type of every known flag, help for working ones, and errors with advice.
+"""The argument parser: arity and type of every known flag, help for flags that work, and errors with advice.
 
 arguments.py defines the precedence of configuration files. validation.py and conflicts.py check flags against others.
 """
@@ -21,7 +21,7 @@ _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
 class FlagParser(argparse.ArgumentParser):
     """ArgumentParser that raises CommandLineError for mistakes and prints help on rank 0 only.
 
-    mistakes: collects messages about words that are not a value of their flag, which raise nothing.
+    mistakes: messages about invalid values, which are collected instead of raised.
     """
 
     def __init__(self, **spec: Any) -> None:
@@ -56,7 +56,7 @@ class _Refuse(argparse.Action):
     """Collects the refusals of given flags in the argument REFUSED."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag, **spec: Any) -> None:
-        # Any number of words, so that the message is the refusal and not a missing value.
+        # Accepts any number of words, so that the error is the refusal rather than a missing value.
         super().__init__(option_strings, dest, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **spec)
         self.flag = flag
 
@@ -82,9 +82,9 @@ def build_parser(
 ) -> tuple[argparse.ArgumentParser, frozenset[str], list[str]]:
     """Builds a parser for all flags of `table` and those that a script adds.
 
-    Returns the parser, the names of the script's arguments, and the list of messages that the parser fills, about words
-    that are not a value of their flag. A script may define a flag that does not work here. For a flag that works,
-    argparse reports a conflict.
+    Returns the parser, the names of the script's arguments, and the list to which the parser appends messages about
+    invalid values. A script may define a flag that does not work here. For a flag that works, argparse reports a
+    conflict.
     """
     others = len(table.flags) - len(table.in_state(FlagState.WORKS))
     own = FlagParser(

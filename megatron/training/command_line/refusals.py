@@ -19,7 +19,7 @@ _OTHER_MODEL = "models that need it cannot be trained here"
 _VARIANT = f"no --experimental-attention-variant exists here: {_OTHER_MODEL}"
 _DSA = "sparse attention with an indexer does not exist here: remove the --dsa flags"
 _MTP = "multi-token prediction is set only by --mtp-num-layers and --mtp-loss-scaling-factor"
-_RESTART = "restart belongs to the launcher: use torchrun --max-restarts and --load, a run resumes bit for bit"
+_RESTART = "restarts are the launcher's task: use torchrun --max-restarts and --load, which resume bit for bit"
 _FLIGHT = "set PyTorch's own TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_FR_BUFFER_SIZE environment variables instead"
 _ONE_LOGGER = "this logging service is not used here: use --tensorboard-dir"
 _MSC = "only file systems are read and written: mount the object store and give a path"
@@ -41,7 +41,7 @@ _DEEPEP = "the dispatcher is chosen by --moe-token-dispatcher-type; its back end
 _OFFLOAD_PINNED = "host copies always live in pinned memory with a GPU: remove it"
 
 REFUSALS: tuple[tuple[str, str], ...] = (
-    # Old names of flags that work under a new one.
+    # Old names of working flags.
     (r"--model-parallel-size$", "it is the old name of --tensor-model-parallel-size"),
     (r"--batch-size$", "it is the old name of --micro-batch-size"),
     (r"--warmup$", "it is the old name of --lr-warmup-fraction"),
@@ -65,7 +65,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "--use-checkpoint-args takes the model's shape only: remove it",
     ),
     (r"--no-weight-decay-cond-type$", "biases and vectors are never decayed, everything else always: remove it"),
-    # Families that several groups hold.
+    # Families of flags that span several groups.
     (r"--(rl|grpo|langrl)-|--perform-rl-step|--refit-method", _RL),
     (r"--inference-rng-tracker|--inference-|--flash-decode|--batch-invariant-|--mamba-inference-", _INFERENCE),
     (r"--nccl-all-reduce-for-prefill|--symmetric-ar-type|--mlp-chunks-for-prefill|--cache-mla-latents", _INFERENCE),
@@ -131,7 +131,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--no-initialization", "weights are always initialized: use --load to replace them"),
     (
         r"--overlap-dispatch-backward|--ep-overlap-early",
-        "experts overlap with nothing but their own dispatch: remove it",
+        "experts overlap only with their own dispatch: remove it",
     ),
     (r"--use-ring-exchange-p2p", "pipeline stages send and receive in one way: remove it"),
     (r"--openai-gelu", "the activations are gelu, --swiglu, --quick-geglu, --squared-relu"),
@@ -175,13 +175,13 @@ REFUSALS: tuple[tuple[str, str], ...] = (
 
 GROUP_REFUSALS = {"biencoder": _RETRIEVAL, "vision": _VISION, "rl": _RL, "inference": _INFERENCE}
 
-# Values that Megatron's flag takes and this one never will, with what to do instead.
+# Values of Megatron-LM that are deliberately not supported, with advice.
 VALUE_REFUSALS = {
     ("--tokenizer-type", "SFTTokenizer"): f"give the tokenizer itself; {_CHATS}",
     ("--optimizer", "dist_muon"): "give muon, with --use-distributed-optimizer to shard it",
 }
 
-# Of flags that no configuration has, and that are refused unless they are given their defaults: what to do instead.
+# Advice for flags without a configuration field, which are refused unless they have their default value.
 MISSING: tuple[tuple[str, str], ...] = (
     (r"--fp8-|--first-last-layers-bf16$", f"{_NO_FP8}, and remove this one"),
     (r"--experimental-attention-variant$|--linear-", _VARIANT),
@@ -189,7 +189,7 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
     (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
-    (r"--apply-layernorm-1p$", f"weights of norms start at 1 and are stored as they are: {_OTHER_MODEL}"),
+    (r"--apply-layernorm-1p$", f"norm weights start at 1 and are stored without an offset: {_OTHER_MODEL}"),
     (
         r"--apply-residual-connection-post-layernorm$",
         f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
@@ -201,8 +201,8 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
     (r"--lr-warmup-init$", "the learning rate starts from 0: set only --lr-warmup-iters"),
-    (r"--dataloader-type$", "samples come in the order of --dataloader-type single: remove it"),
-    (r"--iterations-to-skip$", "no iterations are skipped: remove what they read from --data-path"),
+    (r"--dataloader-type$", "samples are read in the order of --dataloader-type single: remove it"),
+    (r"--iterations-to-skip$", "no iterations are skipped: remove their samples from the data of --data-path"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
     (r"--full-validation$|--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
@@ -213,21 +213,24 @@ MISSING: tuple[tuple[str, str], ...] = (
         r"--pretrained-checkpoint$",
         "give it to --load with --finetune at the first start, and the folder of --save to --load at later ones",
     ),
-    (r"--load-main-params-from-ckpt$", "masters come with the optimizer's state, and else from the weights: remove it"),
+    (
+        r"--load-main-params-from-ckpt$",
+        "master weights are loaded with the optimizer's state, or else copied from the weights: remove it",
+    ),
     (r"--non-persistent-", "there is one kind of checkpoint: set --save-interval, with --save-retain-interval"),
     (r"--ckpt-convert-", "convert it before the run, by tools/convert_megatron_core.py (docs/checkpoints.md)"),
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
     (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: give simple"),
-    (r"--muon-scalar-optimizer$", "what Muon leaves out goes to AdamW: remove it"),
+    (r"--muon-scalar-optimizer$", "parameters that Muon does not update use AdamW: remove it"),
     (r"--spec$", "the layers follow from the model's flags: remove it, or give model_provider to pretrain()"),
     (r"--yaml-cfg$", "use --config, which takes a file of flags"),
     (r"--error-injection-rate$", "errors are not injected here: remove it"),
 )
 
-# Values other than the default that ask for what is done anyway.
+# Non-default values that request the existing behaviour.
 AGREED_VALUES = {"--dataloader-type": ("single",)}
 
-# Accepted flags for which another one does here what they are given for.
+# Accepted flags whose purpose another flag serves here.
 NO_EFFECT_HINTS = {
     "--use-flash-attn": "use --attention-backend",
     "--wandb-project": "use --tensorboard-dir",

@@ -100,8 +100,8 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     found = problems_of_configs(args)
     found = found or problems_of_call(partial(check_flex_backend, args))
     # Configurations repeat some of the checks above with other messages. Keeps one message per leading flag.
-    told = {_first_flag(problem) for problem in problems}
-    return problems + [problem for problem in found if _first_flag(problem) not in told]
+    reported = {_first_flag(problem) for problem in problems}
+    return problems + [problem for problem in found if _first_flag(problem) not in reported]
 
 
 def _first_flag(problem: str) -> str:
@@ -169,7 +169,7 @@ def check_layout(args: argparse.Namespace) -> Iterator[str]:
     After an error the first is 1 or the second is None, so that other checks can continue.
     """
     tensor_size, context_size = args.tensor_model_parallel_size, args.context_parallel_size
-    # As in Megatron-LM, scripts may leave it on while they vary the tensor-parallel size.
+    # As in Megatron-LM, scripts may leave it on when they vary the tensor-parallel size.
     args.sequence_parallel = args.sequence_parallel and tensor_size > 1
     yield from problems_of_call(partial(_derive_replicas, args))
     if context_size > 1:
@@ -185,7 +185,7 @@ def check_layout(args: argparse.Namespace) -> Iterator[str]:
     if context_size > 1 and args.reset_attention_mask and args.create_attention_mask_in_dataloader:
         yield (
             f"--reset-attention-mask makes masks of whole sequences, and --context-parallel-size is {context_size}: "
-            "add --no-create-attention-mask-in-dataloader, which hands over borders of documents instead"
+            "add --no-create-attention-mask-in-dataloader, which passes document boundaries instead"
         )
     if args.optimizer == "muon" and max(tensor_size, args.expert_tensor_parallel_size or tensor_size) > 1:
         yield (
@@ -235,7 +235,7 @@ def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
                 if pieces is None
                 else "--num-virtual-stages-per-pipeline-rank"
             )
-            yield f"--pipeline-model-parallel-layout says what every virtual stage holds: drop {flag}"
+            yield f"--pipeline-model-parallel-layout defines the layers of every virtual stage: drop {flag}"
             return
         wrong = problems_of_call(lambda: _check_stages_of_layout(layout, stages))
         if wrong:
@@ -315,11 +315,11 @@ def check_units(args: argparse.Namespace, *, other: str, unit: str) -> Iterator[
             )
 
 
-# Flags with one remaining meaning.
+# Flags whose value follows from other flags.
 
 
 def settle_meanings(args: argparse.Namespace) -> None:
-    """Sets arguments for which other flags leave only one meaning, and prints a note about each."""
+    """Sets arguments whose value follows from other flags, and prints a note about each."""
     settled = (_settle_recompute, _settle_offload, _settle_context, _settle_positions, _settle_scale, _settle_adapters)
     notes = [note for settle in settled if (note := settle(args))]
     # An evaluation of random weights is meaningless.
@@ -343,7 +343,7 @@ def _settle_offload(args: argparse.Namespace) -> str | None:
         return None
     args.offload_modules = kept
     parts = ", ".join(f"{part} (recomputed with {outer})" for part, outer in dropped.items())
-    return f"--offload-modules goes without {parts}, as --recompute-modules says"
+    return f"--offload-modules drops {parts}"
 
 
 def _settle_context(args: argparse.Namespace) -> str | None:
@@ -519,7 +519,7 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
                 "change one of them"
             )
         warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
-        # The schedule checks its own length. Without --lr-decay it is the run's length, checked here.
+        # The schedule checks warm-up against --lr-decay. Without it, the schedule has the run's length, checked here.
         if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
             if warmup >= length and warmup > 0:
                 yield (
@@ -571,9 +571,9 @@ def read_launcher(args: argparse.Namespace) -> None:
     if args.world_size not in (None, started) and not (args.dry_run or args.fake_process_group):
         raise CommandLineError(
             f"--world-size is {args.world_size} where {started} ranks were started: it is for --dry-run and "
-            "--fake-process-group; how many train is said by torchrun"
+            "--fake-process-group; torchrun sets the number of training ranks"
         )
-    # Before tables of all ranks are built, which takes minutes for more ranks than this.
+    # Checked before tables of all ranks are built, which would take minutes for more ranks.
     if args.world_size is not None and not 1 <= args.world_size <= _MOST_PLANNED_RANKS:
         raise CommandLineError(f"--world-size is {args.world_size}: must be from 1 to {_MOST_PLANNED_RANKS}")
     args.world_size = args.world_size or started
@@ -586,15 +586,15 @@ def check_fake_rank(args: argparse.Namespace) -> None:
     """Raises CommandLineError if a single process cannot be that rank, or would save or load its invalid weights."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise CommandLineError(
-            "--fake-process-group is one process that plays a rank of many: start it with python, not with torchrun"
+            "--fake-process-group runs one process as a rank of many: start it with python, not with torchrun"
         )
     if args.rank >= args.world_size:
         raise CommandLineError(f"RANK is {args.rank}: must be below the {args.world_size} ranks of --world-size")
     for name in ("save", "load"):
         if vars(args)[name] is not None:
             raise CommandLineError(
-                f"--{name} and --fake-process-group are both given: one rank alone has no checkpoint, and what it "
-                "learns without the others is not worth one"
+                f"--{name} and --fake-process-group are both given: a single rank has no complete checkpoint, "
+                "and its weights are invalid without the others"
             )
     # Without the other ranks' parts, sums are wrong and may be NaN.
     args.check_for_nan_in_loss_and_grad = False

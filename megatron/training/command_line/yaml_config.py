@@ -104,7 +104,7 @@ def _inside(node: yaml.Node) -> list[yaml.Node]:
         return []
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise _error("a list or mapping is no name of a value", key.start_mark)
+            raise _error("a list or mapping cannot be the name of a value", key.start_mark)
     return [part for pair in node.value for part in pair]
 
 
@@ -112,7 +112,7 @@ def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, problem, mark)
 
 
-# Flags about what to do with a configuration, which are not part of it.
+# Flags that are not part of a configuration, because they say how to use it.
 NOT_IN_FILES = ("config", "print_config", "list_models", "dry_run", "world_size")
 
 
@@ -174,7 +174,7 @@ def _load(path: str) -> dict[Any, Any]:
 
 
 def _flatten(content: dict[Any, Any], *, path: str, table: FlagTable) -> Iterator[tuple[str, Any]]:
-    # Includes titles of flags that do not work, whose keys get a better message than "unknown group".
+    # Includes the groups of flags that do not work, whose keys have a better message than "unknown group".
     titles = {flag.group for flag in table.flags}
     for key, data in content.items():
         if not isinstance(key, str):
@@ -234,8 +234,8 @@ def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
     return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]
 
 
-# Arguments about the progress of a run or the place of a process, which are not settings.
-_OF_ONE_RANK = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
+# Arguments that hold the progress of a run or the rank of a process, which are not settings.
+_NOT_SETTINGS = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 
 def config_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def config_values(args: argparse.Namespace) -> dict[str, Any]:
     table = flag_table()
     known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
     # Arguments that a script added, and derived ones such as the padded vocabulary.
-    silent = {*table.by_dest, *_OF_ONE_RANK}
+    silent = {*table.by_dest, *_NOT_SETTINGS}
     plain = (bool, int, float, str, type(None))
     others = {name: value for name, value in vars(args).items() if name not in silent and isinstance(value, plain)}
     return {**known, **others}

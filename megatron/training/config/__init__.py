@@ -3,7 +3,7 @@
 Settings of the model, the optimizer and the data are defined in megatron/core, next to the code that uses them.
 """
 
-from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.checkpoint import CONTINUE_RUN, CheckpointConfig
 from megatron.training.config.distributed import (
     DistributedConfig,
     GradientReductionConfig,
@@ -20,6 +20,7 @@ from megatron.training.config.training import (
 )
 
 __all__ = [
+    "CONTINUE_RUN",
     "BatchScheduleConfig",
     "CheckpointConfig",
     "CommandLineConfig",

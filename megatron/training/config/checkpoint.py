@@ -1,9 +1,12 @@
 """Settings of checkpoints: where they are written, where they are loaded from, and what they contain."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
+
+# Settings that concern only a run's first load, with the values that continue the run from its own checkpoints.
+CONTINUE_RUN: dict[str, Any] = {"finetune": False, "ckpt_step": None, "no_load_optim": False, "no_load_rng": False}
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Settings of a training run: where settings come from, its length and batches, bad steps, and planning instead."""
+"""Settings of a training run: sources of settings, length and batches, bad steps, and memory plans."""
 
 import signal
 from dataclasses import dataclass
@@ -149,7 +149,7 @@ class FaultConfig:
 
 @dataclass(kw_only=True)
 class DryRunConfig:
-    """A memory plan instead of training."""
+    """Memory plans, which are printed instead of training."""
 
     cli_group: ClassVar[str] = "plan"
 

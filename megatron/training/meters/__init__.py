@@ -1,1 +1,1 @@
-"""Meters: measurements on every rank that flags add to the report of a step."""
+"""Meters: measurements that flags request, made on every rank and added to the report of a step."""

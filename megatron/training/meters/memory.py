@@ -27,7 +27,7 @@ from megatron.training.step.expert_memory import ExpertMemory
 
 
 def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Returns the storage of the chunks' parameters and module buffers: any shape, any dtype."""
+    """Yields the storage of the chunks' parameters and module buffers: any shape, any dtype."""
     for chunk in model:
         yield from chunk.parameters()
         yield from unwrap_model(chunk).buffers()
@@ -36,7 +36,7 @@ def parameter_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Returns the persistent storage of the chunks' gradients: any shape, any dtype."""
+    """Yields the persistent storage of the chunks' gradients: any shape, any dtype."""
     for chunk in model:
         if isinstance(chunk, _BaseDataParallel):
             yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_grads)
@@ -57,7 +57,7 @@ def held_bytes(
 ) -> dict[str, int]:
     """Returns the bytes that this rank holds, by kind, as in RankPlan.
 
-    memory: of experts, whose stash may have pages.
+    memory: the expert memory, whose stash may have pages.
     """
     pages = {"device_pages": 0, "host_pages": 0}
     if memory is not None and memory.stash is not None:
@@ -72,10 +72,10 @@ def held_bytes(
 
 
 def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
-    """Returns a line that says whether weights, gradients and optimizer states fit the device. Collective.
+    """Formats a line that states whether weights, gradients and optimizer states fit the device. Collective.
 
-    Called before the optimizer exists, whose states are estimated: building them may fail. Compares the rank that holds
-    most with this rank's device; ranks on CPUs share the memory of their machine.
+    Called before the optimizer is built, because its allocation may fail; its states are estimated. Compares the rank
+    that holds the most with this rank's device. Ranks on CPUs share the memory of their machine.
     """
     device = default_device()
     needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
@@ -98,7 +98,10 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> str:
 
 
 class HeldMemoryMeter:
-    """Measures after the first step of a start, at log lines and after the last step, because page pools may grow."""
+    """Measures the bytes that ranks hold, after the first step, at log lines and after the last step.
+
+    One measurement would not suffice, because page pools may grow.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class HeldMemoryMeter:
         self._is_first = True
 
     def measure(self, report: StepReport) -> StepReport:
-        """Sets held: bytes by kind of "rank_0", of the "max" over ranks, and of the largest rank of each of "stages".
+        """Sets held: bytes by kind of "rank_0", their "max" over ranks, and their maximum in each of the "stages".
 
         The kinds are those of held_bytes and the peak so far: peak_allocated of torch's allocator on a GPU, or peak_rss
         of the process on a CPU.
@@ -201,16 +204,12 @@ def state_line(state: StateBytes) -> str:
     return " |".join(["[Rank 0] persistent memory (MB)", *figures, f" sum: {state.total / 2**20:.1f}"])
 
 
-# Messages of torch for the CPU and for impossible sizes. A GPU's allocator raises OutOfMemoryError instead.
-_NO_MEMORY_WORDS = ("can't allocate memory", "Storage size calculation overflowed", "Cannot allocate memory")
-
-
-# The share of a device's memory that plans leave to the CUDA context and to gaps in the allocator's blocks.
+# Share of a device's memory that plans reserve for the CUDA context and for fragmentation of the allocator.
 _KEPT_FREE = 0.1
 
 
 def fit_in_words(device: str, num_bytes: int, memory: int) -> str:
-    """Returns whether a rank that takes num_bytes fits a device with that memory."""
+    """Formats whether a rank that needs num_bytes fits a device with that memory."""
     verdict = "fits" if num_bytes <= memory else "does NOT fit"
     return f"{verdict} {device}: {gib(num_bytes)} of {gib(memory)} GiB per rank"
 
@@ -223,7 +222,7 @@ def room_in_words(num_bytes: int, memory: int) -> str:
 
 
 def is_tight(num_bytes: int, memory: int) -> bool:
-    """Whether less than a tenth of the memory would be left."""
+    """Whether less than the reserved share of the memory would be left."""
     return num_bytes > (1 - _KEPT_FREE) * memory
 
 
@@ -266,8 +265,12 @@ def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
     return (layers + vocab_size * hidden // tp) // config.pipeline_model_parallel_size
 
 
-def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether the error says that there was too little memory."""
+# Messages of torch for the CPU and for impossible sizes. A GPU's allocator raises OutOfMemoryError instead.
+_OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "Cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed with this error."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY_WORDS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)

@@ -121,12 +121,12 @@ class ParamsNormMeter:
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets params_norm."""
-        # Also on ranks without frozen parameters, because it is collective.
+        # norm_of is collective, so ranks without frozen parameters call it too.
         frozen = self._optimizer.norm_of(self._frozen)
         return replace(report, params_norm=math.hypot(self._optimizer.params_norm(), frozen))
 
 
-# Slower than the median by this factor in this many consecutive log intervals, to exclude noise.
+# A straggler exceeds the median by this factor in this many consecutive log intervals, which excludes noise.
 _SLOW_FACTOR, _INTERVALS = 1.1, 3
 
 
@@ -202,7 +202,7 @@ class TimerMeter:
         milliseconds = {name: 1000.0 * max(ranks) / self._steps for name, ranks in seconds.items() if any(ranks)}
         notes = [format_times(seconds, self._timers.log_option, normalizer=self._steps)]
         times = straggler = None
-        # A single process is both the fastest and the slowest.
+        # With a single process there is nothing to compare.
         if len(seconds[_OWN_WORK[0]]) > 1:
             rows = [[1000.0 * t / self._steps for t in seconds[name]] for name in _OWN_WORK]
             times = rank_times(rows)

@@ -29,7 +29,7 @@ class OverlapMeter:
         for order in {chunk.launch_order for chunk in model if isinstance(chunk, DistributedDataParallel)}:
             order.observe(self._log)
         if interval <= 2:
-            # The scheduler learns its order in the first step, so the second is the first one that can be recorded.
+            # The scheduler learns its order in the first step, so recording can start with the second.
             self._log.record_next_step()
 
     def measure(self, report: StepReport) -> StepReport:

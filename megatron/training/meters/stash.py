@@ -42,7 +42,7 @@ class _Totals(NamedTuple):
 
 
 class _LevelCounts(NamedTuple):
-    """Counts of what a rank did in a step for lack of pages or rows, cheapest first: spill, recompute, discard."""
+    """Reactions of a rank to missing pages or rows in one step, from the cheapest: spill, recompute, discard."""
 
     spilled_pages: int = 0
     dropped_act: int = 0
@@ -51,7 +51,7 @@ class _LevelCounts(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """Sizes and high-water marks of a pool in the step in which it was fullest; all 0 on a rank without a pool."""
+    """Sizes and high-water marks of a pool in its fullest step; all 0 on a rank without a pool."""
 
     device_pages: int = 0
     host_pages: int = 0
@@ -91,7 +91,7 @@ class _Interval:
     fullest: StepFigures | None = None
     most_rows: dict[int, int] = field(default_factory=dict)
     rows_factors: list[float] = field(default_factory=list)
-    rungs: list[_LevelCounts] = field(default_factory=list)
+    level_counts: list[_LevelCounts] = field(default_factory=list)
     pages_factors: list[float] = field(default_factory=list)
 
     def add(self, step: StepFigures) -> None:
@@ -117,7 +117,9 @@ class _Interval:
             self.most_rows[layer] = max(rows, self.most_rows.get(layer, 0))
         self.rows_factors.append(step.factor_needed)
         self.pages_factors.append(step.pages_wanted / max(1, step.balanced_pages))
-        self.rungs.append(_LevelCounts(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.num_discards))
+        self.level_counts.append(
+            _LevelCounts(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.num_discards)
+        )
         self._keep_fullest(step, counters)
         if own.dropped_gate_up or own.dropped_act:
             self.factor_to_keep_all = max(self.factor_to_keep_all, _factor_to_keep_all(step))
@@ -147,7 +149,7 @@ class _Interval:
             *rows,
             *self.rows_factors,
             *self.pages_factors,
-            *sum(self.rungs, ()),
+            *sum(self.level_counts, ()),
         ]
 
 
@@ -162,7 +164,7 @@ class _Rank:
     most_rows: list[int]
     rows_factors: list[float]
     pages_factors: list[float]
-    rungs: list[_LevelCounts]
+    level_counts: list[_LevelCounts]
 
     @classmethod
     def of(cls, numbers: list[float], num_layers: int) -> "_Rank":
@@ -179,22 +181,22 @@ class _Rank:
         width = len(_LevelCounts._fields)
         steps = len(by_step) // (2 + width)
         counts = [int(count) for count in by_step[2 * steps :]]
-        rungs = [_LevelCounts(*counts[start : start + width]) for start in range(0, len(counts), width)]
-        return cls(factor, totals, pool, buffers, rows, by_step[:steps], by_step[steps : 2 * steps], rungs)
+        levels = [_LevelCounts(*counts[start : start + width]) for start in range(0, len(counts), width)]
+        return cls(factor, totals, pool, buffers, rows, by_step[:steps], by_step[steps : 2 * steps], levels)
 
 
 class StashMeter:
-    """Adds up the figures of each step on its rank, and gathers them over ranks at log lines and at the last step."""
+    """Accumulates the figures of each step on its rank, and gathers them over ranks at log lines and the last step."""
 
     def __init__(self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device) -> None:
         self._memory, self._args, self._device = memory, args, device
         self._since = _Interval()
-        # Source of the last logged timeline: the ranks' pools, and the fullness of the fullest one.
+        # Plan of the last logged timeline: the ranks' pools, and the fullness of the fullest one.
         self._shown: tuple[list[_Pool], float] = [], 0.0
         self._has_advised = False
 
     def measure(self, report: StepReport) -> StepReport:
-        """Adds the figures of the stash at log lines, and once a note if at least half of typical steps recompute."""
+        """Sets stash at log lines; adds a note once if at least half of the steps recompute, after the first steps."""
         step = self._memory.last_step
         assert step is not None, "a step has ended"
         self._since.add(step)
@@ -226,7 +228,7 @@ class StashMeter:
             factors_needed=_most_by_step([rank.rows_factors for rank in ranks]),
             balanced_rows=buffers.balanced_rows,
             buffer_rows=buffers.buffer_rows,
-            rungs=_counts_by_level([rank.rungs for rank in ranks]),
+            rungs=_counts_by_level([rank.level_counts for rank in ranks]),
             rows={layer: rows for layer, rows in enumerate(most_rows, 1) if rows},
             pool=self._with_timeline(_pool_report(ranks), ranks, own=since.fullest),
         )
@@ -258,7 +260,7 @@ def _recomputes_often(stash: StashReport) -> bool:
 
 
 def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
-    """Returns a line on what recomputing costs, and the flag that would have avoided it in these steps.
+    """Formats a line about the cost of recomputing, and the flag that would have avoided it in these steps.
 
     in_bytes: whether the device's pages were given in bytes, by a flag that overrides the factor.
     """
@@ -277,9 +279,9 @@ def _most_by_step(ranks: list[list[float]]) -> tuple[float, ...]:
 
 
 def _counts_by_level(ranks: list[list[_LevelCounts]]) -> dict[str, list[int]]:
-    """Returns how often each kind occurred in each step, over ranks, without kinds that never occurred.
+    """Returns the count of each kind in each step, summed over ranks, without kinds that never occurred.
 
-    A discarded step is retried on all ranks, and counts once.
+    All ranks retry a discarded step together, so it counts once.
     """
     steps = [
         _LevelCounts(*map(sum, zip(*step, strict=True)))._replace(void_steps=max(one.void_steps for one in step))

@@ -1,1 +1,1 @@
-"""One training step: passes, statistics over ranks, update, and the expert memory that a discarded step grows."""
+"""One training step: passes, statistics over ranks, update, and expert memory, which grows after an overflow."""

@@ -29,7 +29,7 @@ class ExitReason(enum.Enum):
     INTERVAL = "--exit-interval"
 
 
-# The reasons that ranks may notice at different steps, so that they have to exchange them.
+# Reasons that ranks may notice at different steps. They are exchanged over ranks.
 LOCAL_REASONS = (ExitReason.SIGNAL, ExitReason.DURATION)
 
 
@@ -40,7 +40,7 @@ class ExitConditions:
         self.config = config
         self._signalled = False
         self._start = time.monotonic()
-        # torchrun forwards SIGTERM alone, and kills ranks that take too long after it.
+        # torchrun forwards only SIGTERM, and kills ranks that take too long afterwards.
         handles_sigterm = config.exit_signal_handler and config.exit_signal == signal.SIGTERM
         self._shutdown_seconds = shutdown_seconds() if handles_sigterm else math.inf
 
@@ -98,6 +98,5 @@ def shutdown_seconds() -> float:
     """Returns torchrun's grace period after SIGTERM, in seconds; infinity without torchrun."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return math.inf
-    return float(
-        os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-    )  # the default of torch.distributed.launcher.api
+    # 30 s is the default of torch.distributed.launcher.api.
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))

@@ -66,7 +66,8 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.step.step_runner import ExpertOverflowError
 
-# Plans are kept for this many numbers of microbatches. Numbers that alternate return, those of a ramp-up do not.
+# Number of plans to keep, one per number of microbatches. Enough for numbers that alternate; those of a ramp-up never
+# return.
 _MAX_PLANS = 8
 
 
@@ -134,7 +135,7 @@ class ExpertSchedule:
     def __init__(
         self, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, microbatch_group_size: int | None
     ) -> None:
-        """microbatch_group_size: of interleaved schedules, as in the configuration."""
+        """microbatch_group_size: as in the configuration; only interleaved schedules use it."""
         self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
         self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
         self._recomputed = _recomputed_layers(chunks)
@@ -149,7 +150,7 @@ class ExpertSchedule:
 
 
 def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
-    """Converts the events of a schedule to the stash's; events: without recomputed groups, see kept_events."""
+    """Converts the events of a schedule to those of the stash. events: the result of kept_events."""
     return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
 
 
@@ -190,31 +191,31 @@ class _Plan:
 
 
 class ExpertMemory:
-    """The expert buffers and stash of one rank; every rank has one, even if its stage holds no experts.
+    """The expert buffers and stash of one rank. A rank has this object even if its stage holds no experts.
 
     1. prepare: allocates pages for a step of the run, after a checkpoint with learned sizes was loaded.
     2. begin_step: fixes the order of the step's passes and empties buffers and pages.
     3. overflow_flags: whether rows or pages were missing. If so on any rank, call grow_sync and then begin_step again.
     4. end_step: reads and records the needs of the step.
-    step: the ExpertStep that the layers share. last_step: figures of the last complete training step. epoch: increases
-    when steps captured in a CUDA graph can no longer be replayed, because shapes, the pool, the stash for a number of
-    microbatches or the order of that stash changed; read it after begin_step. Another reserve does not change it, and
-    ranks may have different epochs. release_graphs: called before pages or buffers are replaced, to drop the graphs
-    that use them.
+    step: the ExpertStep that the layers share. last_step: figures of the last complete training step. release_graphs:
+    called before pages or buffers are replaced, to drop the graphs that use them.
+    epoch: increases when captured steps can no longer be replayed, because shapes, the pool, the stash for a number of
+    microbatches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
+    begin_step. Ranks may have different epochs.
     """
 
     def __init__(
         self, schedule: ExpertSchedule, config: TransformerConfig, *, tokens_per_rank: int, expert_ranks: int
     ) -> None:
         """tokens_per_rank: T of a microbatch. expert_ranks: number of ranks that share the experts."""
-        assert config.moe_expert_rank_capacity_factor is not None, "without it experts have as many rows as come"
+        assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self.last_step: StepFigures | None = None
         self.epoch = 0
         self.release_graphs: Callable[[], None] = lambda: None
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
-        self._streams = StashStreams.on(self._device)  # of all stashes, one after the other
+        self._streams = StashStreams.on(self._device)  # shared by all stashes, of which one is active
         self._dispatchers: list[MoEStaticTokenDispatcher] = []
         for layer in (layer for layers in schedule.layers for layer in layers):
             layer.expert_step = self.step
@@ -222,12 +223,12 @@ class ExpertMemory:
             self._dispatchers.append(layer.token_dispatcher)
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
-        # Of the latest steps, of the attempts at the present one and of the steps before a checkpoint, the most rows of
-        # a pass over the balanced case.
+        # Largest number of rows of a pass, relative to balanced routing: in each recent step, in the discarded attempts
+        # at the current step, and in the steps before the loaded checkpoint.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
         self._attempted_share = self._share_before = 0.0
         self._capacity_factor = config.moe_expert_rank_capacity_factor
-        self._is_measured = False
+        self._is_measured = False  # whether a training step has completed
         # Whether steps follow the schedule's order of groups.
         self._is_planned = True
         self._is_training = True
@@ -235,7 +236,8 @@ class ExpertMemory:
         # Number of microbatches that the stash is planned for; None if sizes may have changed since.
         self._num_microbatches: int | None = None
         self._plans: dict[int, _Plan] = {}  # over one pool, by number of microbatches, the latest at the end
-        self._longest_pages = 0  # pages of the longest balanced step so far; pool factors are multiples of it
+        # Peak of held pages in the longest planned step with balanced routing. Pool factors are multiples of it.
+        self._longest_pages = 0
         self.needs = self._needs(None)
 
     @property
@@ -284,9 +286,9 @@ class ExpertMemory:
 
     def overflow_flags(self) -> Tensor:
         """Returns whether a buffer lacked rows, and whether an x lacked pages: [2], fp64, 0 or 1, on the device."""
-        missing = self.step.rows_missing > 0
-        void = torch.zeros_like(missing) if self.stash is None else self.stash.void.view(1) > 0
-        return torch.cat([missing, void]).double()
+        expert = self.step.rows_missing > 0
+        stash = torch.zeros_like(expert) if self.stash is None else self.stash.void.view(1) > 0
+        return torch.cat([expert, stash]).double()
 
     def end_step(self) -> None:
         """Records the needs of a step or an evaluation that did not overflow."""
@@ -300,7 +302,7 @@ class ExpertMemory:
     def _follow(self, stash: PagedStash) -> None:
         """Adapts the stash to a step that departed from the plan, or that had more rows than pages are reserved for."""
         if self._is_planned and stash.order.departed:
-            # Some layers save nothing, e.g. frozen ones below all trained ones. The order is then learned from steps.
+            # Some layers save nothing, e.g. frozen ones below all trained ones. The stash then learns the order.
             self._is_planned = False
             self._forget_plans()
             # _plan is collective, and on other ranks the order may not have departed.
@@ -313,7 +315,7 @@ class ExpertMemory:
 
         Raises ExpertOverflowError on all ranks under the policy "error". NOTE: reads the device.
         """
-        # The figures of a step do not include evaluations.
+        # Discarded evaluations are not counted.
         self._num_discards += self._is_training
         everyone = gather_objects(self._needed_sizes_sync(), dist.group.WORLD)
         shortfalls = describe_shortfalls([shortfall for shortfall, _ in everyone])
@@ -335,7 +337,7 @@ class ExpertMemory:
             self._forget_plans()
         for dispatcher in self._dispatchers:
             dispatcher.set_capacity_factor(self._capacity_factor)
-            # Where the factor has grown, the graphs that use the old memory are gone.
+            # If the factor has grown, the graphs that used the old memory have been dropped.
             dispatcher.reserve(self._tokens, row_bytes=self._config.hidden_size * self._config.params_dtype.itemsize)
         self._num_microbatches = None
 
@@ -345,7 +347,7 @@ class ExpertMemory:
 
     @property
     def _max_rows(self) -> int:
-        """C, which is the same for every layer."""
+        """C, the rows of an expert buffer, which is the same for every layer."""
         return self._dispatchers[0].budget.rows_of_rank(self._tokens)
 
     def _needs(self, num_microbatches: int | None) -> StepNeeds:
@@ -355,9 +357,9 @@ class ExpertMemory:
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
-        """Builds the stash for steps of that many microbatches. A pool that is large enough stays, with its stashes.
+        """Builds the stash for steps of that many microbatches. Keeps the pool and its stashes if it is large enough.
 
-        Collective, even if this rank has the plan already, since other ranks may have dropped theirs.
+        Collective, even if this rank already has the plan, because other ranks may have dropped theirs.
         """
         plan = self._plans.get(num_microbatches)
         self._num_microbatches, self.needs = num_microbatches, plan.needs if plan else self._needs(num_microbatches)
@@ -377,12 +379,12 @@ class ExpertMemory:
                 self._forget_plans()
             self.step.stash = plan = None
             if pool is not None and not pool.is_in_graphs:
-                # Before the new pool is allocated, because memory may not suffice for both. A pool in graphs, which
-                # somebody still holds, ends with them.
+                # Closed before the new pool is allocated, because memory may not suffice for both. A pool that graphs
+                # still use is freed with the last of them.
                 pool.close_sync()
             pool = open_pool(self._device, layout, config=self._config)
         else:
-            # Takes part in the collective, because other ranks may allocate pools.
+            # Participates in the collective, because other ranks may allocate pools.
             open_pool(self._device, None, config=self._config)
         if plan is None:
             stash = None if pool is None else self._stash_over(pool)
@@ -404,10 +406,11 @@ class ExpertMemory:
     def _forget_plans(self) -> None:
         self._plans.clear()
         self.epoch += 1
-        # Graphs keep their stash with its pages alive, and own memory. The growth that follows needs both.
+        # Graphs keep their own memory, their stash and its pages alive. The growth that follows needs this memory.
         self.release_graphs()
 
     def _layout(self, old: PoolLayout | None) -> PoolLayout | None:
+        """Returns the pool layout for the current needs, on no tier smaller than `old`; None without a pool."""
         layout = pool_layout(self._config, self.needs, learned=self._learned)
         if layout is None or old is None:
             return layout
@@ -421,23 +424,24 @@ class ExpertMemory:
             num_programs=copy_programs(self._device, self._config.moe_paged_stash_copy_sms),
             events=self.needs.events if self._is_planned else None,
             reserved_share=self._expected_share(),
-            has_rungs=self._has_rungs,
+            has_rungs=self._recomputes,
             specs=self.needs.specs if self._is_planned else (),
             streams=self._streams,
         )
 
     @property
-    def _has_rungs(self) -> bool:
+    def _recomputes(self) -> bool:
+        """Whether tensors without pages are recomputed, so that only missing inputs overflow."""
         return self._config.moe_paged_stash_overflow_policy == "recompute"
 
     @property
     def _prefetch_groups(self) -> int:
-        # A graph of one layer cannot restore the rows of another one.
+        # A graph that holds a part of one layer cannot restore the rows of another layer.
         return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
         """Returns the share of the C rows that a pass is expected to fill."""
-        # In the first steps of a resumed run, those before its checkpoint tell.
+        # The first steps of a resumed run rely on those before its checkpoint.
         before = self._share_before if len(self._recent_shares) < RESERVE_STEPS else 0.0
         most = max(before, self._attempted_share, *self._recent_shares)
         return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
@@ -457,14 +461,14 @@ class ExpertMemory:
             return None, LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
         wanted = self.needs.pages(
-            lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._has_rungs else Priority.ACT
+            lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._recomputes else Priority.ACT
         )
         layout = self.stash.pool.layout
-        what = "the experts' inputs" if self._has_rungs else "all that waits for backward"
+        what = "the experts' inputs" if self._recomputes else "all tensors that are saved for backward"
         shortfall = Shortfall(wanted, layout.num_pages, pages_for=what)
         self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
         is_short = self._expected_share() > self.stash.reserved_share
-        if self._has_rungs and is_short and wanted * HEADROOM <= layout.num_pages:
+        if self._recomputes and is_short and wanted * HEADROOM <= layout.num_pages:
             # The pool is large enough, but gate_up and act took pages because fewer rows were expected. The reserve
             # for the rows just learned is enough.
             return shortfall, LearnedSizes()
@@ -490,12 +494,12 @@ class ExpertMemory:
             num_discards=self._num_discards,
             events=tuple(needs.events),
             specs=tuple(needs.specs),
-            reserve=self.stash.reserve if self.stash is not None and self._has_rungs and self._is_planned else (),
+            reserve=self.stash.reserve if self.stash is not None and self._recomputes and self._is_planned else (),
             prefetch_groups=self._prefetch_groups,
         )
 
     def _remember(self, figures: StepFigures) -> None:
-        """Learns the most rows of a pass of each layer. With factors below 0, the first step replaces the pool."""
+        """Learns the largest number of rows of each layer. With negative factors, the first step replaces the pool."""
         self._recent_shares.append(self._learn_rows(figures.rows))
         self._attempted_share = 0.0
         config = self._config
@@ -513,9 +517,9 @@ class ExpertMemory:
         self._is_measured = True
 
     def _learn_rows(self, rows: Iterable[int]) -> float:
-        """Learns each layer's share of rows, and returns the largest, 0 without passes.
+        """Learns each layer's largest number of rows relative to balanced routing; returns the maximum over layers.
 
-        rows: live rows of each expert forward of the step, in order.
+        rows: live rows of each expert forward of the step, in order. Returns 0 for a step without passes.
         """
         shares: dict[int, float] = {}
         for layer, live in zip(self.step.passes, rows):
@@ -554,7 +558,7 @@ def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedS
     with all_ranks_agree(), flags_named_in_errors():
         try:
             if layout is not None:
-                # Setup has called it already. Called here to learn whether the heap is kept.
+                # Setup has called it before. It is called here for its result.
                 is_kept = device.type == "cpu" and keep_cpu_heap()
                 pool = PagePool(device, layout, keeps_restored=not is_kept)
         except TierMemoryError as error:

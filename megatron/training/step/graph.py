@@ -58,7 +58,7 @@ def build_step_graph(
 def _release(graph: FullCudaGraphWrapper | CudaGraphManager) -> None:
     """Drops the graphs, and with them the last references to the stash and pages that they use."""
     graph.drop_graphs()
-    # Graphs that a cycle of references keeps alive would hold their memory while new pages are allocated.
+    # Graphs in a reference cycle would otherwise keep their memory while new pages are allocated.
     gc.collect()
 
 
@@ -79,7 +79,7 @@ def _graphed_passes(
         follow_up = update.follow
         participants.append(update)
     if memory is not None:
-        # Last, so that it ends first: reductions of the experts' gradients follow the copies that made them.
+        # Last, so that its context exits first: the copies of the stash end before gradients are reduced.
         participants.append(GraphedExperts(memory))
     return FullCudaGraphWrapper(
         get_forward_backward_func(),
@@ -87,33 +87,6 @@ def _graphed_passes(
         device=device,
         participants=participants,
         follow_up=follow_up,
-    )
-
-
-def build_step_update(
-    args: argparse.Namespace,
-    finalize: DeferredFinalizer,
-    *,
-    optimizer: MegatronOptimizer | None,
-    timers: Timers,
-    memory: ExpertMemory | None,
-) -> StepUpdate | None:
-    """Builds the update of a run's parameters from the flags; None for a run without an optimizer."""
-    if optimizer is None:
-        return None
-    if not args.optimizer_cuda_graph:
-        return StepUpdate(finalize, optimizer, timers=timers)
-    if not finalize.is_default:
-        raise ValueError(
-            "--optimizer-cuda-graph is given, and the model's configuration has a finalize_model_grads_func, which is "
-            "not known to wait for nothing: leave one of them out"
-        )
-    return GraphedUpdate(
-        finalize,
-        optimizer,
-        timers=timers,
-        overflow_flags=None if memory is None else memory.overflow_flags,
-        checks_losses=args.check_for_nan_in_loss_and_grad,
     )
 
 
@@ -134,6 +107,33 @@ def _graphed_parts(
     return manager
 
 
+def build_step_update(
+    args: argparse.Namespace,
+    finalize: DeferredFinalizer,
+    *,
+    optimizer: MegatronOptimizer | None,
+    timers: Timers,
+    memory: ExpertMemory | None,
+) -> StepUpdate | None:
+    """Builds the update of a run's parameters from the flags; None for a run without an optimizer."""
+    if optimizer is None:
+        return None
+    if not args.optimizer_cuda_graph:
+        return StepUpdate(finalize, optimizer, timers=timers)
+    if not finalize.is_default:
+        raise ValueError(
+            "--optimizer-cuda-graph is given, and the model's configuration has a finalize_model_grads_func, which may "
+            "wait for the device: leave one of them out"
+        )
+    return GraphedUpdate(
+        finalize,
+        optimizer,
+        timers=timers,
+        overflow_flags=None if memory is None else memory.overflow_flags,
+        checks_losses=args.check_for_nan_in_loss_and_grad,
+    )
+
+
 def graph_device() -> GraphDevice:
     """Returns the GraphDevice of this process's GPU, with the model's random streams; CommandLineError without one."""
     if default_device().type != "cuda":
@@ -146,9 +146,9 @@ def graph_device() -> GraphDevice:
 
 
 class GraphedPasses(GraphParticipant):
-    """Restores the arguments that finalize gradients, and pauses timers; a graph can hold neither.
+    """Restores the arguments of gradient finalization after a replay, and pauses timers during a capture.
 
-    The caller that retries a step drops its gradients.
+    A graph records neither. StepRunner discards the gradients of a step that it retries.
     """
 
     def __init__(self, finalize: DeferredFinalizer, timers: Timers) -> None:
@@ -160,7 +160,7 @@ class GraphedPasses(GraphParticipant):
             yield
 
     def captured(self) -> tuple[Any, ...]:
-        """Returns the arguments that finalize gradients after the step, tensors of the graph among them."""
+        """Returns the arguments of gradient finalization, some of which are tensors of the graph."""
         return self._finalize.handed_over
 
     def replayed(self, account: tuple[Any, ...]) -> None:
@@ -181,7 +181,7 @@ class _Account:
 
 
 class GraphedExperts(GraphParticipant):
-    """Restores the experts' state after a replay. ExpertMemory.begin_step precedes each capture and replay."""
+    """Restores the state of ExpertStep after a replay. Call ExpertMemory.begin_step before each capture and replay."""
 
     def __init__(self, memory: ExpertMemory) -> None:
         self._memory = memory

@@ -27,7 +27,7 @@ Totals = dict[str, torch.Tensor]
 
 @runtime_checkable
 class RecordsAuxLosses(Protocol):
-    """A model whose layers add auxiliary losses. The model of a script need not be one."""
+    """A model whose layers record auxiliary losses. A script's model need not implement it."""
 
     aux_losses: AuxLossRecorder
     config: TransformerConfig
@@ -89,10 +89,9 @@ def _total(values: list[torch.Tensor]) -> torch.Tensor:
 class StatisticsExchange:
     """Sums the statistics of a step over all ranks, in one all-reduce.
 
-    1. Each rank writes its sums into a vector that has a place for each known name, and marks whether it has a name
-       without a place.
-    2. If any rank has one, as in the first step, all ranks exchange names and sum again. Pipeline stages report
-       different losses, and a loss function may start to report another one later.
+    1. Each rank writes its sums into a vector with a slot for each known name, and flags whether it has a new name.
+    2. If any rank has one, as in the first step, all ranks exchange names and repeat the sum. Pipeline stages report
+       different losses, and a loss function may report a new one at any step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -134,15 +133,15 @@ class StatisticsExchange:
         """Sums `totals`, [2] fp64 each, over the ranks and reads the result. Collective.
 
         Ranks may have different names, because stages before the last have no losses of the loss function.
-        Tensor-parallel ranks have the same names and values. Sum and count are both multiplied, so means stay the same.
-        A loss over no token is 0, because all tokens were masked. An `optional` loss over no token is left out, because
-        the model does not have it (a model without experts has no z-loss).
+        Tensor-parallel ranks have the same names and values, which multiplies sums and counts by the same factor and
+        leaves means unchanged. A loss over no token is 0, because all tokens were masked. An `optional` loss over no
+        token is omitted, because the model does not have it (a model without experts has no z-loss).
         exit_reasons: which of LOCAL_REASONS hold on this rank. layers: records of each layer, if they are requested.
         overflow_flags: [2], fp64, on the device, in the order of Overflow, 1 if this rank overflowed; None on all ranks
         if nothing can overflow.
         NOTE: reads the device. A step reads it here for all losses together, for the gradient norm (clip_grads.py), for
-        the scheduler's agreement (iteration.py) and, unless the check for NaN is off, for this rank's gradients
-        (consistency.py). If they are logged, zeros of gradients and the parameters' norm take one read each.
+        the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is off, for this rank's
+        gradients (consistency.py). If logged, the zeros of gradients and the parameters' norm take one read each.
         """
         required = totals.keys() - set(optional)
         extras = [] if overflow_flags is None else [overflow_flags]
@@ -178,35 +177,37 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool],
         extras: Sequence[torch.Tensor],
     ) -> list[float]:
-        """Returns sums over all ranks: the number with a new name; the number per exit reason; the number that requires
-        each name; sum and count of each name; the extras, [N] fp64 each.
+        """Returns sums over all ranks, in this order.
+
+        The number of ranks with a new name; the number with each exit reason; the number that requires each name; sum
+        and count of each name; the extras, [N] fp64 each.
         """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)
         marks = [has_new, *exit_reasons, *(name in required for name in self._names)]
         parts = [torch.tensor(marks, dtype=torch.float64, device=device)]
-        nothing = parts[0].new_zeros(2)
-        parts += [totals.get(name, nothing) for name in self._names]
+        absent = parts[0].new_zeros(2)
+        parts += [totals.get(name, absent) for name in self._names]
         vector = torch.cat([*parts, *extras])
         if group_size(self._group) > 1:
             dist.all_reduce(vector, group=self._group)
         return vector.tolist()
 
     def _learn_names(self, own: Collection[str]) -> None:
-        found: list[Any] = [list(own)]
+        by_rank: list[Any] = [list(own)]
         if group_size(self._group) > 1:
-            found = [None] * group_size(self._group)
-            dist.all_gather_object(found, list(own), group=self._group)
-        # The last stage first, so that the log names the model's own loss before the losses of its routers.
-        every = [name for names in reversed(found) for name in names]
-        self._names = tuple(dict.fromkeys([*self._names, *every]))
+            by_rank = [None] * group_size(self._group)
+            dist.all_gather_object(by_rank, list(own), group=self._group)
+        # Last stage first, so that the log shows the model's own loss before the losses of its routers.
+        names = [name for names in reversed(by_rank) for name in names]
+        self._names = tuple(dict.fromkeys([*self._names, *names]))
 
 
 def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:
     """Returns and clears the losses that layers recorded: totals over all layers, and figures of each layer.
 
-    The figures of layers are None without --moe-per-layer-logging, unless with_load, which adds each layer's tokens per
-    expert.
+    The second result is None unless --moe-per-layer-logging or with_load requests it. with_load: adds each layer's
+    tokens per expert.
     """
     totals: Totals = {}
     layers: LayerTotals | None = None
@@ -216,8 +217,8 @@ def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tu
         # Before take_totals, which clears both. A chunk's rows for layers of other chunks are zero.
         wants_losses = chunk.config.moe_per_layer_logging
         if wants_losses or (with_load and chunk.config.num_moe_experts):
-            its = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
-            layers = its if layers is None else layers.plus(its)
+            own = chunk.aux_losses.layer_totals() if wants_losses else chunk.aux_losses.load_totals()
+            layers = own if layers is None else layers.plus(own)
         for name, total in chunk.aux_losses.take_totals().items():
             totals[name] = totals[name] + total if name in totals else total
     return totals, layers
@@ -241,7 +242,7 @@ def _layer_figures(
 
 
 def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, iteration: int) -> None:
-    """Raises NonFiniteLossError naming each rank and microbatch whose loss was not finite; all ranks must call.
+    """Raises NonFiniteLossError, which names each rank and microbatch with a non-finite loss. Collective.
 
     reports: as for total_reports, fp32.
     """

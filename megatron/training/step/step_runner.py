@@ -7,7 +7,7 @@ Experts in buffers of a fixed size may receive more rows than a buffer holds (ex
 that backward needs (stash overflow). They continue without these rows and set a flag on the device. The flags are
 summed over all ranks together with the statistics of the step, so every rank learns that the step overflowed: its
 gradients and losses are wrong, and may be NaN. The step is discarded and must leave no trace. All ranks restore the
-state at its start, grow what was too small, and run it again. State that changes once per step (router biases,
+state at its start, grow what was too small, and retry the step. State that changes once per step (router biases,
 schedules, counters, checkpoints) is therefore updated only after this decision.
 """
 
@@ -32,11 +32,11 @@ from megatron.training.checkpointing.rng_state import RngState, capture_rng, res
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step.update import StepUpdate
 
-# A retry has the sizes that the discarded attempt needed, or sizes grown by a fixed share. A step that still overflows
-# after this many retries would never succeed.
+# Each retry has the sizes that the discarded attempt needed, or sizes grown by a fixed factor. A step that still
+# overflows after this many retries would never succeed.
 _MAX_RETRIES = 8
 # (reports of this rank's passes, its overflow flags) -> the statistics of the step over all ranks.
-_Judge = Callable[[Reports, torch.Tensor | None], StepStatistics]
+_ReduceStatistics = Callable[[Reports, torch.Tensor | None], StepStatistics]
 
 
 class ExpertOverflowError(RuntimeError):
@@ -44,7 +44,7 @@ class ExpertOverflowError(RuntimeError):
 
 
 class StepMemory(Protocol):
-    """The memory of experts whose buffers have a fixed size; see [Note: discarded steps]."""
+    """Expert memory of a fixed size that may overflow. See [Note: discarded steps]."""
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
         """Called before the passes of a step or of an evaluation's iteration, and before each retry."""
@@ -70,11 +70,11 @@ class StepMemory(Protocol):
 
 
 class StepGraph(Protocol):
-    """Runs the passes from CUDA graphs, of a whole step or of parts of it."""
+    """Runs the passes with CUDA graphs of the whole step or of parts of it."""
 
     @property
     def failure(self) -> str | None:
-        """Reason why something could not be captured; None while everything could."""
+        """Why a capture failed; None if none has failed."""
         ...
 
     @property
@@ -130,8 +130,8 @@ class StepRunner:
         StatisticsExchange. Raises ExpertOverflowError on all ranks.
         """
 
-        def judge(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
-            # Asked after each attempt, because a signal may arrive during a discarded one.
+        def reduce(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
+            # Read after each attempt, because a signal may arrive during a discarded one.
             reasons = exit_reasons()
             return self.statistics.reduce_step_sync(
                 reports,
@@ -141,7 +141,7 @@ class StepRunner:
                 with_load=iteration % self.args.log_interval == 0,
             )
 
-        return self._run_sync(iterator, judge, num_microbatches=num_microbatches, iteration=iteration)
+        return self._run_sync(iterator, reduce, num_microbatches=num_microbatches, iteration=iteration)
 
     def update_sync(self) -> tuple[bool, float, float | None]:
         """Finalizes gradients and updates parameters after train_sync; returns the result of MegatronOptimizer.step.
@@ -158,20 +158,20 @@ class StepRunner:
         would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
         """
 
-        def judge(_: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
+        def reduce(_: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
             if overflow_flags is None:
                 return StepStatistics({}, None)
             return self.statistics.reduce_sync({}, overflow_flags=overflow_flags)
 
         reports, _ = self._run_sync(
-            iterator, judge, num_microbatches=num_microbatches, iteration=iteration, forward_only=True
+            iterator, reduce, num_microbatches=num_microbatches, iteration=iteration, forward_only=True
         )
         return reports
 
     def _run_sync(
         self,
         iterator: Iterator[Any] | None,
-        judge: _Judge,
+        reduce: _ReduceStatistics,
         *,
         num_microbatches: int,
         iteration: int,
@@ -180,14 +180,14 @@ class StepRunner:
         may_break_off = self.graph is not None and self.graph.may_break_off and not forward_only
         if self.memory is None and not may_break_off:
             reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
-            return reports, judge(reports, None)
+            return reports, reduce(reports, None)
         start = _StepStart(iterator)
         grown: list[str] = []
         while True:
             reports = self._run_from(
                 start, num_microbatches=num_microbatches, iteration=iteration, forward_only=forward_only
             )
-            statistics = judge(reports, None if self.memory is None else self.memory.overflow_flags())
+            statistics = reduce(reports, None if self.memory is None else self.memory.overflow_flags())
             if self.memory is None:
                 return reports, statistics
             if not statistics.overflow.occurred:
@@ -200,7 +200,7 @@ class StepRunner:
             grown.append(self.memory.grow_sync(iteration=iteration))
             what = "an evaluation after iteration" if forward_only else "iteration"
             print_rank_0(f"  {what} {iteration} overflowed ({statistics.overflow}), retrying: {grown[-1]}")
-            # Last, because growing may have drawn random numbers.
+            # Restored last, because growing may have drawn random numbers.
             start.restore()
 
     def _run_from(self, start: "_StepStart", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
@@ -210,7 +210,7 @@ class StepRunner:
             if self.memory is not None:
                 self.memory.begin_step(num_microbatches=num_microbatches, forward_only=forward_only)
             if self.update is not None and not forward_only:
-                # Drops the leftovers of a step that an error ended before its update.
+                # Drops the state of a step that an error ended before its update.
                 self.update.forget()
             return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
 
@@ -228,7 +228,7 @@ class StepRunner:
     def discard_gradients(self) -> None:
         """Drops the gradients of a discarded step, including reductions in flight. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
-        # Resets each scheduler once, through any of its chunks. This begins an iteration, as zero_grad does.
+        # Resets each collective scheduler once, through any of its chunks. Like zero_grad, this begins an iteration.
         for chunk in {chunk.launch_order: chunk for chunk in wrapped}.values():
             chunk.reset_iteration()
         if self.update is not None:
@@ -243,7 +243,7 @@ class StepRunner:
         with self.timers("forward-backward", log_level=1):
             return (self.graph or get_forward_backward_func())(
                 forward_step_func=self.forward_step,
-                data_iterator=self._of_chunks(iterator),
+                data_iterator=self._chunk_iterators(iterator),
                 model=self.model,
                 num_microbatches=num_microbatches,
                 seq_length=self.args.seq_length,
@@ -251,13 +251,13 @@ class StepRunner:
                 forward_only=forward_only,
             )
 
-    def _of_chunks(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
+    def _chunk_iterators(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
         """Returns an iterator over the same batches for each chunk, or None for a chunk that reads none.
 
-        The ends of the pipeline read batches, for tokens and labels.
+        The first and the last chunk of the pipeline read batches, for tokens and labels.
         """
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
-        # Attention in the middle needs masks and document boundaries. Reading them there is cheaper than sending them.
+        # Attention in other chunks needs masks and document boundaries. Reading them is cheaper than receiving them.
         everywhere = self.args.reset_attention_mask
         readers = [
             chunk
@@ -266,7 +266,7 @@ class StepRunner:
         ]
         if iterator is None or len(readers) < 2:
             return [iterator if chunk in readers else None for chunk in range(num_chunks)]
-        # At the end of the step all have read the same number of batches, so the copies hold those of one step at most.
+        # All copies have read the same batches when the step ends, so `tee` buffers at most those of one step.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
         return [copies.get(chunk) for chunk in range(num_chunks)]
 
@@ -290,8 +290,8 @@ class RetryBatches(Iterator[Any]):
 
     The reader gets its own dicts, lists and tuples, which it may modify, around the source's tensors, which it must not
     modify. If a read from the source drew random numbers, its replay sets the generators to their state after that
-    read. All microbatches of a step stay on the host until the step counts. Nothing is copied, but with
-    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries need none.
+    read. All microbatches stay on the host until the step is complete. Nothing is copied, but with
+    --create-attention-mask-in-dataloader each microbatch has a mask of B x S x S bytes; document boundaries avoid it.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:

@@ -1,6 +1,6 @@
 """Finalizes gradients and updates parameters after the passes of a step, eagerly or in a CUDA graph.
 
-step_runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer do the work.
+step_runner.py decides whether a step is discarded. megatron.core.distributed and the optimizer implement the parts.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from megatron.training.step.statistics import Reports, total_reports
 
 
 class DeferredFinalizer:
-    """Replaces finalize_model_grads in the schedule, and does its work once losses are known to be finite."""
+    """Replaces finalize_model_grads in the schedule, and defers its work until losses are known to be finite."""
 
     def __init__(self, finalize: Callable[..., None] | None) -> None:
         """finalize: the function of a script; None for finalize_model_grads."""
@@ -31,7 +31,7 @@ class DeferredFinalizer:
         self._handed_over: tuple[Any, ...] | None = None
 
     def __call__(self, *arguments: Any) -> None:
-        """Keeps the arguments that the schedule passes after the last backward: chunks and their number of tokens."""
+        """Stores the arguments that the schedule passes after the last backward: chunks and their number of tokens."""
         self._handed_over = arguments
 
     def forget(self) -> None:
@@ -39,7 +39,7 @@ class DeferredFinalizer:
         self._handed_over = None
 
     def replayed(self, handed_over: tuple[Any, ...]) -> None:
-        """Restores the arguments of the passes that a CUDA graph has replayed in the same memory."""
+        """Restores the arguments after a CUDA graph has replayed the passes, which reuses the same tensors."""
         self._handed_over = handed_over
 
     @property
@@ -53,7 +53,7 @@ class DeferredFinalizer:
         self._finalize(*self.take())
 
     def take(self) -> tuple[Any, ...]:
-        """Returns and drops the arguments of the last backward; for callers that finalize gradients differently."""
+        """Returns and drops the arguments of the last backward, for callers that finalize gradients themselves."""
         arguments, self._handed_over = self.handed_over, None
         return arguments
 
@@ -65,7 +65,7 @@ class StepUpdate:
         self._finalize, self._optimizer, self._timers = finalize, optimizer, timers
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """Runs the update and returns what MegatronOptimizer.step does. Collective. NOTE: reads the device."""
+        """Runs the update and returns the result of MegatronOptimizer.step. Collective. NOTE: reads the device."""
         with self._timers("all-grads-sync", log_level=1):
             self._finalize.finish()
         with self._timers("optimizer", log_level=1):
@@ -77,12 +77,12 @@ class StepUpdate:
 
 
 class GraphedUpdate(StepUpdate, GraphParticipant):
-    """Makes the update a part of the graph of the passes, in which the device decides whether it happens.
+    """Captures the update in the graph of the passes. The device decides whether the update is applied.
 
-    `follow` is the wrapper's follow_up. State that changes only once the host knows that the step counts, such as the
-    biases of routers, is updated outside of the graph.
-    overflow_flags: see StepMemory; None if nothing can overflow. checks_losses: whether a loss that is not finite also
-    discards the step, because it ends the run before the update.
+    `follow` is the follow_up of FullCudaGraphWrapper. State that may change only once the host knows that the step is
+    not discarded, such as router biases, is updated outside of the graph.
+    overflow_flags: see StepMemory; None if nothing can overflow. checks_losses: whether a non-finite loss also discards
+    the step, because it ends the run before the update.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         checks_losses: bool,
     ) -> None:
         super().__init__(finalize, optimizer, timers=timers)
-        self._void_flags, self._checks_losses = overflow_flags, checks_losses
+        self._overflow_flags, self._checks_losses = overflow_flags, checks_losses
         self._captured: DeviceStep | None = None
-        self._done: DeviceStep | None = None  # by the graph, and not settled yet
+        self._done: DeviceStep | None = None  # set by a replay until run_sync settles it
 
     def run_sync(self) -> tuple[bool, float, float | None]:
-        """Runs the update, or records the one that the graph has done, and returns what MegatronOptimizer.step does.
+        """Runs the update, or settles the one that the graph has done; returns the result of MegatronOptimizer.step.
 
         Collective. NOTE: reads the device.
         """
@@ -110,19 +110,19 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         with self._timers("all-grads-sync", log_level=1):
             chunks = [require_wrapped(chunk) for chunk in self._finalize.take()[0]]
             for chunk in chunks:
-                # The graph has summed the gradients. Ranks still have to agree whether all of them were finite.
+                # The graph has reduced the gradients. Ranks still have to agree whether all of them were finite.
                 chunk.finish_grad_sync()
             end_model_step(chunks, chunks[0].pg_collection)
         with self._timers("optimizer", log_level=1):
             return self._optimizer.settle_step_sync(done)
 
     def forget(self) -> None:
-        """Drops a discarded step, for which the device has updated nothing."""
+        """Drops a discarded step. The device has not applied its update."""
         super().forget()
         self._done = None
 
     def follow(self, reports: Reports) -> None:
-        """Completes the gradients and updates parameters, in a capture, after the passes. Collective.
+        """Captures the completion of gradients and the update, after the passes. Collective.
 
         reports: name to a tensor [] or [2] (sum, count), fp32, of each microbatch.
         """
@@ -134,8 +134,8 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
     def _discard(self, reports: Reports) -> Tensor:
         """Returns whether to discard the step: [], fp64, above 0 if it overflowed or is not finite on any rank."""
         discard = torch.zeros((), dtype=torch.float64, device=default_device())
-        if self._void_flags is not None:
-            discard = self._void_flags().sum()
+        if self._overflow_flags is not None:
+            discard = self._overflow_flags().sum()
         if self._checks_losses:
             for total in total_reports(reports).values():
                 discard = discard + total.isfinite().all().logical_not()
@@ -148,7 +148,7 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         self._optimizer.prepare_device_step()
 
     def captured(self) -> DeviceStep:
-        """Returns the tensors that each replay leaves for the host."""
+        """Returns the tensors that each replay fills for the host."""
         captured, self._captured = self._captured, None
         assert captured is not None, "follow ran in the capture"
         return captured

@@ -328,7 +328,7 @@ def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
             OFFLOADED + "expert_fc1 qkv_linear --recompute-granularity selective --recompute-modules moe",
             "offload_modules",
             ["qkv_linear"],
-            "--offload-modules goes without expert_fc1 (recomputed with moe)",
+            "--offload-modules drops expert_fc1 (recomputed with moe)",
         ),
         (
             "--context-parallel-size 2 --attention-dropout 0.1",

@@ -29,7 +29,7 @@ def bomb(line: str, *, levels: int = 9) -> str:
         ("save: !!set {a}", "set is not available"),
         ("save: " + "[" * 3000, "nested deeper than 20 levels"),
         ("save: &a [*a]", "it refers to itself"),
-        ("? [a]\n: 1", "is no name of a value"),
+        ("? [a]\n: 1", "cannot be the name of a value"),
         (bomb("a{0}: &a{0} [{1}]"), "it stands for more than 100000 values"),
         (bomb("a{0}: &a{0} {{<<: [{1}]}}"), "it stands for more than 100000 values"),
         ("#" * (1 << 20) + "\n", "1048577 characters: must be at most 1048576"),
