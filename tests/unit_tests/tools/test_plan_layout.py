@@ -113,7 +113,7 @@ def test_where_nothing_fits_the_nearest_layout_says_what_it_lacks_whatever_the_m
         (["--model", "llama3.2-1b"], "missing --gpus: give the number of ranks of the run"),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--memory", "80"],
-            "--memory is 80, .* must have a unit, such as 80GB",
+            "--memory is 80, .* must have one, such as 80GB",
         ),
         (
             ["--model", "llama3.2-1b", "--gpus", "8", "--world-size=8"],
