@@ -144,7 +144,6 @@ def as_page(plan: StashPlan) -> str:
         ],
         guesses=plan.guesses,
         wanted=f"{100 * plan.wanted:g}%",
-        wanted_exactly=f"{plan.wanted:.4%}",
         needs={"rows": _needs_rows(plan, (0.5, plan.wanted, 1.0)), "note": needs_note(plan)},
         levels=_levels(plan),
         recommended=_recommended(plan),
