@@ -1,4 +1,6 @@
-"""The faults that tests must notice (tests/mutants) have their places in the product."""
+"""The faults that tests, and the model of a device, must notice have their places in the product."""
+
+import yaml
 
 from tests.mutants.__main__ import ROOT
 from tests.mutants.results import read_mutants
@@ -11,4 +13,12 @@ def test_every_fault_has_its_place_in_these_files() -> None:
         assert found == 1 and fault.old != fault.new, (
             f"{fault.name}: its text is {found} times in {fault.file}; move it in tests/mutants/faults.yaml so that it "
             f"still breaks this: {fault.breaks}"
+        )
+
+
+def test_every_fault_of_the_device_model_has_its_place_in_these_files() -> None:
+    for fault in yaml.safe_load((ROOT / "tests/device_model/faults.yaml").read_text(encoding="utf-8")):
+        found = (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"])
+        assert found == 1, (
+            f"{fault['name']}: its text is {found} times in {fault['file']}; move it in tests/device_model/faults.yaml"
         )
