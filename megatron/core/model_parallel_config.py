@@ -67,7 +67,7 @@ class ParallelLayoutConfig:
 
 @dataclass(kw_only=True)
 class PipelineConfig:
-    """How layers are distributed over pipeline stages, and how stages communicate.
+    """Distribution of layers over pipeline stages, and communication between stages.
 
     By default all stages and chunks have the same number of layers; transformer/pipeline_split.py computes it.
     pipeline_dtype: dtype of the tensors sent between stages, equal to that of the hidden states; None means

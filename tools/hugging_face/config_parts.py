@@ -246,7 +246,7 @@ def _yarn(rotation: Mapping[str, Any]) -> Values:
 
 
 class WindowRule(Enum):
-    """Which layers have a sliding window, where transformers uses more than the window's size."""
+    """Layers with a sliding window, where transformers uses more than the window's size."""
 
     EVERY = auto()  # all; layer_types is not read
     FROM_A_LAYER = auto()  # layer_types; without it from max_window_layers on

@@ -1,4 +1,4 @@
-"""What differs between a CPU and a GPU: devices, memory, streams, random numbers and graphs; re-exports only.
+"""Differences between a CPU and a GPU: devices, memory, streams, random numbers and graphs; re-exports only.
 
 Calls of torch.cuda belong here. The paged stash makes its own, since it imports only pinned_memory and triton_compile.
 """

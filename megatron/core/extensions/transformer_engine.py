@@ -82,7 +82,7 @@ def _class_of(name: str, engine: Any) -> type:
 
 
 class _WithoutExtraState:
-    """What Transformer Engine adds to state dicts is of eight-bit numbers, which are not used: there is none of it."""
+    """Leaves out the extra state of Transformer Engine, which only eight-bit formats need."""
 
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
@@ -145,7 +145,7 @@ def _linear(engine: Any) -> type:
                 mark_partial_gradient(self.bias, partial=is_partial and dim != 0)
 
         def init_methods(self) -> dict[str, InitMethod]:
-            """How the parameters start, by name."""
+            """Initialization of the parameters, by name."""
             names = ["weight"] if self.bias is None else ["weight", "bias"]
             return {name: self.init_method if name == "weight" else ConstantInit(0) for name in names}
 

@@ -48,7 +48,7 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
     def source(self, stage: int, action: Action) -> Neighbor | None:
-        """Whose output the pass needs; None for the first forward of a microbatch, and its first backward."""
+        """The pass whose output this one needs; None for the first forward and the first backward of a microbatch."""
         return _neighbor(self, stage, action=action, distance=-1 if action.kind is ActionKind.FORWARD else 1)
 
     def target(self, stage: int, action: Action) -> Neighbor | None:

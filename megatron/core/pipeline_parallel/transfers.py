@@ -1,4 +1,4 @@
-"""What stages send each other, as data: where in its list of passes each stage posts and awaits each transfer.
+"""Transfers between stages as data: where in its list of passes each stage posts and awaits each of them.
 
 [Note: one order for all transfers] Every transfer gets a place in one total order, and every stage posts its own in
 that order. Then no choice of passes, batches and blocking waits can deadlock: of all transfers that are not done, the
@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.timeline import timeline
 
 
 class Direction(enum.Enum):
-    """Which end of a transfer this stage is."""
+    """The end of a transfer that this stage is."""
 
     SEND = "send"
     RECEIVE = "receive"

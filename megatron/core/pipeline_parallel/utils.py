@@ -1,4 +1,4 @@
-"""Which pipeline stage of a group this rank is, under the path Megatron users import it from."""
+"""This rank's pipeline stage in a group, under the path that Megatron users import."""
 
 from torch.distributed import ProcessGroup
 

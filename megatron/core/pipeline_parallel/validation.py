@@ -84,7 +84,7 @@ def _transfers(program: Program) -> list[Transfer]:
 
 @dataclass
 class _Stage:
-    """How far a stage is. batches: posted and not done, each the peers whose end of a transfer is not there yet."""
+    """Progress of a stage. batches: posted, unfinished ones, each with the peers that have not posted their end."""
 
     program: Program
     position: int = 0

@@ -97,7 +97,7 @@ class ColumnParallelLinear(CopiedWithGroups):
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Initialization of the parameters, by name."""
         return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
@@ -156,7 +156,7 @@ class ReplicatedLinear(CopiedWithGroups):
         initialize_weight(self.weight, init_method, config=config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the weight starts."""
+        """Initialization of the weight."""
         return {"weight": self.init_method}
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -213,7 +213,7 @@ class RowParallelLinear(CopiedWithGroups):
             mark_partial_gradient(self.bias, partial=sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Initialization of the parameters, by name."""
         return {name: self.init_method if name == "weight" else ConstantInit(0) for name, _ in self.named_parameters()}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
@@ -266,7 +266,7 @@ class VocabParallelEmbedding(CopiedWithGroups):
         initialize_weight(self.weight, init_method, config=config, tp_group=tp_group)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the table starts, by name."""
+        """Initialization of the table, by name."""
         return {"weight": self.init_method}
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:

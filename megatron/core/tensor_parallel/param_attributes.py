@@ -17,7 +17,7 @@ _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pas
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """How a parameter is distributed.
+    """Distribution of a parameter.
 
     tensor_model_parallel: ranks of the tensor-parallel group hold different elements, split along partition_dim in
     partition_stride pieces; otherwise all hold the same. sequence_parallel: the gradient of a rank covers a part of the

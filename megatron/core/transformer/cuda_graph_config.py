@@ -1,4 +1,4 @@
-"""Which parts of a step run as CUDA graphs, and which combinations make no sense; the graphs are in cuda_graphs.py."""
+"""Parts of a step that run as CUDA graphs, and refused combinations. The graphs are in cuda_graphs.py."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ OF_EXPERTS = {"moe", "moe_router", "moe_preprocess", "experts"}
 
 @dataclass(kw_only=True)
 class CudaGraphConfig:
-    """What is captured once and launched as a whole from then on."""
+    """Parts that are captured once and then launched as a whole."""
 
     cli_group: ClassVar[str] = "CUDA graphs"
 

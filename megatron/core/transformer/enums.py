@@ -8,7 +8,7 @@ __all__ = ["AttnBackend", "AttnMaskType", "ModelType", "parse_attn_backend"]
 
 
 class AttnMaskType(enum.Enum):
-    """What a position may attend to when no explicit mask is given; `causal`: itself and what came before."""
+    """Positions that a query may attend to without an explicit mask; `causal`: itself and earlier ones."""
 
     padding = 1
     causal = 2
@@ -17,7 +17,7 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """Which attention kernel runs: `auto` lets torch choose, `unfused` and `local` are the fp32 reference."""
+    """Attention kernel: `auto` lets torch choose, `unfused` and `local` are the fp32 reference."""
 
     flash = 1
     fused = 2

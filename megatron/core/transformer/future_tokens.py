@@ -32,7 +32,7 @@ class FutureToken:
 
 @dataclass(frozen=True)
 class FutureTokens:
-    """What lies up to num_ahead places ahead of the tokens that this rank has of a micro-batch. All [B, S], int64, but
+    """Tokens up to num_ahead places ahead of this rank's tokens of a micro-batch. All [B, S], int64, but
     loss_mask, [B, S], float, or None for all ones.
 
     packed_seq_params, attention_mask: borders between documents, as for GPTModel. cp_group: ranks that share sequences.

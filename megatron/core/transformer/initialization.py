@@ -52,7 +52,7 @@ def initialize_parameters(model: nn.Module, *, seed: int) -> None:
 
 
 class InitialValues:
-    """How the parameters of a model start, from `seed` and the logical names; holds none of them.
+    """Initial values of a model's parameters, from `seed` and the logical names; holds none of them.
 
     A normal distribution is drawn per stored tensor, by blocks of its rows: a rank draws those that it asks for. Any
     other init method is the user's own and fills the parameter as this model holds it, in `dtype` (None: in that of

@@ -33,7 +33,7 @@ class LayerNorm(CopiedWithGroups):
         mark_partial_gradient(self.bias, partial=config.sequence_parallel)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the parameters start, by name."""
+        """Initialization of the parameters, by name."""
         return {"weight": ConstantInit(1), "bias": ConstantInit(0)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class RMSNorm(CopiedWithGroups):
         self.weight = one_parameter(hidden_size, config)
 
     def init_methods(self) -> dict[str, InitMethod]:
-        """How the weight starts."""
+        """Initialization of the weight."""
         return {"weight": ConstantInit(1)}
 
     def forward(self, x: Tensor) -> Tensor:

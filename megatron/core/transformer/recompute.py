@@ -1,4 +1,4 @@
-"""Which layers and parts run again in backward: the plan as data, and the runners that do it.
+"""Layers and parts that backward recomputes: the plan as data, and the runners that follow it.
 
 The mechanism is tensor_parallel/random.py's; nothing here looks at tensors.
 """

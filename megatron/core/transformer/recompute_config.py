@@ -10,7 +10,7 @@ RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 
 @dataclass(kw_only=True)
 class RecomputeConfig:
-    """Which activations are computed again in backward instead of kept."""
+    """Activations that backward recomputes instead of saving them."""
 
     cli_group: ClassVar[str] = "activation recompute"
 

@@ -108,7 +108,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Scope:
-    """What a load restores in addition to the weights."""
+    """State that a load restores in addition to the weights."""
 
     position: bool
     optimizer: bool

@@ -124,7 +124,7 @@ def from_dense(
 
 
 class Tying(enum.Enum):
-    """How a load converts between tied and untied vocabulary weights.
+    """Conversion between tied and untied vocabulary weights in a load.
 
     SPLIT: both weights of the run start from the checkpoint's single weight, and so does their optimizer state. Its
     moments belong to the sum of two gradients. The first moment moves each weight as it would have moved the tied one.

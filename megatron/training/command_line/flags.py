@@ -88,7 +88,7 @@ def known_flag(row: dict[str, Any]) -> KnownFlag:
 
 
 class FlagState(enum.Enum):
-    """How a given flag is treated."""
+    """Treatment of a given flag."""
 
     WORKS = "works"
     NO_EFFECT = "no effect"

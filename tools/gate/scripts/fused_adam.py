@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """How a case trains. adam: of the optimizer's constructor. scale: of the loss, at first; step 3 overflows.
+    """Settings of a case. adam: of the optimizer's constructor. scale: of the loss, at first; step 3 overflows.
     unscaled_by: who divides by it before gradients are clipped; None: they are clipped as they are, which torch asks of
     fp16 parameters. grid: sizes of the group that shares each state, and of that which holds copies of it.
     """
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def state_of(model: nn.Module, optimizer: DistributedFusedAdam) -> dict[str, Any]:
-    """What torch.distributed.checkpoint saves and fills."""
+    """State that torch.distributed.checkpoint saves and fills."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 

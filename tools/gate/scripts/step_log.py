@@ -1,4 +1,4 @@
-"""What the scripts of the gate share: their model, their batches, and the log of their steps. No program."""
+"""Model, batches and step log that the scripts of the gate share. No program."""
 
 import hashlib
 import json

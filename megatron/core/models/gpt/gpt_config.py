@@ -14,7 +14,7 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
 
 @dataclass(kw_only=True)
 class GPTModelConfig:
-    """What GPTModel needs beside a TransformerConfig, as command-line users give it."""
+    """Settings of GPTModel in addition to TransformerConfig, as given on the command line."""
 
     cli_group: ClassVar[str] = "network size"
 

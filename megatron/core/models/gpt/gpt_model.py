@@ -311,8 +311,10 @@ class GPTModel(MegatronModule):
         self._mark_copies(pg_collection, predicts_further=mtp_spec is not None)
 
     def _mark_copies(self, groups: ProcessGroupCollection, *, predicts_further: bool) -> None:
-        """What the first and the last stage both have starts from the same draw, and gets the same gradient: tables
-        that tokens further ahead are looked up in, and else a tied output layer. predicts_further: some stage does.
+        """Marks parameters that the first and the last stage both have: they share initial values and gradients.
+
+        These are the embeddings of multi-token prediction (predicts_further: some stage has it), or else a tied output
+        layer.
         """
         if self.pre_process == self.post_process or not (predicts_further or self.share_embeddings_and_output_weights):
             return
@@ -329,7 +331,7 @@ class GPTModel(MegatronModule):
                 mark_shared(table, is_copy=self.post_process)
 
     def initial_values(self) -> InitialValues:
-        """How the parameters start, for who gives memory to those that are on the meta device."""
+        """Initialization of the parameters, for callers that allocate those on the meta device."""
         return InitialValues(self, seed=self._init_seed, dtype=self.config.params_dtype)
 
     def set_aux_loss_scale(self, scale: Tensor) -> None:

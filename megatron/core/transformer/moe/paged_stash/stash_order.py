@@ -28,7 +28,7 @@ def layer_of(name: str) -> int:
 
 
 class EventKind(enum.Enum):
-    """Which pass of a group an event is."""
+    """The pass of a group that an event is."""
 
     FORWARD = "F"
     BACKWARD = "B"
