@@ -429,7 +429,14 @@ def _row(one: Outlook) -> dict[str, Any]:
 
 
 def _costs(one: StageCosts) -> dict[str, Any]:
-    seconds = {name: vars(one)[name] for name in ("forward", "backward", "stash", "spill", "act", "gate_up")}
+    seconds = {
+        "forward": one.forward,
+        "backward": one.backward,
+        "stash": one.stash,
+        "spill": one.spill,
+        "act": one.act,
+        "gate_up": one.gate_up,
+    }
     return {
         "stage": one.stage,
         "seconds": seconds,

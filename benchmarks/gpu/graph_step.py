@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """What the command line asks for."""
+    """Returns the cases that the command line selects."""
     shapes = SMALL if options.small else {name: SHAPES[name] for name in options.shapes}
     return [Case(name, shape, routing) for name, shape in shapes.items() for routing in options.routings]
 
@@ -222,7 +222,7 @@ def serve(connection: Connection, case: Case, *, flags: str) -> None:
 
 
 def build(case: Case, flags: str) -> tuple[TrainingRun, ForcedRouting]:
-    """What pretrain_gpt.py trains with, and what its routers choose."""
+    """Returns the run that pretrain_gpt.py would train, and the routing that its routers follow."""
     join_stand_ins(RANKS)
     if default_device().type == "cpu":
         setup.graph_device = TapeGraphs

@@ -126,9 +126,20 @@ class RankPlan:
         return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
 
     @property
+    def persistent_by_kind(self) -> dict[str, int]:
+        """Persistent bytes on the device, by kind."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "masters": self.masters,
+            "moments": self.moments,
+            "pages": self.pages,
+        }
+
+    @property
     def persistent(self) -> int:
         """Persistent bytes on the device."""
-        return self.parameters + self.gradients + self.masters + self.moments + self.pages
+        return sum(self.persistent_by_kind.values())
 
     @property
     def total(self) -> int:

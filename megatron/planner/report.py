@@ -96,7 +96,10 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     )
     rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_MEMORY_COLUMNS)]
     for stage in plan.stages:
-        values = [_value(stage, column) / size for column in _MEMORY_COLUMNS]
+        activations = sum(stage.activations.values())
+        values = [
+            num_bytes / size for num_bytes in (*stage.persistent_by_kind.values(), activations, stage.total, stage.peak)
+        ]
         rows.append((str(stage.stage), str(stage.rank), _range(stage.layers), *(f"{value:.2f}" for value in values)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
@@ -116,12 +119,6 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         *links_lines(fullest, unit=unit, size=size),
         *_note_lines(plan, unit=unit, size=size),
     ]
-
-
-def _value(stage: RankPlan, column: str) -> int:
-    value = sum(stage.activations.values()) if column == "activations" else getattr(stage, column)
-    assert isinstance(value, int)
-    return value
 
 
 def _range(layers: Sequence[int]) -> str:
@@ -274,7 +271,6 @@ def notes(plan: Plan, device: Device) -> list[str]:
 
 
 def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: Mapping[str, int]) -> dict[str, Any]:
-    persistent = {name: vars(stage)[name] for name in ("parameters", "gradients", "masters", "moments", "pages")}
     links = []
     for one in stage.links:
         shared = in_node.get(one.group, one.group_size)
@@ -284,9 +280,11 @@ def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: 
         "stage": stage.stage,
         "rank": stage.rank,
         "layers": list(stage.layers),
-        "memory": {**persistent, "activations": dict(stage.activations)},
+        "memory": {**stage.persistent_by_kind, "activations": dict(stage.activations)},
         "total": stage.total,
-        **{name: vars(stage)[name] for name in ("working", "updating", "messages")},
+        "working": stage.working,
+        "updating": stage.updating,
+        "messages": stage.messages,
         "peak": stage.peak,
         **{f"host_{kind}": count for kind, count in stage.host.items()},
         "groups": {name: {"size": len(ranks), "ranks": rank_range(ranks)} for name, ranks in stage.groups.items()},
@@ -302,8 +300,14 @@ def _buffer(one: BufferLayout) -> dict[str, Any]:
 
 
 def _step(step: StepTime) -> dict[str, Any]:
-    figures = ("device", "seconds", "tokens_per_second", "tflops", "mfu")
-    return {**{name: vars(step)[name] for name in figures}, "split": step.split()}
+    return {
+        "device": step.device,
+        "seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "tflops": step.tflops,
+        "mfu": step.mfu,
+        "split": step.split(),
+    }
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
@@ -459,7 +463,7 @@ def _advice_as_json(advice: Advice) -> dict[str, Any]:
         "fullest_stage": advice.fullest,
         "stages": [
             {
-                **vars(stage.persistent),
+                **asdict(stage.persistent),
                 "pages": stage.pages,
                 "host_pages": stage.host_pages,
                 "activations": dict(stage.activations),
