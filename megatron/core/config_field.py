@@ -45,6 +45,15 @@ def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) 
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def unsupported_field(default: Any = dataclasses.MISSING, *, why: str, **keywords: Any) -> Any:
+    """Returns a dataclass field of Megatron's for what does not exist here: validate_fields accepts only its default.
+
+    It makes no flag. why: a sentence without a full stop that says what is missing and, if possible, what to use
+    instead. keywords: `default_factory`, as in dataclasses.field.
+    """
+    return dataclasses.field(default=default, metadata={"unsupported": why}, **keywords)
+
+
 def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
     """Returns the FieldSpec of a dataclass field; None for a field that was declared without config_field."""
     return field.metadata.get("spec")
@@ -52,6 +61,8 @@ def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
 
 def validate_fields(config: Any) -> None:
     """Checks every field of a dataclass instance against its FieldSpec and annotation.
+
+    An unsupported field must have its default.
 
     Raises ValueError with a line for each wrong field, naming class, field, value and what would be right.
     """
@@ -66,6 +77,8 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     problems = {}
     for field in dataclasses.fields(config_class):
         spec = field_spec(field)
+        if field.name in values and "unsupported" in field.metadata and not _has_default(field, values[field.name]):
+            problems[field.name] = _unsupported_problem(config_class, field, values[field.name])
         if spec is None or field.name not in values:
             continue
         try:
@@ -73,6 +86,31 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
         except ValueError as error:
             problems[field.name] = str(error)
     return problems
+
+
+def _has_default(field: "dataclasses.Field[Any]", value: Any) -> bool:
+    return bool(value == _default_of(field))
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _unsupported_problem(config_class: Any, field: "dataclasses.Field[Any]", value: Any) -> str:
+    where, default = f"{config_class.__name__}.{field.name}", _default_of(field)
+    return f"{where} is {value!r}: {field.metadata['unsupported']}; leave it at {default!r}"
+
+
+def require_defaults(call: str, why: str, /, **arguments: tuple[Any, Any]) -> None:
+    """Refuses arguments of Megatron's for what does not exist here.
+
+    call: the name of the function or class. why: as in unsupported_field. arguments: by name, the given value and the
+    default. Raises ValueError that names all arguments whose value is another than the default.
+    """
+    wrong = {name: pair for name, pair in arguments.items() if pair[0] is not pair[1] and pair[0] != pair[1]}
+    if wrong:
+        problems = [f"{name} is {value!r}: {why}; leave it at {default!r}" for name, (value, default) in wrong.items()]
+        raise ValueError("\n".join(f"{call}: {problem}" for problem in problems))
 
 
 def run_checks(*checks: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import config_field, require_defaults, unsupported_field, validate_fields
 
 
 @dataclass(kw_only=True)
@@ -49,3 +49,31 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], words: str) ->
     with pytest.raises(ValueError) as caught:
         Sample(**values)
     assert words in str(caught.value)
+
+
+@dataclass(kw_only=True)
+class _Foreign:
+    window: int | None = unsupported_field(None, why="windows do not exist here")
+    modules: list[str] = unsupported_field(default_factory=list, why="modules cannot be chosen here")
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+def test_unsupported_fields_accept_their_defaults() -> None:
+    assert _Foreign(window=None, modules=[]) == _Foreign()
+
+
+def test_unsupported_fields_refuse_other_values_by_name() -> None:
+    with pytest.raises(ValueError) as caught:
+        _Foreign(window=3, modules=["mlp"])
+    assert str(caught.value).splitlines() == [
+        "_Foreign.window is 3: windows do not exist here; leave it at None",
+        "_Foreign.modules is ['mlp']: modules cannot be chosen here; leave it at []",
+    ]
+
+
+def test_unsupported_arguments_are_refused_by_name() -> None:
+    require_defaults("build", "sharp does not exist here", use_sharp=(False, False), name=(None, None))
+    with pytest.raises(ValueError, match=r"^build: use_sharp is True: sharp does not exist here; leave it at False$"):
+        require_defaults("build", "sharp does not exist here", use_sharp=(True, False), name=(None, None))
