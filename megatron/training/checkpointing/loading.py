@@ -53,7 +53,7 @@ from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
 
-def load_checkpoint(
+def load_run(
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
     opt_param_scheduler: CheckpointedScheduler | None,
