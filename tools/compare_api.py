@@ -273,7 +273,8 @@ def _parameter_differences(theirs: Sequence[Parameter], ours: Sequence[inspect.P
             if not (takes_all and (takes_rest or their.keyword_only)):
                 differences.append(f"no {their.name}")
         elif not their.keyword_only and (index >= len(positions) or positions[index] != their.name):
-            differences.append(f"{their.name} is at another position or by keyword only")
+            keyword = mine.kind is inspect.Parameter.KEYWORD_ONLY
+            differences.append(f"{their.name} is {'by keyword only' if keyword else 'at another position'}")
         else:
             differences += _default_differences(their, mine.default)
     known = {their.name for their in theirs}
