@@ -61,7 +61,7 @@ class _Place:
         shape = tuple(part.shape)
         data = part.view(*(1 for _ in self.rows), *shape)
         sizes, offsets = (tuple(row[i] for row in self.rows) for i in (1, 0))
-        return ShardedTensor(self.key, data, (*sizes, *shape), (*offsets, *(0 for _ in shape)))
+        return ShardedTensor.at(self.key, data, (*sizes, *shape), (*offsets, *(0 for _ in shape)))
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         """Returns the shape of the stored tensor for a parameter of any shape and dtype."""

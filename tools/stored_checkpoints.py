@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint, load
+from megatron.core.dist_checkpointing import ShardedTensor, VerifiedCheckpoint, load_items
 from megatron.core.dist_checkpointing import folder as folders
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_FILE,
@@ -53,9 +53,9 @@ def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
     """Returns the checkpoint of --ckpt-step in the folder of --load, or the latest. Raises ValueError if there is
     none.
     """
-    found = find_checkpoint(str(load), step=step)
+    found = find_checkpoint(str(load_items), step=step)
     if found is None:
-        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
+        raise ValueError(f"--load is {load_items}: there is no checkpoint in it; give a folder that --save wrote")
     return found
 
 
@@ -254,7 +254,7 @@ def _read(
 ) -> torch.Tensor:
     shape, dtype = checkpoint.tensors[key]
     target = torch.empty(window, dtype=dtype)
-    load([ShardedTensor(key, target, shape, offset)], checkpoint)
+    load_items([ShardedTensor.at(key, target, shape, offset)], checkpoint)
     return target
 
 

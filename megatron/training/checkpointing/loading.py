@@ -201,7 +201,7 @@ class _Source:
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
         available, fill_rest = self.plan.substitute(tensors, self.checkpoint)
-        dist_checkpointing.load(available, self.checkpoint, replicas=self.replicas)
+        dist_checkpointing.load_items(available, self.checkpoint, replicas=self.replicas)
         fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:
