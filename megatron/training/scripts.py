@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import get_process_groups, model_parallel_is_initialized
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.checkpointing.scripts import load_checkpoint
 from megatron.training.command_line.published import get_args
 from megatron.training.command_line.validation import batch_sizes
@@ -165,7 +166,10 @@ def setup_model_and_optimizer(
     for chunk in unwrap_model(model):
         # The schedule calls it after the last backward of a step, unless the provider has set another function.
         chunk.config.finalize_model_grads_func = chunk.config.finalize_model_grads_func or finalize_model_grads
+    # As in pretrain(), replicas start from equal weights and then draw different dropout masks.
+    seed_ranks(args.seed, get_process_groups())
     args.iteration = args.num_floating_point_operations_so_far = 0
+    args.consumed_train_samples = args.consumed_valid_samples = 0
     if args.load is not None:
         loaded = load_checkpoint(model, optimizer, scheduler)
         args.iteration, args.num_floating_point_operations_so_far = loaded

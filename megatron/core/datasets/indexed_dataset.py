@@ -239,9 +239,10 @@ class IndexedDatasetBuilder:
         num_waiting = 0
         numbers = itertools.repeat(0) if modes is None else iter(modes)
         waiting_modes: list[int] = []
+        end = self._elements([] if eod_token is None else [eod_token])
         for document in documents:
-            array = np.asarray(document)
-            waiting.append(array if eod_token is None else np.append(array, np.asarray([eod_token], array.dtype)))
+            # Converted one by one, because the array of an empty list has another type.
+            waiting.append(np.concatenate([self._elements(document), end]))
             waiting_modes.append(next(numbers))
             num_waiting += len(waiting[-1])
             if num_waiting >= chunk_size:
@@ -315,10 +316,13 @@ class IndexedDatasetBuilder:
     def _append(self, array: np.ndarray, lengths: Sequence[int], *, modes: Sequence[int]) -> None:
         if len(array) != sum(lengths):
             raise ValueError(f"{len(array)} elements for sequences of {list(lengths)}, which are {sum(lengths)}")
-        self._file.write(_exactly(array, self.dtype, path=self._bin_path).tobytes())
+        self._file.write(self._elements(array).tobytes())
         self.sequence_lengths.extend(int(length) for length in lengths)
         if self.multimodal:
             self.sequence_modes.extend(modes)
+
+    def _elements(self, values: Any) -> np.ndarray:
+        return _exactly(np.asarray(values), self.dtype, path=self._bin_path)
 
     @staticmethod
     def _num_bytes(dataset: IndexedDataset, idx: int) -> int:
