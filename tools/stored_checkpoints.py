@@ -53,9 +53,9 @@ def checkpoint_of_load(load: Path, step: int | None) -> FoundCheckpoint:
     """Returns the checkpoint of --ckpt-step in the folder of --load, or the latest. Raises ValueError if there is
     none.
     """
-    found = find_checkpoint(str(load_items), step=step)
+    found = find_checkpoint(str(load), step=step)
     if found is None:
-        raise ValueError(f"--load is {load_items}: there is no checkpoint in it; give a folder that --save wrote")
+        raise ValueError(f"--load is {load}: there is no checkpoint in it; give a folder that --save wrote")
     return found
 
 

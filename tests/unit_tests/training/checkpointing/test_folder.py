@@ -146,16 +146,14 @@ def test_clean_up_keeps_checkpoints_and_foreign_names(tmp_path):
 
 
 def test_a_new_run_does_not_overwrite_another_ones_checkpoints(tmp_path):
-    save_items, link = str(tmp_path), tmp_path.with_name("link")
-    refuse_checkpoints_of_another_run(save_items, continued_from=None)
+    save, link = str(tmp_path), tmp_path.with_name("link")
+    refuse_checkpoints_of_another_run(save, continued_from=None)
     make(tmp_path, 5)
     for other in (None, str(tmp_path / "elsewhere")):
-        with pytest.raises(
-            ValueError, match=f"--save {save_items} holds .* iteration 5: continue it with --load {save_items}"
-        ):
-            refuse_checkpoints_of_another_run(save_items, continued_from=other)
+        with pytest.raises(ValueError, match=f"--save {save} holds .* iteration 5: continue it with --load {save}"):
+            refuse_checkpoints_of_another_run(save, continued_from=other)
     link.symlink_to(tmp_path)
-    refuse_checkpoints_of_another_run(save_items, continued_from=str(link))
+    refuse_checkpoints_of_another_run(save, continued_from=str(link))
 
 
 class Args:
