@@ -18,7 +18,15 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.utils import get_model_config
-from megatron.training import get_args, get_tensorboard_writer, get_timers, get_tokenizer, get_wandb_writer, pretrain
+from megatron.training import (
+    get_args,
+    get_tensorboard_writer,
+    get_timers,
+    get_tokenizer,
+    get_wandb_writer,
+    inprocess_restart,
+    pretrain,
+)
 from megatron.training.arguments import parse_args
 from megatron.training.callbacks import Callback, StepReport
 from megatron.training.checkpointing import get_checkpoint_name, load_checkpoint, save_checkpoint
@@ -337,3 +345,42 @@ def test_arguments_of_refused_flags_read_as_their_defaults() -> None:
 def test_global_variables_need_a_run() -> None:
     with pytest.raises(RuntimeError, match="initialize_megatron"):
         get_args()
+
+
+def test_pretrain_stays_itself_without_restarts_inside_a_process() -> None:
+    wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    assert wrapped is pretrain and store is None
+    with pytest.raises(ValueError, match="--inprocess-restart"):
+        parse_args(argv=["--inprocess-restart"])
+
+
+def with_extra(**position: Any) -> torch.nn.Module:
+    model = pretrain_gpt.model_provider(**position)
+    model.extra = torch.nn.Linear(3, 3)
+    return model
+
+
+def partial_loads(folder: str) -> tuple[float, float]:
+    """The sum of a saved model's weights, and that of a model with a further part that is loaded from it."""
+    sums = []
+    with script(f"--save {folder} --load {folder} --no-load-optim --no-load-rng"):
+        for provider in (pretrain_gpt.model_provider, with_extra):
+            model = get_model(provider)
+            own = [param for name, param in model[0].named_parameters() if "extra" not in name]
+            if provider is with_extra:
+                kept = model[0].module.extra.weight.detach().clone()
+                with torch.no_grad():
+                    own[0].zero_()
+                with pytest.raises(ValueError, match="extra.weight is not in it"):
+                    load_checkpoint(model, None, None)
+                assert load_checkpoint(model, None, None, strict=False)[0] == 1
+                assert torch.equal(model[0].module.extra.weight, kept)
+            else:
+                save_checkpoint(1, model, None, None, 0)
+            sums.append(float(torch.stack([param.detach().double().abs().sum() for param in own]).sum()))
+    return sums[0], sums[1]
+
+
+def test_a_load_that_is_not_strict_keeps_what_the_checkpoint_lacks(tmp_path: Path) -> None:
+    ((saved, loaded),) = run_on_ranks(partial_loads, 1, str(tmp_path), backend=None)
+    assert saved == loaded > 0
