@@ -85,6 +85,8 @@ class WandbLog(Callback):
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+            # Waits for the package's own process, which writes the last points after `finish` has returned.
+            self.writer.teardown()
 
     def _log(self, scalars: dict[str, float], *, step: int) -> None:
         if scalars and self._run is not None and step >= self._last_step:
