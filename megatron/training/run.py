@@ -50,6 +50,19 @@ class Recovery:
         return self.num_rewinds < self.config.max_rewinds
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """Data that an evaluation reads.
+
+    iterator: None on ranks that read no batches. name: in logs, if there are several validation sets.
+    num_microbatches: micro-batches of each rank in each global batch of an evaluation.
+    """
+
+    iterator: Iterator[Any] | None
+    num_microbatches: Sequence[int]
+    name: str | None = None
+
+
 @dataclass(kw_only=True)
 class TrainingRun:
     """The parts of one run and its counters; the iterators are set once the data position is known."""
@@ -76,8 +89,8 @@ class TrainingRun:
     datasets: Sequence[Any] = ()  # train, valid and test
     num_workers: int = 0  # processes that read the datasets
     train_iterator: Iterator[Any] | None = None
-    valid_iterator: Iterator[Any] | None = None
-    test_iterator: Iterator[Any] | None = None
+    valid_sets: Sequence[EvaluationSet] = ()
+    test_set: EvaluationSet | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -110,11 +123,15 @@ class TrainingRun:
 
     def count_step(self, *, updated: bool, nan: bool) -> None:
         """Advances the counters by a training step."""
+        self.count_iteration()
+        self.state.skipped_iterations += not updated
+        self.state.nan_iterations += nan
+
+    def count_iteration(self) -> None:
+        """Advances the step and the data position by a global batch, whether it was trained on or not."""
         self.state.iteration += 1
         self.state.consumed_train_samples += self.global_batch_size
         update_num_microbatches(self.state.consumed_train_samples)
-        self.state.skipped_iterations += not updated
-        self.state.nan_iterations += nan
 
     def measured(self, report: StepReport) -> StepReport:
         """Returns the report with the measurements that flags request. Collective."""

@@ -136,14 +136,14 @@ def is_same_folder(path: str | None, other: str | None) -> bool:
 
 
 def find_checkpoint(
-    load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None
+    load: str, *, step: int | None = None, damaged: Mapping[int, str] | None = None, flag: str = "--load"
 ) -> FoundCheckpoint | None:
     """Returns the checkpoint of --ckpt-step, else the tracker's, else the newest complete one; None if there is none.
 
-    damaged: iterations found to be damaged, with reasons; they are skipped. Raises ValueError if the one of --ckpt-step
-    is incomplete, or if there are checkpoints but none is complete.
+    damaged: iterations found to be damaged, with reasons; they are skipped. flag: the flag that names the folder, for
+    errors. Raises ValueError if the one of --ckpt-step is incomplete, or if there are checkpoints but none is complete.
     """
-    root, problems = _root(load), dict(damaged or {})
+    root, problems = _root(load, flag), dict(damaged or {})
     if step is not None:
         return _requested(root, f"--ckpt-step is {step}", iteration=step)
     # A copied iteration folder has no tracker, and neither has a run killed during its first save.
@@ -167,13 +167,13 @@ def find_checkpoint(
     return _fallback(root, why, candidates=by_preference, problems=problems)
 
 
-def _root(load: str) -> Path:
+def _root(load: str, flag: str) -> Path:
     root = Path(load)
     if root.exists() and not root.is_dir():
-        raise ValueError(f"--load {load} is a file: give the folder that --save wrote")
+        raise ValueError(f"{flag} {load} is a file: give the folder that --save wrote")
     # The user named a folder one level too deep. Silently starting from scratch would be costly.
     if (root / MANIFEST_FILE).is_file():
-        raise ValueError(f"--load {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
+        raise ValueError(f"{flag} {load} is one checkpoint: give the folder that holds it, and --ckpt-step to choose")
     return root
 
 

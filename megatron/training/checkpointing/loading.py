@@ -6,7 +6,7 @@ run_values.py checks the arguments, and partial_load.py handles models that diff
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,11 +65,15 @@ def load_checkpoint(
 ) -> int:
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
-    Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, prints one line on rank
-    0, changes nothing and returns 0, or raises ValueError under --exit-on-missing-checkpoint. Raises on every rank,
-    with no tensor changed, if the checkpoint is damaged, belongs to another model, or lacks requested state.
+    Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, loads the weights of
+    config.pretrained_checkpoint; without that it prints one line on rank 0, changes nothing and returns 0, or raises
+    ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
+    damaged, belongs to another model, or lacks requested state.
     """
     found, verified = _find(config)
+    if found is None and config.pretrained_checkpoint is not None:
+        config = _pretrained(config)
+        found, verified = _find(config, flag="--pretrained-checkpoint")
     if found is None or verified is None:
         return 0
     # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
@@ -115,13 +119,26 @@ class _Scope:
     rng: bool
 
 
-def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
-    """Finds the checkpoint to load, by decision of rank 0, and verifies it on all ranks; None to start from scratch."""
+def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
+    """Returns the settings that load the weights of --pretrained-checkpoint. --ckpt-step belongs to --load if given."""
+    step = config.ckpt_step if config.load is None else None
+    return replace(config, load=config.pretrained_checkpoint, finetune=True, ckpt_step=step)
+
+
+def _find(
+    config: CheckpointConfig, *, flag: str = "--load"
+) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
+    """Finds the checkpoint in config.load, by decision of rank 0, and verifies it on all ranks; None if there is none.
+
+    flag: names the folder in errors.
+    """
     damaged: dict[int, str] = {}
     while config.load is not None:
-        found = _found_by_rank_0(config, damaged)
+        found = _found_by_rank_0(config, damaged, flag=flag)
         if found is None:
-            print_rank_0(f"There is no checkpoint in {config.load}: starting from scratch.")
+            weights = config.pretrained_checkpoint
+            begin = "from scratch" if weights is None else f"with the weights of {weights}"
+            print_rank_0(f"There is no checkpoint in {config.load}: starting {begin}.")
             break
         try:
             verified = dist_checkpointing.verify(found.path)
@@ -137,15 +154,17 @@ def _find(config: CheckpointConfig) -> tuple[FoundCheckpoint | None, VerifiedChe
     return None, None
 
 
-def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str]) -> FoundCheckpoint | None:
+def _found_by_rank_0(config: CheckpointConfig, damaged: dict[int, str], *, flag: str) -> FoundCheckpoint | None:
     found: list[FoundCheckpoint | None] = [None]
     with all_ranks_agree():
         if is_rank_0():
             assert config.load is not None, "there is nothing to find without --load"
-            found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged)
+            found[0] = find_checkpoint(config.load, step=config.ckpt_step, damaged=damaged, flag=flag)
         # Under --finetune, a missing checkpoint would silently mean training from scratch.
         needed_by = next((name for name in ("exit_on_missing_checkpoint", "finetune") if vars(config)[name]), None)
-        if is_rank_0() and found[0] is None and needed_by is not None:
+        if is_rank_0() and found[0] is None and flag != "--load":
+            raise ValueError(f"{flag} {config.load} holds no checkpoint: give the folder that a run's --save wrote")
+        if is_rank_0() and found[0] is None and needed_by is not None and config.pretrained_checkpoint is None:
             raise ValueError(f"--{needed_by.replace('_', '-')}: there is no checkpoint in --load {config.load}")
     # All ranks use rank 0's answer, because the tracker may change in the meantime.
     if dist.is_initialized():

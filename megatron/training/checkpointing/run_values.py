@@ -171,14 +171,18 @@ def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
-    """Sets the arguments of `args` that define the model to those of the checkpoint in args.load.
+    """Sets the arguments of `args` that define the model to those of the checkpoint that the run will load.
 
     For --use-checkpoint-args: call between parse_args and validate_args on every rank; not collective. Raises
     ValueError if there is no checkpoint.
     """
-    found = find_checkpoint(args.load, step=args.ckpt_step)
+    found = None if args.load is None else find_checkpoint(args.load, step=args.ckpt_step)
+    if found is None and args.pretrained_checkpoint is not None:
+        step = args.ckpt_step if args.load is None else None
+        found = find_checkpoint(args.pretrained_checkpoint, step=step, flag="--pretrained-checkpoint")
     if found is None:
-        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in --load {args.load}")
+        where = f"--load {args.load}" if args.pretrained_checkpoint is None else args.pretrained_checkpoint
+        raise ValueError(f"--use-checkpoint-args: there is no checkpoint in {where}")
     stored = load_run_values(found.path)["args"]
     # The checkpoint overrides the command line, as the flag promises.
     vars(args).update(model_arguments(stored, here=vars(args)))
