@@ -146,7 +146,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
         "gate rows precede up rows: convert the checkpoint, remove this",
     ),
-    (r"--moe-enable-routing-replay", "recomputation routes as the forward pass did: remove it"),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
     (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
     (r"--moe-apply-probs-on-input", "probabilities weigh the experts' outputs: remove it"),
