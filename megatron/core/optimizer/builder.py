@@ -3,6 +3,7 @@
 param_groups.py assigns each parameter a group on one rank; here ranks agree on the groups before anything is built.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
@@ -10,7 +11,7 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.data_parallel_base import require_wrapped
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
 from megatron.core.group_collectives import all_ranks_agree, gather_objects, is_fake, union_over_model
 from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
@@ -21,8 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import (
     check_same_sharding,
     check_sharded_gradients,
 )
-from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges, name_masters
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.muon import MuonRule
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -32,6 +33,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
+from megatron.core.optimizer.optimizer_parts import OptimizerParts
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.parallel_state import existing_process_groups
@@ -94,15 +96,8 @@ def get_megatron_optimizer(
     if handed is not None:
         in_backward = UpdatesInBackward(config, groups, handed, runs=ranges, logical_pieces=pieces, device=device)
     stats = in_backward or GradStats(config, groups, buffers, runs=ranges, logical_pieces=pieces, device=device)
-    optimizer = _optimizer_class(config, is_sharded=is_sharded)(
-        rules,
-        config,
-        runs=ranges,
-        model_chunks=chunks,
-        grad_stats=stats,
-        grad_scaler=_grad_scaler(config),
-        device=device,
-    )
+    parts = OptimizerParts(rules, ranges, chunks, stats, device, pieces)
+    optimizer = _optimizer_of(parts, config, chunks=chunks if is_sharded else None)
     if in_backward is not None:
         in_backward.attach(optimizer, chunks)
     return optimizer
@@ -150,13 +145,30 @@ def _fused_rule(config: OptimizerConfig, ranges: Sequence[FlatParamRange], *, ke
     return FusedRule(config, [one for one in ranges if not one.group.is_matrix], groups=groups)
 
 
-def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[MegatronOptimizer]:
-    if is_sharded:
-        return DistributedOptimizer
-    if config.optimizer == "muon":
-        return ChainedOptimizer
+def _optimizer_of(
+    parts: OptimizerParts, config: OptimizerConfig, *, chunks: Sequence[_BaseDataParallel] | None
+) -> MegatronOptimizer:
+    """Builds the optimizer of the parts; chunks: the model's, if they shard state, else None."""
+    first, scaler = parts.rules[0].optimizer, _grad_scaler(config)
+    if chunks is not None:
+        buffers = {index: chunk.all_buffers for index, chunk in enumerate(chunks)}
+        group = next((buffer.data_parallel_group for of_chunk in buffers.values() for buffer in of_chunk), None)
+        return DistributedOptimizer(first, config, scaler, None, chunks, buffers, group, parts=parts)
     # Decided by settings, not by parameters' dtypes, as a bf16 model may have an fp32 router.
-    return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+    has_masters = config.fp16 or config.bf16
+    name_masters([buffer for chunk in parts.model_chunks for buffer in chunk.all_buffers], parts.runs, is_sharded=False)
+
+    def one_of(some: OptimizerParts) -> MegatronOptimizer:
+        torch_optimizer = some.rules[0].optimizer
+        if has_masters:
+            return Float16OptimizerWithFloat16Params(torch_optimizer, config, scaler, None, parts=some)
+        return FP32Optimizer(torch_optimizer, config, None, parts=some)
+
+    if len(parts.rules) == 1:
+        return one_of(parts)
+    # The chain itself steps, with one norm of all ranges in the order of the buffers.
+    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs) for rule in parts.rules]
+    return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
 
 def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
@@ -180,7 +192,7 @@ def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> d
     return found
 
 
-def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
+def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     if not config.fp16:
         return None
     # Only fp16 has too small an exponent range for gradients; that of bf16 is fp32's.
