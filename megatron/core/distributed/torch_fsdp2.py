@@ -103,10 +103,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     makes the whole module one unit. process_group: the ranks over which everything is sharded, or all of this rank's
     groups; for scripts of Megatron, which give it in place of pg_collection. pg_collection: None means the groups of
     parallel_state, or all ranks if there are none. param_init_fn: called with each module that has parameters or
-    buffers of its own on
-    the meta device, and sets them; without it, a GPTModel sets its initial values and other modules need
-    reset_parameters(). Collective. Raises
-    ValueError if a module cannot be wrapped.
+    buffers of its own on the meta device, and sets them; without it, a GPTModel sets its initial values and other
+    modules need reset_parameters(). Collective. Raises ValueError if a module cannot be wrapped.
     """
 
     ddp_config: TorchFullyShardedDataParallelConfig
