@@ -23,7 +23,12 @@ from megatron.core.enums import ModelType
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.group_collectives import all_ranks_agree
 from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, init_num_microbatches_calculator
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -236,9 +241,10 @@ def setup_optimizer(
     model: list[nn.Module], args: argparse.Namespace, *, config_overrides: ConfigOverrides | None
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Builds optimizer and schedule of a model."""
-    optimizer = get_megatron_optimizer(
-        config_from_args(OptimizerConfig, args), model, config_overrides=config_overrides
-    )
+    config = config_from_args(OptimizerConfig, args)
+    if config_overrides is not None:
+        config_overrides = {**get_standard_config_overrides(config), **config_overrides}
+    optimizer = get_megatron_optimizer(config, model, config_overrides=config_overrides)
     scheduler = get_optimizer_param_scheduler(
         optimizer,
         config_from_args(OptimizerParamSchedulerConfig, args),
