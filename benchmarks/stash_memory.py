@@ -52,6 +52,7 @@ from megatron.core.device import peak_memory_bytes  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT  # noqa: E402
+from megatron.core.transformer.moe.permutation import Routing  # noqa: E402
 from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
@@ -177,10 +178,11 @@ def forced_choices(hot_share: float, *, num_tokens: int) -> Tensor:
 def force_routing(router: nn.Module, hot_share: float) -> None:
     """Replaces the router's choices; the weights stay, with their gradients."""
 
-    def choose(weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return weights, forced_choices(hot_share, num_tokens=len(indices)).to(indices.device)
+    def choose(router: nn.Module, inputs: Any, chosen: Routing) -> Routing:
+        forced = forced_choices(hot_share, num_tokens=len(chosen.indices)).to(chosen.indices.device)
+        return Routing(chosen.weights, forced, chosen.num_experts)
 
-    router.register_forward_hook(lambda module, args, output: choose(*output))
+    router.register_forward_hook(choose)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def state_of(run: TrainingRun) -> dict[str, str]:
     boxes = run.optimizer.sharded_state(pieces)
     named |= {f"the optimizer's {box.key} from {box.global_offset}": box.data for box in boxes}
     digests = {name: _digest(tensor) for name, tensor in named.items()}
-    return {**digests, "the optimizer's state_dict": repr(run.optimizer.state_dict())}
+    return {**digests, "the optimizer's common_state": repr(run.optimizer.common_state())}
 
 
 def _digest(tensor: Tensor) -> str:

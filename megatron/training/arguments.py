@@ -20,7 +20,6 @@ from megatron.training.command_line.flags import (
 )
 from megatron.training.command_line.model_presets import preset_file, table_of_models, tiny
 from megatron.training.command_line.parser import REFUSED, RunArguments, build_parser, problems_of_leftovers
-from megatron.training.command_line.refusals import AGREED_VALUES
 from megatron.training.command_line.validation import read_launcher, validate_args
 from megatron.training.command_line.values import text_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file
@@ -110,7 +109,7 @@ def _check_values(args: argparse.Namespace, flags: list[Flag], *, problems: list
             continue
         value = vars(args)[flag.dest]
         # Scripts pass many flags at their defaults, which needs no message.
-        if value == flag.default or value in AGREED_VALUES.get(flag.flags[0], ()):
+        if value == flag.default:
             continue
         if flag.state is FlagState.NO_EFFECT:
             without_effect.append(flag)

@@ -167,7 +167,7 @@ def read_arguments(
     lines = (continue_after_restart(args), keep_global_batch_size(args))
     if notices is not None:
         notices.extend(line for line in lines if line is not None)
-    if args.use_checkpoint_args and args.load is not None:
+    if args.use_checkpoint_args and (args.load is not None or args.pretrained_checkpoint is not None):
         load_args_from_checkpoint(args)
     return validate_args(args, args_defaults or {})
 

@@ -19,6 +19,7 @@ from megatron.training.checkpointing import begin_save_checkpoint, load_run
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
+from megatron.training.gpt_builder import whole_gpt
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory
@@ -55,8 +56,9 @@ class NonLossData:
     """A script's functions for data of evaluations that is no loss, as in Megatron-LM.
 
     collect: maps the model's chunks to data, on every rank. Without it, if there is `process`, one more global batch
-    runs forward, and the loss function is called with non_loss_data=True; the data are its results on the last
-    pipeline stage. process: called with the data, the iteration and get_tensorboard_writer() on the last rank.
+    runs forward (with --full-validation, all of them), and the loss function is called with non_loss_data=True; the
+    data are its results on the last pipeline stage. process: called with the data, the iteration and
+    get_tensorboard_writer() on the last rank.
     """
 
     collect: Callable[[Sequence[nn.Module]], Any] | None = None
@@ -66,6 +68,19 @@ class NonLossData:
     def reads_batch(self) -> bool:
         """Whether an evaluation reads one more global batch."""
         return self.collect is None and self.process is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """Data that an evaluation reads.
+
+    iterator: None on ranks that read no batches. name: in logs, if there are several validation sets.
+    num_microbatches: micro-batches of each rank in each global batch of an evaluation.
+    """
+
+    iterator: Iterator[Any] | None
+    num_microbatches: Sequence[int]
+    name: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -95,8 +110,8 @@ class TrainingRun:
     datasets: Sequence[Any] = ()  # train, valid and test
     num_workers: int = 0  # processes that read the datasets
     train_iterator: Iterator[Any] | None = None
-    valid_iterator: Iterator[Any] | None = None
-    test_iterator: Iterator[Any] | None = None
+    valid_sets: Sequence[EvaluationSet] = ()
+    test_set: EvaluationSet | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -129,11 +144,15 @@ class TrainingRun:
 
     def count_step(self, *, updated: bool, nan: bool) -> None:
         """Advances the counters by a training step."""
+        self.count_iteration()
+        self.state.skipped_iterations += not updated
+        self.state.nan_iterations += nan
+
+    def count_iteration(self) -> None:
+        """Advances the step and the data position by a global batch, whether it was trained on or not."""
         self.state.iteration += 1
         self.state.consumed_train_samples += self.global_batch_size
         update_num_microbatches(self.state.consumed_train_samples)
-        self.state.skipped_iterations += not updated
-        self.state.nan_iterations += nan
 
     def measured(self, report: StepReport) -> StepReport:
         """Returns the report with the measurements that flags request. Collective."""
@@ -151,6 +170,7 @@ class TrainingRun:
             args=self.args,
             config=config or self.checkpoint,
             pg_collection=self.groups,
+            build_whole=whole_gpt,
         )
         self.move_position(self.state.consumed_train_samples)
         self.args.consumed_valid_samples = self.state.consumed_valid_samples

@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from megatron.training.recovery import (
     skip_step,
     watch_loss,
 )
-from megatron.training.run import NonLossData, TrainingRun
+from megatron.training.run import EvaluationSet, NonLossData, TrainingRun
 from megatron.training.scripts import (
     DatasetsProvider,
     ModelProvider,
@@ -93,8 +93,9 @@ def pretrain(
     model_type, forward_step_func, process_non_loss_data_func)`, or those of its main branch, see script_of_call.
 
     cfg_container: parsed arguments; None means those of the command line. train_valid_test_dataset_provider: maps the
-    numbers of train, valid and test samples to three datasets; called on every rank. model_provider: maps (pre_process,
-    post_process) to a module. forward_step_func: maps (data_iterator, model) to (output, loss function).
+    numbers of train, valid and test samples to three datasets, or to three iterators with --dataloader-type external;
+    called on every rank. model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps
+    (data_iterator, model) to (output, loss function).
     process_non_loss_data_func, non_loss_data_func: see NonLossData. skip_model_parallel_init: use the process groups
     that the script has initialized. config_overrides: learning rates and weight decays that differ for some parameters.
     print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it, --dry-run raises
@@ -188,15 +189,20 @@ def train(run: TrainingRun) -> ExitReason | None:
             reason = ExitReason.SIGNAL
         while state.iteration < run.train_iters and reason is None:
             run.callbacks.on_step_start(state.iteration)
-            step = _step_or_rewind(run)
-            if step is None:
-                continue
-            report, reason = step
+            report = None
+            if state.iteration in run.training.iterations_to_skip:
+                reason = _skip_iteration(run)
+            else:
+                step = _step_or_rewind(run)
+                if step is None:
+                    continue
+                report, reason = step
             reason = _end_step(run, report, reason=reason)
             if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
             run.saves.poll()
-            exits.warn_of_slow_save(step_seconds=report.seconds, save_seconds=run.saves.seconds)
+            if report is not None:
+                exits.warn_of_slow_save(step_seconds=report.seconds, save_seconds=run.saves.seconds)
         if state.iteration != started_at:
             run.save_last_checkpoint()
     run.callbacks.on_train_end()
@@ -220,12 +226,28 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
     return None if watch_loss(run, report) else (report, reason)
 
 
-def _end_step(run: TrainingRun, report: StepReport, *, reason: ExitReason | None) -> ExitReason | None:
-    """Reports a step and evaluates if due, before its checkpoint is saved; returns the reason to end the run."""
+def _skip_iteration(run: TrainingRun) -> ExitReason | None:
+    """Reads the batches of a step of --iterations-to-skip without training on them; returns the reason to end the run.
+
+    The step and the data position advance, the learning rate does not.
+    """
+    skip_batches(run)
+    run.steps.skip(run.train_iterator, num_microbatches=run.num_microbatches)
+    run.count_iteration()
+    print_rank_0(f"  iteration {run.state.iteration} is skipped: --iterations-to-skip has {run.state.iteration - 1}")
+    return ExitReason.SIGNAL if run.exit_conditions.signalled_anywhere_sync() else None
+
+
+def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason | None) -> ExitReason | None:
+    """Reports a step and evaluates if due, before its checkpoint is saved; returns the reason to end the run.
+
+    report: None for a skipped step.
+    """
     if run.exit_conditions.at_interval(run.state.iteration):
         reason = reason or ExitReason.INTERVAL
     is_last = reason is not None or run.state.iteration == run.train_iters
-    run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
+    if report is not None:
+        run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
     if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
         reason = ExitReason.SIGNAL
     interval, is_last = run.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
@@ -291,8 +313,8 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
 
 
 @trace_range("evaluate")
-def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> dict[str, float] | None:
-    """Returns the mean of each loss over `iterations` global batches, and leaves the model in training mode.
+def evaluate(run: TrainingRun, data: EvaluationSet) -> dict[str, float] | None:
+    """Returns the mean of each loss over the next global batches of `data`, and leaves the model in training mode.
 
     Returns None without reading the remaining batches if the exit signal arrives on any rank.
     """
@@ -300,11 +322,11 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
     for chunk in run.model:
         chunk.eval()
     with run.timers.paused():
-        for _ in range(iterations):
+        for num_microbatches in data.num_microbatches:
             if is_interrupted := run.exit_conditions.signalled_anywhere_sync():
                 break
             reports += run.steps.evaluate_sync(
-                iterator, num_microbatches=run.batches.final_num_microbatches, iteration=run.state.iteration
+                data.iterator, num_microbatches=num_microbatches, iteration=run.state.iteration
             )
     for chunk in run.model:
         chunk.train()
@@ -314,38 +336,43 @@ def evaluate(run: TrainingRun, iterator: Iterator[Any], *, iterations: int) -> d
 
 
 def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
-    """Evaluates the validation split, if the run has one, and reports it.
+    """Evaluates the validation sets, if the run has any, and reports them.
 
     Returns False if the exit signal interrupted it. The run that resumes then repeats the evaluation.
     """
     iterations = run.training.eval_iters
-    if run.valid_iterator is None or iterations == 0:
+    if not run.valid_sets or iterations == 0:
         return True
     run.callbacks.on_evaluation_start(run.state.iteration)
-    losses = evaluate(run, run.valid_iterator, iterations=iterations)
-    if losses is None:
-        return False
-    _process_non_loss_data(run, run.valid_iterator)
-    read = iterations + run.non_loss_data.reads_batch
-    run.state.consumed_valid_samples += read * run.evaluation_batch_size
+    found = []
+    for one in run.valid_sets:
+        losses = evaluate(run, one)
+        if losses is None:
+            return False
+        _process_non_loss_data(run, one)
+        found.append((one.name, losses))
+    if not run.args.full_validation:
+        read = iterations + run.non_loss_data.reads_batch
+        run.state.consumed_valid_samples += read * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
-    _report(run, "validation", losses=losses, final=final)
+    # After all sets, so that a repeated evaluation reports each set once.
+    for name, losses in found:
+        _report(run, "validation", losses=losses, final=final, set_name=name)
     return True
 
 
 def evaluate_test(run: TrainingRun) -> None:
     """Evaluates the test split, if the run has one, and reports it unless the exit signal interrupts it."""
-    iterations = run.training.eval_iters
-    if run.test_iterator is None or iterations == 0:
+    if run.test_set is None or run.training.eval_iters == 0:
         return
     run.callbacks.on_evaluation_start(run.state.iteration)
-    losses = evaluate(run, run.test_iterator, iterations=iterations)
+    losses = evaluate(run, run.test_set)
     if losses is not None:
-        _process_non_loss_data(run, run.test_iterator)
+        _process_non_loss_data(run, run.test_set)
         _report(run, "test", losses=losses, final=True)
 
 
-def _process_non_loss_data(run: TrainingRun, iterator: Iterator[Any] | None) -> None:
+def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
     """Collects data that is no loss in evaluation mode and passes it to the script's function. Collective."""
     functions = run.non_loss_data
     if functions.collect is None and functions.process is None:
@@ -356,18 +383,24 @@ def _process_non_loss_data(run: TrainingRun, iterator: Iterator[Any] | None) -> 
         if functions.collect is not None:
             data = functions.collect(run.model)
         else:
-            data = run.steps.evaluate_sync(
-                iterator,
-                num_microbatches=run.batches.final_num_microbatches,
-                iteration=run.state.iteration,
-                collect_non_loss_data=True,
-            )
+            # The next evaluation reads on after these batches; a full one starts at the first sample again.
+            batches = evaluated.num_microbatches if run.args.full_validation else evaluated.num_microbatches[-1:]
+            data = []
+            for num_microbatches in batches:
+                data += run.steps.evaluate_sync(
+                    evaluated.iterator,
+                    num_microbatches=num_microbatches,
+                    iteration=run.state.iteration,
+                    collect_non_loss_data=True,
+                )
         if functions.process is not None and dist.get_rank() == dist.get_world_size() - 1:
             functions.process(data, run.state.iteration, get_tensorboard_writer())
     for chunk in run.model:
         chunk.train()
 
 
-def _report(run: TrainingRun, split: str, *, losses: dict[str, float], final: bool) -> None:
-    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final)
+def _report(
+    run: TrainingRun, split: str, *, losses: dict[str, float], final: bool, set_name: str | None = None
+) -> None:
+    report = EvaluationReport(iteration=run.state.iteration, split=split, losses=losses, final=final, set_name=set_name)
     run.callbacks.on_evaluation_end(report)

@@ -50,10 +50,10 @@ PHASES = {
     rf"{MOE}/aux_losses\.py .*": "router losses",
     rf"{MOE}/router\.py .*": "router",
     rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
-    rf"{MOE}/dispatch_static\.py combine": "combine",
-    rf"{MOE}/dispatch_static\.py (preprocess|send|finish_dispatch)": "dispatch",
+    rf"{MOE}/dispatch(_static)?\.py (combine_preprocess|token_combine|combine_postprocess|_end)": "combine",
+    rf"{MOE}/dispatch_static\.py (order_rows|_begin|token_dispatch|dispatch_postprocess)": "dispatch",
     rf"{MOE}/(experts|grouped_gemm|paged_stash/expert_ops)\.py .*": "experts",
-    rf"{MOE}/moe_layer\.py (routed_experts_compute)": "experts",
+    rf"{MOE}/moe_layer\.py (_run_experts)": "experts",
     rf"{MOE}/expert_step\.py .*": "experts",
     rf"{MOE}/shared_experts\.py .*": "shared expert",
     r"core/datasets/.*": "on the host",  # tensors of samples, which a GPU never sees

@@ -57,7 +57,7 @@ def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
         for number, router in enumerate(routers):
             router.register_forward_hook(
                 lambda router, _, out, number=number: (
-                    steps[-1][number].extend(out[1].flatten().tolist()) if router.training else None
+                    steps[-1][number].extend(out.indices.flatten().tolist()) if router.training else None
                 )
             )
         biases = []
@@ -124,7 +124,7 @@ def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
     for microbatch, value in zip(logits[:, dist.get_rank()], values, strict=True):
         rows = microbatch.clone().requires_grad_()
         with router.aux_losses.recomputing():
-            weights, _ = router.routing(rows)
+            weights = router.routing(rows).weights
         (weights * 0).sum().backward()
         found.append((value, rows.grad))
     router.aux_losses.finalize_step(None)

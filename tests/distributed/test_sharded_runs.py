@@ -46,7 +46,7 @@ def _evaluating_runs(argvs: Sequence[Sequence[str]]) -> list[tuple[Reports, list
             for _ in range(STEPS):
                 steps += train_steps(run, 1)
                 if number > 0:
-                    losses.append(evaluate(run, run.valid_iterator, iterations=1)["lm loss"])
+                    losses.append(evaluate(run, run.valid_sets[0])["lm loss"])
             # As a module reads them.
             results.append((steps, losses, [value.clone() for value in _tensors(run.model[0].state_dict())]))
     return results

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,10 @@ class Script(Callback):
     def run(self, argv: list[str], act: Callable[[TrainingRun], Any]) -> Any:
         with started_run(argv, forward_step=self.forward_step) as run:
             self.state, run.steps.memory, run.callbacks = run.state, self.memory, CallbackList([self])
-            assert run.train_iterator is not None and run.valid_iterator is not None
-            run.train_iterator, run.valid_iterator = _drawing(run.train_iterator), _drawing(run.valid_iterator)
+            (valid,) = run.valid_sets
+            assert run.train_iterator is not None and valid.iterator is not None
+            run.train_iterator = _drawing(run.train_iterator)
+            run.valid_sets = [replace(valid, iterator=_drawing(valid.iterator))]
             return act(run)
 
     def forward_step(self, iterator: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Any]:

@@ -185,7 +185,7 @@ def state_of(run: TrainingRun) -> dict[str, str]:
     boxes = [*run.optimizer.sharded_state(pieces), *rng_sharded_state(run.groups)]
     tensors |= {f"{box.key} {box.global_offset}": box.data for box in boxes}
     groups = [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups]
-    others = [run.optimizer.state_dict(), run.scheduler.state_dict(), groups, run.state.state_dict()]
+    others = [run.optimizer.common_state(), run.scheduler.state_dict(), groups, run.state.state_dict()]
     return {**{name: digest_of(tensor) for name, tensor in tensors.items()}, "others": repr(others)}
 
 

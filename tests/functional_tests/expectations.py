@@ -66,6 +66,7 @@ def _failure(runner: Runner, wanted: dict[str, Any]) -> None:
 # Flags that the saving run of _refused_load and _loads drops, and flags that it adds.
 _LOADING = {
     "load",
+    "pretrained-checkpoint",
     "use-checkpoint-args",
     "ckpt-step",
     "finetune",

@@ -17,7 +17,8 @@ from megatron.core.datasets.indexed_dataset import DataError
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, split_documents
 from megatron.core.group_collectives import all_ranks_agree
 
-Datasets = list[GPTDataset | BlendedDataset | None]
+# Training, validation and test data; validation data is a list with multiple_validation_sets.
+Datasets = list[GPTDataset | BlendedDataset | list[GPTDataset] | None]
 
 
 class BlendedMegatronDatasetBuilder:
@@ -49,6 +50,8 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> Datasets:
         """Builds [train, valid, test]; None for size or weight 0, or if not built on this rank. Collective.
 
+        With multiple_validation_sets, the validation data of a blend is a list with a dataset of the full size for each
+        prefix. With full_validation its size is one epoch.
         Raises on every rank if any rank fails: ValueError or OSError there, RemoteRankError on the others.
         """
         datasets: Datasets = [None] * len(Split)
@@ -80,9 +83,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _require_same_loss_masks(self, datasets: Datasets) -> None:
         """Raises DataError on every rank if loss masks are missing on some, which would otherwise go unnoticed."""
-        parts = [
-            part for whole in datasets for part in (whole.datasets if isinstance(whole, BlendedDataset) else [whole])
-        ]
+        parts = [part for whole in datasets for part in _parts(whole)]
         mine = [part.has_loss_mask for part in parts if isinstance(part, GPTDataset)]
         found: list[list[bool]] = [mine]
         if dist.is_initialized():
@@ -147,11 +148,15 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_split(
         self, split: Split, sources: list["_Source"], *, size: int | None, weights: list[float] | None
-    ) -> GPTDataset | BlendedDataset | None:
+    ) -> GPTDataset | BlendedDataset | list[GPTDataset] | None:
         if size == 0 or any(source.documents is None for source in sources):
             return None
+        if split is Split.valid and self.config.full_validation:
+            size = None
         if len(sources) == 1:
             return self._build_one(split, sources[0], num_samples=size)
+        if split is Split.valid and self.config.multiple_validation_sets:
+            return [self._build_one(split, source, num_samples=size) for source in sources]
         weights = weights or [source.num_tokens() for source in sources]
         if size is None:
             whole = [self._build_one(split, source, num_samples=None) for source in sources]
@@ -178,6 +183,12 @@ class BlendedMegatronDatasetBuilder:
         assert source.documents is not None
         documents = np.arange(source.documents.start, source.documents.stop, dtype=np.int32)
         return self.cls(source.corpus, source.prefix, documents, num_samples, split, self.config)
+
+
+def _parts(whole: GPTDataset | BlendedDataset | list[GPTDataset] | None) -> Sequence[Any]:
+    if isinstance(whole, BlendedDataset):
+        return whole.datasets
+    return whole if isinstance(whole, list) else [whole]
 
 
 def _sets_to_read(blend: Blend | None) -> tuple[Sequence[str | None], list[float] | None]:

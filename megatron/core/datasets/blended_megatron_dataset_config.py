@@ -36,6 +36,12 @@ class BlendedMegatronDatasetConfig:
     blend_per_split: list[Blend | None] | None = config_field(
         None, help="Blends of train, valid and test, None for no data; instead of blend and split."
     )
+    multiple_validation_sets: bool | None = config_field(
+        None, help="Keep the validation data of a blend apart: a list of datasets instead of one."
+    )
+    full_validation: bool | None = config_field(
+        None, help="Validation data is one epoch of its documents, whatever number of samples is asked for."
+    )
     split: str | None = config_field(None, help=f"Shares of train, valid and test documents; {DEFAULT_SPLIT} if None.")
     path_to_cache: str | None = config_field(
         None, help="Folder of cached indices; None means a folder next to the data."

@@ -134,7 +134,7 @@ def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTenso
         stepped, with_state = _optimizer_tensors(run, run.optimizer, has_frozen=bool(frozen))
         tensors += stepped
         frozen -= with_state
-        values["optimizer"] = run.optimizer.state_dict()
+        values["optimizer"] = run.optimizer.common_state()
         values["scheduler"] = None if run.scheduler is None else run.scheduler.state_dict()
     if not config.no_save_rng:
         tensors += rng_sharded_state(run.groups)

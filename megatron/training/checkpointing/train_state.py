@@ -54,10 +54,16 @@ class TrainState:
         vars(self).update(restored)
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
 def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+    if not is_count(value):
         raise ValueError(f"train_state.{name} is {value!r:.80}: must be an integer, 0 or more")
-    return value
+    found: int = value
+    return found
 
 
 def _list_of_numbers(name: str, value: Any) -> list[float]:

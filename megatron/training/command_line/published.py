@@ -81,11 +81,14 @@ def get_tensorboard_writer() -> Any:
 
 
 def get_wandb_writer() -> Any:
-    """Returns the run of Weights & Biases on the rank that writes it, or None if there is none."""
+    """Returns the module `wandb` during a run that logs to Weights & Biases, on the rank that does; else None.
+
+    Its `log` adds points to the run. Megatron-LM's has it on the last rank, here it is on the first.
+    """
     get_args()
     return _HOLDER.wandb
 
 
-def publish_wandb(run: Any) -> None:
-    """Publishes the run of Weights & Biases; None when it has ended."""
-    _HOLDER.wandb = run
+def publish_wandb(writer: Any) -> None:
+    """Publishes the module `wandb` when it has a run; None when the run has ended."""
+    _HOLDER.wandb = writer

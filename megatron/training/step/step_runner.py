@@ -13,6 +13,7 @@ schedules, counters, checkpoints) is therefore updated only after this decision.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from megatron.core.datasets.indexed_dataset import DataError
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -262,6 +264,14 @@ class StepRunner:
         start.restore()
         return run()
 
+    def skip(self, iterator: Iterator[Any] | None, *, num_microbatches: int) -> None:
+        """Reads and drops the batches of a step on the ranks that read any."""
+        reading = next((one for one in self._chunk_iterators(iterator) if one is not None), None)
+        if reading is not None:
+            with _error_if_data_ends(num_microbatches):
+                for _ in range(num_microbatches):
+                    next(reading)
+
     def discard_gradients(self) -> None:
         """Drops the gradients of a discarded step, including reductions in flight. Collective."""
         wrapped = (chunk for chunk in self.model if isinstance(chunk, _BaseDataParallel))
@@ -284,7 +294,7 @@ class StepRunner:
             # Drops records of passes that were discarded, or that an error ended.
             if isinstance(inner, RecordsAuxLosses):
                 inner.aux_losses.forget_step()
-        with self.timers("forward-backward", log_level=1):
+        with self.timers("forward-backward", log_level=1), _error_if_data_ends(num_microbatches):
             return (self.graph or get_forward_backward_func())(
                 forward_step_func=self.forward_step,
                 data_iterator=self._chunk_iterators(iterator),
@@ -314,6 +324,18 @@ class StepRunner:
         # All copies have read the same batches when the step ends, so `tee` buffers at most those of one step.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
         return [copies.get(chunk) for chunk in range(num_chunks)]
+
+
+@contextmanager
+def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
+    """Turns the end of a script's iterator into an error for its user. Datasets never end."""
+    try:
+        yield
+    except StopIteration as error:
+        raise DataError(
+            f"the data ended within a step of {num_microbatches} micro-batches: the iterators of the dataset provider "
+            "must provide all that --train-iters and --eval-iters read"
+        ) from error
 
 
 class _StepStart:

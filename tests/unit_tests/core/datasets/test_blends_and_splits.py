@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -306,3 +307,42 @@ def generic_on_ranks() -> list[object]:
 
 def test_any_dataset_is_built_on_the_chosen_ranks() -> None:
     assert run_on_ranks(generic_on_ranks, 2) == [[None, None], [["a", "b"], ["a", "b"]]]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_validation_sets_of_a_blend_are_built_as_each_would_be_alone(
+    tmp_path: Path, separate: bool, is_full: bool
+) -> None:
+    prefixes = [str(tmp_path / name) for name in "abc"]
+    for seed, prefix in enumerate(prefixes):
+        write_corpus(Path(prefix), num_documents=80 + 20 * seed, seed=seed)
+
+    def config(names, **changes):
+        weights = [0.6, 0.4, 0.0][: len(names)] if len(names) > 1 else None
+        blend = (names, weights)
+        data = {"blend": None, "split": None, "blend_per_split": [blend, blend, None]} if separate else {"blend": blend}
+        return dataset_config(None, **{"split": "6,4,0", **data, **changes})
+
+    changes = {"full_validation": True} if is_full else {}
+    train, valid, test = build(config(prefixes, multiple_validation_sets=True, **changes), sizes=(50, 400, 0))
+    plain = build(config(prefixes), sizes=(50, 400, 0))
+    assert isinstance(train, BlendedDataset) and test is None
+    assert all(torch.equal(train[i]["tokens"], plain[0][i]["tokens"]) for i in range(50))
+    # The third has weight 0.
+    assert isinstance(valid, list) and len(valid) == 2
+    for own, prefix in zip(valid, prefixes):
+        alone = build(config([prefix]), sizes=(50, None if is_full else 400, 0))[1]
+        assert len(own) == len(alone) and (len(own) < 400) == is_full
+        assert all(torch.equal(own[i]["tokens"], alone[i]["tokens"]) for i in range(len(own)))
+
+
+def test_full_validation_of_a_blend_is_the_epochs_of_all(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for seed, prefix in enumerate(prefixes):
+        write_corpus(Path(prefix), num_documents=80, seed=seed)
+    valid = build(dataset_config(None, blend=(prefixes, [0.9, 0.1]), full_validation=True), sizes=(50, 3, 0))[1]
+    each = [build(dataset_config(Path(prefix)), sizes=(50, None, 0))[1] for prefix in prefixes]
+    assert len(valid) == sum(map(len, each))
+    samples = sorted(valid[i]["tokens"].tolist() for i in range(len(valid)))
+    assert samples == sorted(one[i]["tokens"].tolist() for one in each for i in range(len(one)))
