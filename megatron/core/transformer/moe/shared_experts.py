@@ -5,6 +5,8 @@ calls the shared expert between `send` and `finish_dispatch` of the dispatcher, 
 overlapped exchanges] in dispatch_alltoall.py.
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,14 +57,16 @@ class SharedExpertMLP(MLP):
         assert self.config.init_method is not None
         return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the gate.
 
         Returns [*, H], same dtype, and the bias that is still to be added: [H], with a gate [*, H], or None.
         """
         if self.gate_weight is None:
-            return super().forward(hidden_states, per_token_scale)
+            return super().forward(hidden_states, per_token_scale, **kwargs)
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
         # The gate scales activations, which under sequence parallelism have all positions and this rank's columns.
         gate = gather_from_sequence_parallel_region(gate, group=self.sequence_group)
-        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)
+        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale, **kwargs)
