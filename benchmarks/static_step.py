@@ -110,7 +110,7 @@ def build_logged(*flags: str) -> Callable[[], None]:
 def build_layer(*flags: str) -> Callable[[], None]:
     """Forward and backward of one layer in one process; flags: beside train_step.py's."""
     config = core_transformer_config_from_args(start_processes(argv=[*FLAGS.split(), *flags]))
-    layer = build_module(get_mlp_module_spec(config.num_moe_experts, config.moe_grouped_gemm), config=config)
+    layer = build_module(get_mlp_module_spec(False, config.num_moe_experts, config.moe_grouped_gemm), config=config)
     generator = torch.Generator().manual_seed(1)
     shape = SEQUENCE, MICRO_BATCH, config.hidden_size
     x, upstream = (torch.randn(shape, generator=generator) for _ in range(2))

@@ -327,6 +327,23 @@ def model_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -
     return tensors + buffer_sharded_tensors(model, allow_cast=allow_cast)
 
 
+def module_sharded_state(
+    module: torch.nn.Module, *, prefix: str = ""
+) -> dict[str, ShardedTensor | list[ShardedTensor]]:
+    """Builds the boxes of a part of a model by name: views, any shape and dtype; a list where a parameter has several.
+
+    prefix: the module's full name with a trailing dot, prepended to the names and to the keys in the checkpoint.
+    """
+    pieces = model_logical_pieces(module)
+    state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
+    for name, parameter in module.named_parameters():
+        boxes = sharded_tensors(pieces[canonical_name(name)], parameter.detach(), prefix=prefix)
+        state[prefix + canonical_name(name)] = boxes[0] if len(boxes) == 1 else boxes
+    for box in buffer_sharded_tensors(module):
+        state[prefix + box.key] = dataclasses.replace(box, key=prefix + box.key)
+    return state
+
+
 def buffer_sharded_tensors(model: torch.nn.Module, *, allow_cast: bool = False) -> list[ShardedTensor]:
     """Builds one whole box for each persistent buffer of `model`: any shape and dtype, in named order."""
     tensors = []
