@@ -61,14 +61,24 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
             layer_spec = layer_spec(config)
     elif args.num_experts:
         use_te = args.transformer_impl == "transformer_engine"
-        layer_spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te)
+        layer_spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=use_te,
+            normalization=args.normalization,
+            qk_l2_norm=args.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
     else:
         layer_spec = get_gpt_layer_local_spec(
-            args.num_experts, args.moe_grouped_gemm, args.qk_layernorm, args.multi_latent_attention
+            args.num_experts,
+            args.moe_grouped_gemm,
+            args.qk_layernorm,
+            args.multi_latent_attention,
+            normalization=args.normalization,
         )
     mtp_block_spec = None
     if args.mtp_num_layers is not None:
-        mtp_block_spec = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False)
+        mtp_block_spec = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,
