@@ -40,7 +40,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of several shapes", ("--heterogeneous-layers-config-path",)),
-    ("a layer specification of Megatron-LM's own", ("--spec",)),
     ("several or full validation sets", ("--full-validation", "--multiple-validation-sets")),
     ("weights from another kind of checkpoint", ("--pretrained-checkpoint", "--ckpt-convert-format")),
     ("batches in cyclic order, or skipped", ("--dataloader-type", "--iterations-to-skip")),
