@@ -90,7 +90,7 @@ def write_corpus(prefix: Path, *, num_tokens: int, with_masks: bool) -> str:
 
 def _write(prefix: str, values: np.ndarray, *, lengths: np.ndarray) -> None:
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype=values.dtype.type) as builder:
-        builder.add_documents(values, lengths.tolist())
+        builder.add_concatenated(values, lengths.tolist())
         builder.finalize(f"{prefix}.idx")
 
 

@@ -31,12 +31,12 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
-        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|timers|utils)",
+        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
-    Layer(2, "config", r"megatron\.core\.(parallel_state|group_collectives|transformer\.pipeline_split)"),
+    Layer(2, "config", r"megatron\.core\.(parallel_state|group_collectives|utils|transformer\.pipeline_split)"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
     Layer(4, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),

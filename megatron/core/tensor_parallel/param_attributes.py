@@ -15,7 +15,9 @@ from torch.distributed import ProcessGroup
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank
 
-# Attributes that a wrapper sets. They are neither stored nor copied with a parameter, since the copy is not wrapped.
+# Attributes that an optimizer or a wrapper sets. They are neither stored nor copied with a parameter, since the copy is
+# not wrapped.
+_OF_OPTIMIZERS = frozenset({"main_param", "main_param_sharded"})
 _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
 
 
@@ -129,8 +131,17 @@ def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
 def clear_main_grad(param: nn.Parameter) -> None:
     """Removes main_grad of a parameter, any shape and dtype, with the attributes that kernels set."""
     # set_grad_owner removes grad_owner.
-    for name in _OF_WRAPPERS - {"grad_owner"}:
+    for name in (_OF_WRAPPERS | _OF_OPTIMIZERS) - {"grad_owner"}:
         vars(param).pop(name, None)
+
+
+def set_main_param(param: nn.Parameter, main: Tensor | None, *, is_sharded: bool) -> None:
+    """Sets the fp32 numbers that an optimizer steps for a 16-bit parameter, any shape; None if this rank has none.
+
+    main: [*parameter shape]; if is_sharded [n], the part that this rank owns.
+    """
+    vars(param).update(main_param=main, main_param_sharded=is_sharded)
+    _store_marks_alone(param)
 
 
 def has_main_grad(param: nn.Parameter) -> bool:
@@ -183,7 +194,7 @@ def _store_marks_alone(param: nn.Parameter) -> None:
 
 
 def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS}
+    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS | _OF_OPTIMIZERS}
 
 
 @dataclass(frozen=True)

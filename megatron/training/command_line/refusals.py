@@ -124,7 +124,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ),
     (r"--use-gigatoken", "use --tokenizer-type HuggingFaceTokenizer with a tokenizer.json"),
     (r"--no-pad-vocab-size", "use --make-vocab-size-divisible-by 1"),
-    (r"--validation-set-names", "there is one validation set, named validation: remove it"),
     (r"--(no-)?pin-cpu-", _OFFLOAD_PINNED),
     (r"--cpu-offloading-retain", _OFFLOAD_PINNED),
     # Single flags.
@@ -147,7 +146,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
         "gate rows precede up rows: convert the checkpoint, remove this",
     ),
-    (r"--moe-enable-routing-replay", "recomputation routes as the forward pass did: remove it"),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
     (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
     (r"--moe-apply-probs-on-input", "probabilities weigh the experts' outputs: remove it"),
@@ -200,19 +198,11 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
     (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
-    (r"--lr-warmup-init$", "the learning rate starts from 0: set only --lr-warmup-iters"),
-    (r"--dataloader-type$", "samples are read in the order of --dataloader-type single: remove it"),
-    (r"--iterations-to-skip$", "no iterations are skipped: remove their samples from the data of --data-path"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
-    (r"--full-validation$|--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
-    (r"--multiple-validation-sets$", "there is one validation set: give it by --valid-data-path, or --split"),
+    (r"--eval-(global|micro)-batch-size$", "each validation reads --eval-iters batches as training"),
     (r"--start-eval-at-iter$", "validation runs at every --eval-interval iterations: remove it"),
     (r"--test-mode$", "use --skip-train to only evaluate"),
-    (
-        r"--pretrained-checkpoint$",
-        "give it to --load with --finetune at the first start, and the folder of --save to --load at later ones",
-    ),
     (
         r"--load-main-params-from-ckpt$",
         "master weights are loaded with the optimizer's state, or else copied from the weights: remove it",
@@ -226,13 +216,9 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--error-injection-rate$", "errors are not injected here: remove it"),
 )
 
-# Non-default values that request the existing behaviour.
-AGREED_VALUES = {"--dataloader-type": ("single",)}
-
 # Accepted flags whose purpose another flag serves here.
 NO_EFFECT_HINTS = {
     "--use-flash-attn": "use --attention-backend",
-    "--wandb-project": "use --tensorboard-dir",
 }
 
 
@@ -284,10 +270,6 @@ _FLAGS_BY_REASON = {
         "--log-max-attention-logit",
         "--logging-level",
         "--nvtx-ranges",
-        "--wandb-entity",
-        "--wandb-exp-name",
-        "--wandb-project",
-        "--wandb-save-dir",
     ),
     _SAVING: (
         "--async-ckpt-use-cpu-shm",
