@@ -40,7 +40,6 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of several shapes", ("--heterogeneous-layers-config-path",)),
-    ("a layer specification of Megatron-LM's own", ("--spec",)),
     ("weights from another kind of checkpoint", ("--ckpt-convert-format",)),
     ("Megatron-FSDP", ("--use-megatron-fsdp",)),
     ("reinforcement learning", ("--perform-rl-step",)),

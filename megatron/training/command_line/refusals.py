@@ -212,7 +212,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
     (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: give simple"),
     (r"--muon-scalar-optimizer$", "parameters that Muon does not update use AdamW: remove it"),
-    (r"--spec$", "the layers follow from the model's flags: remove it, or give model_provider to pretrain()"),
     (r"--yaml-cfg$", "use --config, which takes a file of flags"),
     (r"--error-injection-rate$", "errors are not injected here: remove it"),
 )

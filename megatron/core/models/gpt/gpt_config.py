@@ -52,6 +52,12 @@ class GPTModelConfig:
     rope_scaling_factor: float = config_field(
         8.0, help="By how much --use-rope-scaling stretches the lowest frequencies.", at_least=1
     )
+    spec: list[str] | None = config_field(
+        None,
+        nargs="+",
+        help="Layers of a script: a Python module, and the name in it of a layer's or block's spec, or of a function "
+        "that returns one for a TransformerConfig.",
+    )
     make_vocab_size_divisible_by: int = config_field(
         128, help="The vocabulary is padded with unused rows to a multiple of this.", at_least=1
     )
@@ -69,6 +75,8 @@ class GPTModelConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        if self.spec is not None and len(self.spec) != 2:
+            raise ValueError(f"GPTModelConfig.spec is {self.spec}: must be a Python module and a name in it")
         chosen = [name for name in ("swiglu", "quick_geglu", "squared_relu") if vars(self)[name]]
         if len(chosen) > 1:
             raise ValueError(

@@ -399,10 +399,12 @@ class GPTModel(GraphableMegatronModule):
             more_names=[MTP_LOSS.format(depth) for depth in range(1, mtp_layers + 1)],
         )
         layers = self.decoder.layers
-        plan = plan_recompute(self.config, [isinstance(layer.mlp, MoELayer) for layer in layers])
-        for number, (layer, again) in enumerate(zip(layers, plan), start=layers.offset + 1):
-            if isinstance(layer.mlp, MoELayer):
-                layer.mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
+        # A layer of a user may have no such part.
+        parts = [dict(layer.named_children()).get("mlp") for layer in layers]
+        plan = plan_recompute(self.config, [isinstance(mlp, MoELayer) for mlp in parts])
+        for number, (mlp, again) in enumerate(zip(parts, plan), start=layers.offset + 1):
+            if isinstance(mlp, MoELayer):
+                mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
         for layer, again in () if self.mtp is None else self.mtp.planned_layers():
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.router.report_to(

@@ -1,12 +1,18 @@
 """Attention cores and layers as users of Megatron-LM write them, who know none of our names."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class ForeignCore(nn.Module):
@@ -118,3 +124,23 @@ class ForeignActivation(nn.Module):
         """x: [*, 2F], any float dtype -> [*, F], same dtype."""
         gate, up = x.chunk(2, dim=-1)
         return nn.functional.silu(gate) * up
+
+
+def spec_with(**parts: Any) -> ModuleSpec:
+    """A dense layer's spec with other parts; `core` is inside its attention."""
+    submodules = get_gpt_layer_local_submodules()
+    if "core" in parts:
+        attention = submodules.self_attention
+        inner = replace(attention.submodules, core_attention=parts.pop("core"))
+        submodules = replace(submodules, self_attention=replace(attention, submodules=inner))
+    return ModuleSpec(TransformerLayer, submodules=replace(submodules, **parts))
+
+
+# For --spec.
+FOREIGN_CORE = spec_with(core=ForeignCore)
+
+
+def foreign_layers(config: Any) -> TransformerBlockSubmodules:
+    """Layers whose attention and feed-forward parts are foreign."""
+    spec = spec_with(self_attention=ForeignAttention, mlp=ForeignMLP)
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)

@@ -36,17 +36,8 @@ from tests.unit_tests.core.transformer.foreign_modules import (
     ForeignAttention,
     ForeignCore,
     ForeignMLP,
+    spec_with,
 )
-
-
-def spec_with(**parts: Any) -> ModuleSpec:
-    """A dense layer's spec with other parts; `core` is inside its attention."""
-    submodules = get_gpt_layer_local_submodules()
-    if "core" in parts:
-        attention = submodules.self_attention
-        inner = replace(attention.submodules, core_attention=parts.pop("core"))
-        submodules = replace(submodules, self_attention=replace(attention, submodules=inner))
-    return ModuleSpec(TransformerLayer, submodules=replace(submodules, **parts))
 
 
 def model_of(spec: Any, config: Any) -> GPTModel:
