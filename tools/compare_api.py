@@ -250,7 +250,10 @@ def _field_differences(name: PublicName, owner: object) -> list[str] | None:
 
 def _our_parameters(value: object, has_self: bool) -> list[inspect.Parameter]:
     found = list(inspect.signature(value).parameters.values())  # type: ignore[arg-type]
-    return found[1:] if has_self else found
+    if has_self:
+        found = found[1:]
+    # megatron_api.txt leaves out every first parameter named cls, also where it is an argument of the call.
+    return found[1:] if found and found[0].name == "cls" else found
 
 
 def _parameter_differences(theirs: Sequence[Parameter], ours: Sequence[inspect.Parameter]) -> list[str]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.profiler import record_function
 from torch.torch_version import TorchVersion
 
 from megatron.core.parallel_state import get_expert_tensor_parallel_group, get_tensor_model_parallel_group
@@ -176,3 +177,29 @@ def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True,
 def get_model_config(model: nn.Module) -> Any:
     """Returns the `config` of a wrapped model."""
     return unwrap_model(model).config
+
+
+class StragglerDetector:
+    """Marks the parts of a forward step in traces of torch's profiler, where Megatron-LM's scripts time them.
+
+    `with stimer(bdata=True):` around reading a batch, `with stimer:` around the model. --log-straggler measures the
+    ranks' times without these marks, so they need not be in a script.
+    """
+
+    def __init__(self) -> None:
+        self._next = "forward"
+        self._open: list[record_function] = []
+
+    def __call__(self, bdata: bool = False) -> "StragglerDetector":
+        """Names the range that is entered next; bdata: it reads a batch."""
+        self._next = "batch" if bdata else "forward"
+        return self
+
+    def __enter__(self) -> "StragglerDetector":
+        self._open.append(record_function(self._next))
+        self._open[-1].__enter__()
+        self._next = "forward"
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)

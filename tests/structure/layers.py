@@ -31,30 +31,30 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
-        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|timers)",
+        r"|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),
     Layer(2, "config", r"megatron\.core\.(parallel_state|group_collectives|utils|transformer\.pipeline_split)"),
-    Layer(3, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
-    Layer(3, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
-    Layer(3, "datasets", r"megatron\.core\.datasets(\..+)?"),
-    Layer(3, "tokenizers", r"megatron\.core\.tokenizers(\..+)?"),
-    Layer(3, "fusions", r"megatron\.core\.fusions(\..+)?"),
-    Layer(4, "transformer", r"megatron\.core\.transformer\.moe(\..+)?", step=1),
-    Layer(4, "transformer", r"megatron\.core\.transformer(\..+)?"),
-    Layer(4, "extensions", r"megatron\.core\.extensions(\..+)?"),
-    Layer(4, "distributed", r"megatron\.core\.distributed(\..+)?"),
-    Layer(4, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
-    Layer(5, "models", r"megatron\.core\.models(\..+)?"),
-    Layer(5, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
-    Layer(6, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
-    Layer(6, "training", r"megatron\.training(\..+)?"),
-    Layer(6, "pages", r"megatron\.pages(\..+)?"),
-    Layer(7, "planner", r"megatron\.planner(\..+)?"),
-    Layer(8, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),
+    Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),
+    Layer(4, "tensor_parallel", r"megatron\.core\.tensor_parallel(\..+)?"),
+    Layer(4, "datasets", r"megatron\.core\.datasets(\..+)?"),
+    Layer(4, "tokenizers", r"megatron\.core\.tokenizers(\..+)?"),
+    Layer(4, "fusions", r"megatron\.core\.fusions(\..+)?"),
+    Layer(5, "transformer", r"megatron\.core\.transformer\.moe(\..+)?", step=1),
+    Layer(5, "transformer", r"megatron\.core\.transformer(\..+)?"),
+    Layer(5, "extensions", r"megatron\.core\.extensions(\..+)?"),
+    Layer(5, "distributed", r"megatron\.core\.distributed(\..+)?"),
+    Layer(5, "pipeline_parallel", r"megatron\.core\.pipeline_parallel(\..+)?"),
+    Layer(6, "models", r"megatron\.core\.models(\..+)?"),
+    Layer(6, "optimizer", r"megatron\.core\.optimizer(_param_scheduler|\..+)?", never=("transformer",)),
+    Layer(7, "core", r"megatron(\.core)?"),  # re-exports for users; nothing inside imports from it
+    Layer(7, "training", r"megatron\.training(\..+)?"),
+    Layer(7, "pages", r"megatron\.pages(\..+)?"),
+    Layer(8, "planner", r"megatron\.planner(\..+)?"),
+    Layer(9, "programs", r"(pretrain_gpt|tools|benchmarks|examples)(\..+)?"),
 )
 
 

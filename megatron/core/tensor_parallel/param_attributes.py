@@ -112,6 +112,16 @@ def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
     vars(param).update(shared=is_copy, shared_embedding=True)
 
 
+def mark_kept_in_fp32(tensor: Tensor) -> None:
+    """Marks a parameter or buffer, any shape and dtype, that keeps its dtype in a model of half precision."""
+    vars(tensor).update(keep_in_fp32=True)
+
+
+def is_kept_in_fp32(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer, any shape and dtype, is marked by mark_kept_in_fp32."""
+    return bool(vars(tensor).get("keep_in_fp32", False))
+
+
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Sets the tensor that accumulates a parameter's gradients; grad: [*parameter shape], floating point."""
     vars(param).update(main_grad=grad)

@@ -63,7 +63,7 @@ class BuildWhole(Protocol):
     def __call__(self, args: argparse.Namespace, *, padded_vocab_size: int) -> torch.nn.Module: ...
 
 
-def load_checkpoint(
+def load_run(
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
     opt_param_scheduler: CheckpointedScheduler | None,
@@ -252,7 +252,7 @@ class _Source:
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
         available, fill_rest = self.plan.substitute(tensors, self.checkpoint)
-        dist_checkpointing.load(available, self.checkpoint, replicas=self.replicas)
+        dist_checkpointing.load_items(available, self.checkpoint, replicas=self.replicas)
         fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:

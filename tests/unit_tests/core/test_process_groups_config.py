@@ -41,7 +41,7 @@ def build_layer(kind: type[nn.Module], config: TransformerConfig, groups: Proces
 
 BUILDERS: list[Callable[..., nn.Module]] = [
     lambda config, groups: TransformerBlock(config, get_gpt_decoder_block_spec(config), False, True, True, groups),
-    lambda config, groups: MoELayer(config, get_mlp_module_spec(4, True).submodules, 3, pg_collection=groups),
+    lambda config, groups: MoELayer(config, get_mlp_module_spec(False, 4, True).submodules, 3, pg_collection=groups),
     partial(build_layer, tp.ColumnParallelLinear),
     partial(build_layer, tp.RowParallelLinear),
     partial(build_layer, tp.VocabParallelEmbedding),

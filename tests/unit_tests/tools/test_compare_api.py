@@ -26,6 +26,7 @@ class Thing(Base)
     size (property)
     grow(by=2 ** 4)
     shrink()
+    build(number)
 class Options() dataclass
     width: int = 0
     scale: Optional[float] = 1.5
@@ -51,6 +52,10 @@ class Thing:
     def grow(self, by: int = 16) -> None:
         """Adds to the size."""
         self._size += by
+
+    @staticmethod
+    def build(cls: type, number: int) -> None:
+        """Takes a class, which the list leaves out like that of a class method."""
 
 
 @dataclass(kw_only=True)
@@ -99,6 +104,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Verdict, str]]:
         ("Thing.size", Verdict.SAME, ""),
         ("Thing.grow", Verdict.SAME, ""),
         ("Thing.shrink", Verdict.MISSING, "not here"),
+        ("Thing.build", Verdict.SAME, ""),
         ("Options.width", Verdict.SAME, ""),
         ("Options.scale", Verdict.THIN, "scale=2.5 instead of 1.5"),
         ("Options.names", Verdict.SAME, ""),

@@ -91,7 +91,7 @@ def loaded(case: str, folder: Path) -> dict[str, Tensor]:
     model = model_of(case)
     for tensor in model.state_dict().values():
         tensor.zero_()
-    dist_checkpointing.load(model_sharded_tensors(model), folder)
+    dist_checkpointing.load_items(model_sharded_tensors(model), folder)
     return model.state_dict()
 
 
@@ -169,7 +169,7 @@ def test_without_arguments_the_flags_of_the_model_come_from_a_file(tmp_path: Pat
     stored = dist_checkpointing.list_tensors(folder)
     assert {dtype for _, dtype in stored.values()} == {torch.bfloat16}
     target = model_of(GATED).bfloat16()
-    dist_checkpointing.load(model_sharded_tensors(target), folder)
+    dist_checkpointing.load_items(model_sharded_tensors(target), folder)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in target.state_dict().items())
 
 
