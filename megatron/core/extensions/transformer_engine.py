@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.device import default_device
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups, group_or_existing
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
@@ -131,14 +131,15 @@ def _linear(engine: Any) -> type:
                 parallel_mode=parallel_mode,
                 device=empty_values(0, config=config).device,
             )
-            self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
+            self.input_size, self.output_size = input_size, output_size
+            self.init_method = init_of_matrix(init_method, output_size, input_size)
             self.tp_group, self.skip_bias_add, self.stride = group, skip_bias_add, 1
             if not bias:
                 # There, a tensor without elements.
                 self.bias = None
             self._mark(parallel_mode, is_partial=is_partial)
             drawn_apart = group if parallel_mode is not None else None
-            initialize_weight(self.weight, init_method, config=config, tp_group=drawn_apart)
+            initialize_weight(self.weight, self.init_method, config=config, tp_group=drawn_apart)
 
         def _mark(self, parallel_mode: str | None, *, is_partial: bool) -> None:
             dim = {"column": 0, "row": 1, None: -1}[parallel_mode]
@@ -218,14 +219,15 @@ def _norm(engine: Any) -> type:
                 hidden_size,
                 eps=eps,
                 params_dtype=config.params_dtype,
-                zero_centered_gamma=False,
+                zero_centered_gamma=config.layernorm_zero_centered_gamma,
                 device=empty_values(0, config=config).device,
             )
             for param in norm.parameters():
                 set_tensor_model_parallel_attributes(param, False, -1, 1)
                 # A rank of a split sequence sees its own tokens alone.
                 mark_partial_gradient(param, partial=config.sequence_parallel)
-            first = {"weight": ConstantInit(1)} if is_rms else {"weight": ConstantInit(1), "bias": ConstantInit(0)}
+            scale = ConstantInit(0 if config.layernorm_zero_centered_gamma else 1)
+            first = {"weight": scale} if is_rms else {"weight": scale, "bias": ConstantInit(0)}
             norm.init_methods = lambda: first
             return norm
 

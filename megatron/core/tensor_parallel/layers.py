@@ -15,7 +15,7 @@ from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.logical_tensors import LogicalPiece, identity_piece
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
@@ -108,6 +108,7 @@ class ColumnParallelLinear(CopiedWithGroups):
         embedding_activation_buffer, grad_output_buffer, output_dtype: must be None.
         """
         super().__init__()
+        init_method = init_of_matrix(init_method, output_size, input_size)
         require_defaults(
             "ColumnParallelLinear",
             "weight gradients are computed at once, and a product has the dtype of its factors",
@@ -195,6 +196,7 @@ class ReplicatedLinear(CopiedWithGroups):
         layer and this one has no use for: gather_output, skip_bias_add, is_expert, tp_comm_buffer_name.
         """
         super().__init__()
+        init_method = init_of_matrix(init_method, output_size, input_size)
         if bias:
             raise ValueError("bias is True: a ReplicatedLinear has none, must be False")
         self.input_size, self.output_size, self.init_method = input_size, output_size, init_method
@@ -245,6 +247,7 @@ class RowParallelLinear(CopiedWithGroups):
         columns in the place of rows.
         """
         super().__init__()
+        init_method = init_of_matrix(init_method, output_size, input_size)
         tp_group = _group_of_layer(tp_group, pg_collection, is_expert=is_expert)
         self.stride, self.master_weight = stride, None
         self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
@@ -322,6 +325,7 @@ class VocabParallelEmbedding(CopiedWithGroups):
         before those of pg_collection.
         """
         super().__init__()
+        init_method = init_of_matrix(init_method, num_embeddings, embedding_dim)
         tp_group = _group_of_layer(tp_group, pg_collection)
         self.num_embeddings, self.embedding_dim, self.init_method = num_embeddings, embedding_dim, init_method
         self.tp_group, self.reduce_scatter_embeddings = tp_group, reduce_scatter_embeddings

@@ -39,7 +39,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 _KINDS = {EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ, "fp32_param": MASTERS, "param": MASTERS}
 # With these flags the same weights are a model that does not exist here.
 _OTHER_MODELS = (
-    "layernorm_zero_centered_gamma",
+    # The old name of layernorm_zero_centered_gamma, under which a load would not miss the flag.
     "apply_layernorm_1p",
     "qk_l2_norm",
     "apply_residual_connection_post_layernorm",

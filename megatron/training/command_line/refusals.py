@@ -187,7 +187,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
     (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
-    (r"--apply-layernorm-1p$", f"norm weights start at 1 and are stored without an offset: {_OTHER_MODEL}"),
     (
         r"--apply-residual-connection-post-layernorm$",
         f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
@@ -196,7 +195,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
     (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
     (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
-    (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
+from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.gpt_builder import build_gpt
 from tests.unit_tests.tools.harmful import Harmful
 from tests.unit_tests.tools.megatron_core_writer import Boxes, write_megatron_core
@@ -267,7 +268,8 @@ def test_damaged_files_and_other_formats_are_named(
         assert message in refused_with(common, common.read_bytes())
     # Arguments.
     for changes, message in (
-        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma is True: such models are not known"),
+        ({"qk_l2_norm": True}, "qk_l2_norm is True: such models are not known"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True: such models are not known"),
         ({"hidden_size": "64"}, "args.hidden_size is '64'"),
         ({"hidden_size": 64}, "must be [128, 64] by its arguments"),
         ({"vocab_size": None}, "does not say how many tokens the tokenizer has: give --vocab-size"),
@@ -276,6 +278,8 @@ def test_damaged_files_and_other_formats_are_named(
     ):
         write_common(common, None if changes is None else {**args, **changes})
         assert message in refused_with(common, common.read_bytes())
+    write_common(common, {**args, "layernorm_zero_centered_gamma": True})
+    assert megatron_core_values(common.parent)["args"]["layernorm_zero_centered_gamma"] is True
     with pytest.raises(SystemExit):
         convert(folder, tmp_path / "ours", "--ckpt-step", "9")
     assert "iter_0000009 has no metadata.json" in capsys.readouterr().err

@@ -323,7 +323,7 @@ class GPTModel(GraphableMegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         config = self.config
-        assert config.init_method is not None
+        assert config.init_method is not None and config.embedding_init_method is not None
         self.embedding: LanguageModelEmbedding | None = None
         self.output_layer: ColumnParallelLinear | None = None
         self.mtp: MultiTokenPredictionBlock | None = None
@@ -348,7 +348,10 @@ class GPTModel(GraphableMegatronModule):
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                init_method=config.init_method,
+                # A tied layer is a copy of the first stage's table.
+                init_method=(
+                    config.embedding_init_method if self.share_embeddings_and_output_weights else config.init_method
+                ),
                 bias=False,
                 skip_weight_param_allocation=self.share_embeddings_and_output_weights and self.embedding is not None,
                 tp_group=self.tp_group,
