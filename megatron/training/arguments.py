@@ -19,7 +19,7 @@ from megatron.training.command_line.flags import (
     refusal,
 )
 from megatron.training.command_line.model_presets import preset_file, table_of_models, tiny
-from megatron.training.command_line.parser import REFUSED, build_parser, problems_of_leftovers
+from megatron.training.command_line.parser import REFUSED, RunArguments, build_parser, problems_of_leftovers
 from megatron.training.command_line.validation import read_launcher, validate_args
 from megatron.training.command_line.values import text_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file
@@ -51,7 +51,7 @@ def parse_args(
             raise CommandLineError(f"{word.removesuffix('=--')}: '--' is no value")
     # Set as defaults, so that the command line takes precedence.
     parser.set_defaults(**_values_of_files(words, table=table, script_dests=script_dests))
-    args, leftovers = parser.parse_known_args(words)
+    args, leftovers = parser.parse_known_args(words, RunArguments())
     # All problems are collected, so that a launch script needs only one correction.
     problems = [] if ignore_unknown_args else problems_of_leftovers(leftovers, parser, table=table)
     problems += [*mistakes, *vars(args).pop(REFUSED, [])]

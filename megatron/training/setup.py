@@ -19,11 +19,15 @@ from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterator
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
-from megatron.core.enums import ModelType
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.group_collectives import all_ranks_agree
 from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, init_num_microbatches_calculator
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
@@ -48,14 +52,14 @@ from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.command_line.config_builder import config_from_args, with_flag_names
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
+from megatron.training.command_line.published import publish_timers, publish_tokenizer
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_parameters
 from megatron.training.config import CheckpointConfig, FaultConfig, LoggingConfig, TrainingConfig
 from megatron.training.data_parallel import join_schedule, wrap_chunks
-from megatron.training.global_vars import publish_timers, publish_tokenizer
 from megatron.training.meters.memory import persistent_fit
 from megatron.training.meters.meters import build_meters
-from megatron.training.run import EvaluationSet, Recovery, TrainingRun
+from megatron.training.run import EvaluationSet, NonLossData, Recovery, TrainingRun
 from megatron.training.step.exit_conditions import ExitConditions
 from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
 from megatron.training.step.graph import build_step_graph, build_step_update, graph_device
@@ -73,11 +77,12 @@ def setup_run(
     config_overrides: ConfigOverrides | None = None,
     graphs: GraphDevice | None = None,
     exits: ExitConditions | None = None,
+    non_loss_data: NonLossData | None = None,
 ) -> TrainingRun:
     """Builds all parts of a run except the data, and loads the checkpoint, which sets the data position.
 
     graphs: replaces this process's GPU as the device that captures CUDA graphs, if the flags request them. exits: exit
-    conditions that already listen for the signal; None builds them.
+    conditions that already listen for the signal; None builds them. non_loss_data: the script's functions for it.
     """
     training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
     logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
@@ -88,7 +93,7 @@ def setup_run(
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
     publish_timers(timers)
     batches = setup_batches(args)
-    model = get_model(model_provider, ModelType.encoder_or_decoder, args=args)
+    model = build_model(model_provider, args)
     fit = persistent_fit(model, args)
     print_rank_0(f"  {fit}")
     optimizer = scheduler = None
@@ -127,6 +132,7 @@ def setup_run(
         exit_conditions=exits or ExitConditions(training),
         saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
         timers=timers,
+        non_loss_data=non_loss_data or NonLossData(),
         meters=build_meters(
             logging,
             args,
@@ -217,18 +223,17 @@ def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
     )
 
 
-def setup_model_and_optimizer(
+def build_model_and_optimizer(
     model_provider: Callable[..., nn.Module],
-    model_type: ModelType,
-    *,
     args: argparse.Namespace,
+    *,
     config_overrides: ConfigOverrides | None = None,
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
     """Builds model chunks, optimizer and schedule, and sets the callables in the model's configuration.
 
     config_overrides: learning rates and weight decays that differ for some parameters.
     """
-    model = get_model(model_provider, model_type, args=args)
+    model = build_model(model_provider, args)
     return model, *setup_optimizer(model, args, config_overrides=config_overrides)
 
 
@@ -236,10 +241,20 @@ def setup_optimizer(
     model: list[nn.Module], args: argparse.Namespace, *, config_overrides: ConfigOverrides | None
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Builds optimizer and schedule of a model."""
-    optimizer = get_megatron_optimizer(
-        config_from_args(OptimizerConfig, args), model, config_overrides=config_overrides
-    )
-    scheduler = get_optimizer_param_scheduler(
+    config = config_from_args(OptimizerConfig, args)
+    if config_overrides is not None:
+        config_overrides = {**get_standard_config_overrides(config), **config_overrides}
+    optimizer = get_megatron_optimizer(config, model, config_overrides=config_overrides)
+    scheduler = build_scheduler(optimizer, args)
+    join_schedule(model, args)
+    for chunk in unwrap_model(model):
+        chunk.config.grad_scale_func = optimizer.scale_loss
+    return optimizer, scheduler
+
+
+def build_scheduler(optimizer: MegatronOptimizer, args: argparse.Namespace) -> OptimizerParamScheduler:
+    """Builds the schedule of learning rate and weight decay."""
+    return get_optimizer_param_scheduler(
         optimizer,
         config_from_args(OptimizerParamSchedulerConfig, args),
         max_lr=args.lr,
@@ -249,27 +264,23 @@ def setup_optimizer(
         train_samples=args.train_samples,
         batches=batch_sizes(args).running,
     )
-    join_schedule(model, args)
-    for chunk in unwrap_model(model):
-        chunk.config.grad_scale_func = optimizer.scale_loss
-    return optimizer, scheduler
 
 
-def get_model(
-    model_provider: Callable[..., nn.Module], model_type: ModelType, *, args: argparse.Namespace
+def build_model(
+    model_provider: Callable[..., nn.Module], args: argparse.Namespace, *, wrap: bool = True
 ) -> list[nn.Module]:
     """Builds this rank's model chunks on its device, in the precision of the flags, wrapped for data parallelism.
 
     model_provider is called for each chunk with pre_process and post_process, and with vp_stage if a stage has several
-    chunks. model_type: ModelType.encoder_or_decoder, the only supported value. Raises ValueError on every rank if
-    replicas start from different weights, or do not train the same ones.
+    chunks. wrap: False leaves out the wrapper. Raises ValueError on every rank if replicas start from different
+    weights, or do not train the same ones.
     """
     build = partial(_build_on_meta_device if args.init_model_with_meta_device else _build_on_device, model_provider)
     parts = [
         _check_and_wrap_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
     ]
     # All chunks are checked first, because wrapping is collective over the first and the last stage.
-    return wrap_chunks(parts, args)
+    return wrap_chunks(parts, args) if wrap else parts
 
 
 def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> Iterator[tuple[nn.Module, bool]]:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.param_groups import ConfigOverrides
@@ -22,11 +22,12 @@ from megatron.training.callbacks import Callback, EvaluationReport, RunStart, St
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.published import get_tensorboard_writer
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import TrainingConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
-from megatron.training.initialize import initialize_megatron, leave_process_group, read_arguments
+from megatron.training.initialize import leave_process_group, read_arguments, start_processes
 from megatron.training.recovery import (
     NON_FINITE,
     check_weight_hashes,
@@ -35,19 +36,49 @@ from megatron.training.recovery import (
     skip_step,
     watch_loss,
 )
-from megatron.training.run import EvaluationSet, TrainingRun
-from megatron.training.setup import get_model, setup_data, setup_model_and_optimizer, setup_run
+from megatron.training.run import EvaluationSet, NonLossData, TrainingRun
+from megatron.training.scripts import (
+    DatasetsProvider,
+    ModelProvider,
+    get_model,
+    get_optimizer_param_scheduler,
+    script_of_call,
+    setup_model_and_optimizer,
+    train_step,
+    update_train_iters,
+)
+from megatron.training.setup import setup_data, setup_run
 from megatron.training.step.exit_conditions import ExitConditions, ExitReason
 from megatron.training.step.statistics import raise_non_finite_loss, total_reports
 
-__all__ = ["get_model", "num_floating_point_operations", "pretrain", "setup_model_and_optimizer", "train", "train_step"]
+__all__ = [
+    "get_model",
+    "get_optimizer_param_scheduler",
+    "num_floating_point_operations",
+    "pretrain",
+    "run_step",
+    "setup_model_and_optimizer",
+    "train",
+    "train_step",
+    "update_train_iters",
+]
 
 
 def pretrain(
-    train_valid_test_dataset_provider: Callable[[list[int]], Sequence[Any]],
-    model_provider: Callable[..., nn.Module],
-    model_type: ModelType,
-    forward_step_func: Callable[..., Any],
+    cfg_container: argparse.Namespace | DatasetsProvider | None = None,
+    train_valid_test_dataset_provider: DatasetsProvider | ModelProvider | None = None,
+    model_type: ModelType | None = None,
+    forward_step_func: Callable[..., Any] | None = None,
+    model_provider: ModelProvider | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    get_embedding_ranks: None = None,
+    get_position_embedding_ranks: None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: None = None,
+    inprocess_call_wrapper: None = None,
+    p2p_communicator: None = None,
+    pg_collection: None = None,
+    skip_model_parallel_init: bool = False,
     *,
     extra_args_provider: Callable[[Any], Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
@@ -58,15 +89,36 @@ def pretrain(
 ) -> None:
     """Trains the model that the command line describes, or only evaluates it with --skip-train.
 
-    train_valid_test_dataset_provider: maps the numbers of train, valid and test samples to three datasets, or to three
-    iterators with --dataloader-type external.
-    model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps (data_iterator, model) to
-    (output, loss function). config_overrides: learning rates and weight decays that differ for some parameters.
+    The first five arguments may be those of a released Megatron-LM, `pretrain(datasets_provider, model_provider,
+    model_type, forward_step_func, process_non_loss_data_func)`, or those of its main branch, see script_of_call.
+
+    cfg_container: parsed arguments; None means those of the command line. train_valid_test_dataset_provider: maps the
+    numbers of train, valid and test samples to three datasets, or to three iterators with --dataloader-type external;
+    called on every rank. model_provider: maps (pre_process, post_process) to a module. forward_step_func: maps
+    (data_iterator, model) to (output, loss function).
+    process_non_loss_data_func, non_loss_data_func: see NonLossData. skip_model_parallel_init: use the process groups
+    that the script has initialized. config_overrides: learning rates and weight decays that differ for some parameters.
     print_plan: megatron.planner.print_plan, which --dry-run calls instead of training; without it, --dry-run raises
     CommandLineError.
     """
-    if model_type is not ModelType.encoder_or_decoder:
-        raise ValueError(f"model_type is {model_type}: only ModelType.encoder_or_decoder is available")
+    require_defaults(
+        "pretrain",
+        "processes and groups follow from the launcher and the flags",
+        get_embedding_ranks=(get_embedding_ranks, None),
+        get_position_embedding_ranks=(get_position_embedding_ranks, None),
+        store=(store, None),
+        inprocess_call_wrapper=(inprocess_call_wrapper, None),
+        p2p_communicator=(p2p_communicator, None),
+        pg_collection=(pg_collection, None),
+    )
+    script = script_of_call(
+        cfg_container,
+        train_valid_test_dataset_provider,
+        model_type,
+        forward_step_func,
+        model_provider,
+        process_non_loss_data_func,
+    )
     words = sys.argv[1:] if argv is None else argv
     # Checked before the arguments are parsed, because a plan joins no process group.
     if "--dry-run" in words:
@@ -80,28 +132,40 @@ def pretrain(
             return read_arguments(extra_args_provider, args_defaults, argv=[*words, *further])
 
         print_plan(
-            read(), model_provider, reread=read, forward_step_func=forward_step_func, config_overrides=config_overrides
+            read(),
+            script.model_provider,
+            reread=read,
+            forward_step_func=script.forward_step_func,
+            config_overrides=config_overrides,
         )
         return
     with (
         ExitStack() as afterwards,
         ErrorBroadcast(describe=message_for_other_ranks, leave=leave_process_group) as broadcast,
     ):
-        args = initialize_megatron(extra_args_provider, args_defaults, argv=argv, broadcast=broadcast)
+        args = start_processes(
+            extra_args_provider,
+            args_defaults,
+            skip_model_parallel_init=skip_model_parallel_init,
+            parsed_args=script.args,
+            argv=argv,
+            broadcast=broadcast,
+        )
         exits = ExitConditions(config_from_args(TrainingConfig, args))
         # Active until the end, because a signal after the last save must not kill ranks that wait for each other.
         afterwards.enter_context(exits.listening())
         run = setup_run(
             args,
-            model_provider,
-            forward_step_func=forward_step_func,
+            script.model_provider,
+            forward_step_func=script.forward_step_func,
             callbacks=callbacks,
             config_overrides=config_overrides,
             exits=exits,
+            non_loss_data=NonLossData(collect=non_loss_data_func, process=script.process_non_loss_data_func),
         )
         # Runs after an error has been sent to the other ranks, because finishing a pending save takes a while.
         afterwards.callback(run.saves.abandon)
-        setup_data(run, train_valid_test_dataset_provider, num_workers=args.num_workers)
+        setup_data(run, script.datasets_provider, num_workers=args.num_workers)
         run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
         try:
             reason = None if run.training.skip_train else train(run)
@@ -153,7 +217,7 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
     """Runs a training step; returns None if it was bad and the run has gone back to a checkpoint."""
     skip_batches(run)
     try:
-        report, reason = train_step(run)
+        report, reason = run_step(run)
     except NON_FINITE as error:
         if run.faults.non_finite_policy != "rewind":
             raise
@@ -193,8 +257,8 @@ def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason
     return reason
 
 
-@trace_range("train_step")
-def train_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
+@trace_range("run_step")
+def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     """Runs an optimizer step over a global batch; returns its report, and the reason of any rank to stop.
 
     Raises NonFiniteLossError or NonFiniteGradientError on every rank, before any update, unless the check is off or the
@@ -285,9 +349,11 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
         losses = evaluate(run, one)
         if losses is None:
             return False
+        _process_non_loss_data(run, one)
         found.append((one.name, losses))
     if not run.args.full_validation:
-        run.state.consumed_valid_samples += iterations * run.evaluation_batch_size
+        read = iterations + run.non_loss_data.reads_batch
+        run.state.consumed_valid_samples += read * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
     # After all sets, so that a repeated evaluation reports each set once.
     for name, losses in found:
@@ -302,7 +368,35 @@ def evaluate_test(run: TrainingRun) -> None:
     run.callbacks.on_evaluation_start(run.state.iteration)
     losses = evaluate(run, run.test_set)
     if losses is not None:
+        _process_non_loss_data(run, run.test_set)
         _report(run, "test", losses=losses, final=True)
+
+
+def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
+    """Collects data that is no loss in evaluation mode and passes it to the script's function. Collective."""
+    functions = run.non_loss_data
+    if functions.collect is None and functions.process is None:
+        return
+    for chunk in run.model:
+        chunk.eval()
+    with run.timers.paused():
+        if functions.collect is not None:
+            data = functions.collect(run.model)
+        else:
+            # The next evaluation reads on after these batches; a full one starts at the first sample again.
+            batches = evaluated.num_microbatches if run.args.full_validation else evaluated.num_microbatches[-1:]
+            data = []
+            for num_microbatches in batches:
+                data += run.steps.evaluate_sync(
+                    evaluated.iterator,
+                    num_microbatches=num_microbatches,
+                    iteration=run.state.iteration,
+                    collect_non_loss_data=True,
+                )
+        if functions.process is not None and dist.get_rank() == dist.get_world_size() - 1:
+            functions.process(data, run.state.iteration, get_tensorboard_writer())
+    for chunk in run.model:
+        chunk.train()
 
 
 def _report(

@@ -11,7 +11,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.core.group_collectives import RemoteRankError
-from megatron.training.training import evaluate, train_step
+from megatron.training.training import evaluate, run_step
 from tests.counts import long_count, soak_only
 from tests.distributed.layout_runs import FLAGS, MODES, OVERLAPPED, load_and_step, save_after_steps
 from tests.distributed.parity import Box, boxes_of_state, put_together
@@ -73,7 +73,7 @@ def _save_and_spoil(argvs: Sequence[Sequence[str]], folder: str) -> None:
         with started_run([*argv, "--save", f"{folder}/{number}"]) as run:
             # Gathers are under way: nobody has read the weights since.
             for _ in range(2):
-                train_step(run)
+                run_step(run)
             run.save_checkpoint()
             for chunk in run.model:
                 for param in chunk.parameters():

@@ -269,7 +269,7 @@ def _load_all(folder: Path) -> dict[str, torch.Tensor]:
     listed = dist_checkpointing.list_tensors(folder)
     tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in listed.items()}
     wanted = [dist_checkpointing.ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()]
-    dist_checkpointing.load(wanted, folder)
+    dist_checkpointing.load_items(wanted, folder)
     return tensors
 
 

@@ -63,6 +63,24 @@ class BlendedMegatronDatasetBuilder:
         self._require_same_loss_masks(datasets)
         return datasets
 
+    @staticmethod
+    def build_generic_dataset(
+        cls: Callable[..., Any], is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        """Returns cls(*args), or None if it is not built on this rank. Collective with synchronize_ranks.
+
+        The first rank builds first, so that the others find its cached files. Without synchronize_ranks each rank
+        builds on its own. Raises on every rank if any rank fails, as `build` does.
+        """
+        if not synchronize_ranks:
+            return cls(*args) if is_built_on_rank() else None
+        is_first, built = not dist.is_initialized() or dist.get_rank() == 0, None
+        for is_my_turn in (is_first, not is_first):
+            with all_ranks_agree():
+                if is_my_turn and is_built_on_rank():
+                    built = cls(*args)
+        return built
+
     def _require_same_loss_masks(self, datasets: Datasets) -> None:
         """Raises DataError on every rank if loss masks are missing on some, which would otherwise go unnoticed."""
         parts = [part for whole in datasets for part in _parts(whole)]

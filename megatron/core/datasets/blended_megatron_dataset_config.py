@@ -1,7 +1,9 @@
 """Configuration of blended datasets of any kind. GPTDatasetConfig adds the options of GPT samples."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from megatron.core.config_field import config_field, validate_fields
@@ -76,3 +78,21 @@ def validate_blend(blend: Blend) -> None:
         return
     if len(prefixes) != len(weights) or any(weight < 0 for weight in weights) or not 0 < sum(weights) < math.inf:
         raise ValueError(f"blend has weights {weights} for {len(prefixes)} datasets: must be one each, above 0")
+
+
+def parse_and_normalize_split(split: str) -> list[float]:
+    """Parses --split into three shares with sum 1. Raises ValueError unless it has 1 to 3 numbers >= 0, not all 0."""
+    return parse_split(split)
+
+
+def convert_split_vector_to_split_matrix(
+    vector_a: Sequence[float], vector_b: Sequence[float] | None = None
+) -> list[tuple[float, float] | None]:
+    """Returns begin and end of each part of a corpus, as shares of it; None for a part without documents.
+
+    vector_a: shares of the parts, with sum 1. vector_b: shares by which the corpus was split before: then each part is
+    limited to the range that both splits give it.
+    """
+    ranges = [pairwise(accumulate(vector, initial=0.0)) for vector in (vector_a, vector_b or vector_a)]
+    common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(*ranges)]
+    return [(begin, end) if begin < end else None for begin, end in common]

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.tensorboard import evaluation_scalars, step_scalars
+from megatron.training.command_line.published import publish_wandb
 from megatron.training.command_line.yaml_config import config_values
 from megatron.training.config import LoggingConfig
 
@@ -70,6 +71,7 @@ class WandbLog(Callback):
                 f"--wandb-project is {self.config.wandb_project}, and Weights & Biases cannot start: {error}. "
                 "WANDB_MODE=offline in the environment writes files that `wandb sync` sends later"
             ) from error
+        publish_wandb(self.writer)
         id_file.write_text(f"{run_id}\n", encoding="utf-8")
 
     def on_step_end(self, report: StepReport) -> None:
@@ -83,6 +85,7 @@ class WandbLog(Callback):
     def on_run_end(self) -> None:
         """Sends or writes what is left, and marks the run as failed if an error ends it."""
         run, self._run = self._run, None
+        publish_wandb(None)
         if run is not None:
             run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
             # Waits for the package's own process, which writes the last points after `finish` has returned.

@@ -5,9 +5,11 @@ run_values.py checks the arguments, and partial_load.py handles models that diff
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,8 @@ from megatron.training.checkpointing.folder import (
     is_same_folder,
     write_tracker,
 )
+from megatron.training.checkpointing.megatron_core import as_checkpoint, megatron_core_values, vocabulary_rows
+from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 from megatron.training.checkpointing.partial_load import (
     EMBEDDING,
     OUTPUT,
@@ -48,12 +52,18 @@ from megatron.training.checkpointing.run_state import (
     RunState,
     is_rank_0,
 )
-from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values
+from megatron.training.checkpointing.run_values import check_same_optimizer, load_run_values, model_arguments
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
 
 
-def load_checkpoint(
+class BuildWhole(Protocol):
+    """Builds the model of arguments as one process has it, without memory, with a number of vocabulary rows."""
+
+    def __call__(self, args: argparse.Namespace, *, padded_vocab_size: int) -> torch.nn.Module: ...
+
+
+def load_run(
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
     opt_param_scheduler: CheckpointedScheduler | None,
@@ -62,18 +72,21 @@ def load_checkpoint(
     args: argparse.Namespace,
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
+    build_whole: BuildWhole | None = None,
 ) -> int:
     """Restores a run from config.load: fills all objects in place and returns the iteration.
 
     Collective over all ranks, after the optimizer is built. If the folder has no checkpoints, loads the weights of
     config.pretrained_checkpoint; without that it prints one line on rank 0, changes nothing and returns 0, or raises
     ValueError under --exit-on-missing-checkpoint. Raises on every rank, with no tensor changed, if the checkpoint is
-    damaged, belongs to another model, or lacks requested state.
+    damaged, belongs to another model, or lacks requested state. build_whole: builds the model of arguments as one
+    process has it, without memory; checkpoints of Megatron-Core need it.
     """
-    found, verified = _find(config)
+    open_theirs = partial(_open_megatron_core, args=args, config=config, build_whole=build_whole)
+    found, verified = _find(config, open_theirs)
     if found is None and config.pretrained_checkpoint is not None:
         config = _pretrained(config)
-        found, verified = _find(config, flag="--pretrained-checkpoint")
+        found, verified = _find(config, open_theirs, flag="--pretrained-checkpoint")
     if found is None or verified is None:
         return 0
     # Checks arguments before tensors, because "--hidden-size is 128 here" is clearer than a mismatch of shapes.
@@ -125,8 +138,27 @@ def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
     return replace(config, load=config.pretrained_checkpoint, finetune=True, ckpt_step=step)
 
 
+def _open_megatron_core(
+    folder: Path, *, args: argparse.Namespace, config: CheckpointConfig, build_whole: BuildWhole | None
+) -> VerifiedCheckpoint:
+    """Opens a checkpoint that Megatron-Core wrote, with its tensors under our keys. Collective."""
+    with all_ranks_agree():
+        if build_whole is None:
+            raise ValueError(
+                f"{folder} is of Megatron-Core: pretrain() loads it; else convert it (docs/checkpoints.md)"
+            )
+        files = MegatronCoreFiles.open(folder)
+        stored = megatron_core_values(folder)["args"]
+        PartialLoadPlan.of(args, stored, may_upcycle=config.moe_use_upcycling)
+        # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
+        theirs = argparse.Namespace(**{**vars(args), **model_arguments(stored, here={})})
+        rows = vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
+        model = build_whole(theirs, padded_vocab_size=rows)
+    return as_checkpoint(files, model, with_masters=args.bf16 or args.fp16)
+
+
 def _find(
-    config: CheckpointConfig, *, flag: str = "--load"
+    config: CheckpointConfig, open_megatron_core: Callable[[Path], VerifiedCheckpoint], *, flag: str = "--load"
 ) -> tuple[FoundCheckpoint | None, VerifiedCheckpoint | None]:
     """Finds the checkpoint in config.load, by decision of rank 0, and verifies it on all ranks; None if there is none.
 
@@ -141,10 +173,10 @@ def _find(
             print_rank_0(f"There is no checkpoint in {config.load}: starting {begin}.")
             break
         try:
-            verified = dist_checkpointing.verify(found.path)
+            verified = (open_megatron_core if found.is_megatron_core else dist_checkpointing.verify)(found.path)
         except (ValueError, OSError, RemoteRankError) as error:
             # A checkpoint that the user named is not replaced by another. All ranks raise, whichever found the damage.
-            if config.ckpt_step is not None or found.is_release:
+            if config.ckpt_step is not None or found.is_release or found.is_megatron_core:
                 raise
             damaged[found.iteration] = str(error)
             continue
@@ -220,7 +252,7 @@ class _Source:
     def load(self, tensors: list[ShardedTensor]) -> None:
         """Fills `tensors`: any shape and dtype. Collective."""
         available, fill_rest = self.plan.substitute(tensors, self.checkpoint)
-        dist_checkpointing.load(available, self.checkpoint, replicas=self.replicas)
+        dist_checkpointing.load_items(available, self.checkpoint, replicas=self.replicas)
         fill_rest()
 
     def holds(self, tensors: list[ShardedTensor]) -> bool:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import load_common
-from megatron.training.checkpointing.folder import find_checkpoint
-from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.checkpointing.folder import find_checkpoint, is_megatron_core
+from megatron.training.checkpointing.megatron_core import megatron_core_values
+from megatron.training.checkpointing.train_state import TrainState, is_count
 from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
 
@@ -68,8 +69,11 @@ _SAME_STATES = {"adam", "distributed_fused_adam"}
 
 
 def load_run_values(folder: Path) -> dict[str, Any]:
-    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run."""
-    values = load_common(folder)
+    """Reads the JSON part of a checkpoint; raises ValueError if it was not written by a training run.
+
+    One that Megatron-Core wrote has the same values under other names.
+    """
+    values = megatron_core_values(folder) if is_megatron_core(folder) else load_common(folder)
     if not values.keys() >= _KINDS.keys():
         raise ValueError(f"{folder} is a checkpoint, but not one of a training run")
     try:
@@ -147,11 +151,6 @@ def _is_of(type_name: str, value: Any) -> bool:
     return isinstance(value, _NUMBERS[type_name]) and not isinstance(value, bool)
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is an integer in the range of a counter: 0 or more, 63 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -226,7 +225,12 @@ def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
 
 def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's model differ from this run's."""
-    differences = _differences(_model_of(args_to_json(args)), _model_of(stored), names=_SAME_MODEL)
+    here, theirs = _model_of(args_to_json(args)), _model_of(stored)
+    # A width that one side leaves to follow from others shows in the shapes.
+    names = tuple(
+        name for name in _SAME_MODEL if name != "kv_channels" or None not in (here.get(name), theirs.get(name))
+    )
+    differences = _differences(here, theirs, names=names)
     if differences:
         details = ", ".join(differences.values())
         raise ValueError(f"checkpoint of another model: {details}; {_advice(list(differences))}")

@@ -146,7 +146,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         r"--moe-(shared-expert-glu|mlp-glu)-interleave",
         "gate rows precede up rows: convert the checkpoint, remove this",
     ),
-    (r"--moe-enable-routing-replay", "recomputation routes as the forward pass did: remove it"),
     (r"--moe-router-quantile", "use --moe-router-enable-expert-bias with --moe-router-bias-update-rate"),
     (r"--moe-router-force-biased", "use --moe-router-force-load-balancing"),
     (r"--moe-apply-probs-on-input", "probabilities weigh the experts' outputs: remove it"),
@@ -188,7 +187,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--attention-output-gate$", f"attention outputs have no gate: {_OTHER_MODEL}"),
     (r"--qk-clip$", "use --qk-layernorm, which bounds attention scores too"),
     (r"--use-mup$|--mup-", _MUP),
-    (r"--apply-layernorm-1p$", f"norm weights start at 1 and are stored without an offset: {_OTHER_MODEL}"),
     (
         r"--apply-residual-connection-post-layernorm$",
         f"norms precede attention and feed-forward layers: {_OTHER_MODEL}",
@@ -197,7 +195,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--apply-query-key-layer-scaling$", "scores are not scaled by the layer's number: use --bf16, or remove it"),
     (r"--fp16-lm-cross-entropy$", "the loss is computed in fp32: remove it"),
     (r"--hierarchical-context-parallel-sizes$", "use --context-parallel-size with one --cp-comm-type"),
-    (r"--init-method-xavier-uniform$|--embedding-init-method-std$", "set --init-method-std, which holds for all"),
     (r"--data-parallel-random-init$", "all replicas start from the values of --seed: remove it"),
     (r"--fim-", _FIM_TOKENS),
     (r"--vocab-extra-ids$", "give the size with extra tokens by --vocab-size, or a --tokenizer-model that has them"),
@@ -212,7 +209,6 @@ MISSING: tuple[tuple[str, str], ...] = (
     (r"--override-ckpt-iteration$", "use --ckpt-step, which names the iteration to load"),
     (r"--muon-coefficient-type$", "Newton-Schulz steps have the coefficients of torch.optim.Muon: give simple"),
     (r"--muon-scalar-optimizer$", "parameters that Muon does not update use AdamW: remove it"),
-    (r"--spec$", "the layers follow from the model's flags: remove it, or give model_provider to pretrain()"),
     (r"--yaml-cfg$", "use --config, which takes a file of flags"),
     (r"--error-injection-rate$", "errors are not injected here: remove it"),
 )

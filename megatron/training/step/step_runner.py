@@ -153,8 +153,17 @@ class StepRunner:
         assert self.update is not None, "a run that only evaluates updates nothing"
         return self.update.run_sync()
 
-    def evaluate_sync(self, iterator: Iterator[Any] | None, *, num_microbatches: int, iteration: int) -> Reports:
+    def evaluate_sync(
+        self,
+        iterator: Iterator[Any] | None,
+        *,
+        num_microbatches: int,
+        iteration: int,
+        collect_non_loss_data: bool = False,
+    ) -> Reports:
         """Runs forward of one global batch without gradients; returns the reports of this rank's losses. Collective.
+
+        collect_non_loss_data: call the loss function with non_loss_data=True, and return its results instead.
 
         With a memory, ranks agree on overflows after each batch, in a small all-reduce. Agreeing once per evaluation
         would require keeping all of its batches for a retry. iteration, NOTE and errors: as for train_sync.
@@ -166,7 +175,12 @@ class StepRunner:
             return self.statistics.reduce_sync({}, overflow_flags=overflow_flags)
 
         reports, _ = self._run_sync(
-            iterator, reduce, num_microbatches=num_microbatches, iteration=iteration, forward_only=True
+            iterator,
+            reduce,
+            num_microbatches=num_microbatches,
+            iteration=iteration,
+            forward_only=True,
+            collect_non_loss_data=collect_non_loss_data,
         )
         return reports
 
@@ -178,16 +192,26 @@ class StepRunner:
         num_microbatches: int,
         iteration: int,
         forward_only: bool = False,
+        collect_non_loss_data: bool = False,
     ) -> tuple[Reports, StepStatistics]:
         may_break_off = self.graph is not None and self.graph.may_break_off and not forward_only
         if self.memory is None and not may_break_off:
-            reports = self._run_passes(iterator, num_microbatches=num_microbatches, forward_only=forward_only)
+            reports = self._run_passes(
+                iterator,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+            )
             return reports, reduce(reports, None)
         start = _StepStart(iterator)
         grown: list[str] = []
         while True:
             reports = self._run_from(
-                start, num_microbatches=num_microbatches, iteration=iteration, forward_only=forward_only
+                start,
+                num_microbatches=num_microbatches,
+                iteration=iteration,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
             )
             statistics = reduce(reports, None if self.memory is None else self.memory.overflow_flags())
             if self.memory is None:
@@ -205,7 +229,15 @@ class StepRunner:
             # Restored last, because growing may have drawn random numbers.
             start.restore()
 
-    def _run_from(self, start: "_StepStart", *, num_microbatches: int, iteration: int, forward_only: bool) -> Reports:
+    def _run_from(
+        self,
+        start: "_StepStart",
+        *,
+        num_microbatches: int,
+        iteration: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> Reports:
         """Runs the passes over the batches of `start`; if their capture fails, runs them eagerly. Collective."""
 
         def run() -> Reports:
@@ -214,7 +246,12 @@ class StepRunner:
             if self.update is not None and not forward_only:
                 # Drops the state of a step that an error ended before its update.
                 self.update.forget()
-            return self._run_passes(start.batches, num_microbatches=num_microbatches, forward_only=forward_only)
+            return self._run_passes(
+                start.batches,
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
+            )
 
         try:
             return run()
@@ -244,7 +281,14 @@ class StepRunner:
         if self.update is not None:
             self.update.forget()
 
-    def _run_passes(self, iterator: Iterator[Any] | None, *, num_microbatches: int, forward_only: bool) -> list[Any]:
+    def _run_passes(
+        self,
+        iterator: Iterator[Any] | None,
+        *,
+        num_microbatches: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> list[Any]:
         """Runs the passes over the next batches; returns the reports of the losses on the last stage."""
         for inner in unwrap_model(list(self.model)):
             # Drops records of passes that were discarded, or that an error ended.
@@ -259,6 +303,7 @@ class StepRunner:
                 seq_length=self.args.seq_length,
                 micro_batch_size=self.args.micro_batch_size,
                 forward_only=forward_only,
+                collect_non_loss_data=collect_non_loss_data,
             )
 
     def _chunk_iterators(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:

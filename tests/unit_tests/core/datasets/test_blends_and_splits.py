@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    BlendedMegatronDatasetConfig,
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split, get_blend_from_list, parse_split, split_documents
 from megatron.core.group_collectives import RemoteRankError
 from tests.harness import launch_on_ranks, run_on_ranks
@@ -253,6 +258,55 @@ def test_a_file_that_one_rank_lacks_fails_every_rank(tmp_path: Path, broken_rank
     for outcome in outcomes:
         kind = FileNotFoundError if outcome.rank == broken_rank else RemoteRankError
         assert type(outcome.error) is kind and "missing.idx does not exist" in str(outcome.error)
+
+
+def test_splits_are_shares_and_ranges_of_a_corpus() -> None:
+    assert parse_and_normalize_split("9,1") == pytest.approx([0.9, 0.1, 0.0])
+    assert convert_split_vector_to_split_matrix([0.5, 0.25, 0.25]) == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
+    assert convert_split_vector_to_split_matrix([1.0, 0.0, 0.0]) == [(0.0, 1.0), None, None]
+    # A part has only documents that both splits give it.
+    common = convert_split_vector_to_split_matrix([0.5, 0.5, 0.0], [0.75, 0.0, 0.25])
+    assert common == [(0.0, 0.5), None, None]
+
+
+class Numbers(MegatronDataset):
+    """A dataset of a script: sample i is the number of document i, times three."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> range:
+        return range(int(dataset_path))
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: range) -> int:
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return self.num_samples or len(self.indices)
+
+    def __getitem__(self, idx: int) -> dict[str, int]:
+        return {"number": 3 * self.dataset[int(self.indices[idx % len(self.indices)])]}
+
+
+def test_a_dataset_class_of_a_script_is_split_and_blended() -> None:
+    config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=4, blend=(["10"], None), split="8,2")
+    train, valid, test = BlendedMegatronDatasetBuilder(Numbers, [None, 2, None], lambda: True, config).build()
+    assert [train[i]["number"] for i in range(len(train))] == [0, 3, 6, 9, 12, 15, 18, 21]
+    assert [valid[i]["number"] for i in range(len(valid))] == [24, 27] and test is None
+
+
+def generic_on_ranks() -> list[object]:
+    def failing() -> None:
+        raise ValueError("wrong file")
+
+    build_one = BlendedMegatronDatasetBuilder.build_generic_dataset
+    results = [build_one(list, lambda: dist.get_rank() == 1, synchronize, "ab") for synchronize in (True, False)]
+    with pytest.raises((ValueError, RemoteRankError), match="wrong file"):
+        build_one(failing, lambda: dist.get_rank() == 0, True)
+    return results
+
+
+def test_any_dataset_is_built_on_the_chosen_ranks() -> None:
+    assert run_on_ranks(generic_on_ranks, 2) == [[None, None], [["a", "b"], ["a", "b"]]]
 
 
 @pytest.mark.parametrize("separate", [False, True])

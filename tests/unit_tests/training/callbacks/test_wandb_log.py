@@ -14,6 +14,7 @@ from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.tensorboard import TensorBoardLog
 from megatron.training.callbacks.wandb_log import WandbLog
 from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.published import get_wandb_writer, publish_run
 from megatron.training.config import LoggingConfig
 from tests.unit_tests.training.callbacks.wandb_files import read_wandb
 from tests.unit_tests.training.small_reports import EVALUATION, STEP
@@ -75,7 +76,8 @@ def test_scripts_log_through_the_writer_and_an_error_marks_the_run_as_failed(tmp
     log = log_of(arguments(tmp_path))
     log.on_train_start(RunStart(iteration=0, train_iters=9))
     log.on_step_end(replace(STEP, iteration=2))
-    log.writer.log({"own": 7.0}, 2)
+    publish_run(arguments(tmp_path))
+    get_wandb_writer().log({"own": 7.0}, 2)
     # Steps that come again after a rewind leave the points as they are.
     log.on_step_end(replace(STEP, iteration=4))
     log.on_step_end(replace(STEP, iteration=2, grad_norm=9.0))
@@ -84,6 +86,8 @@ def test_scripts_log_through_the_writer_and_an_error_marks_the_run_as_failed(tmp
             raise OSError("disk")
         finally:
             log.on_run_end()
+    assert get_wandb_writer() is None
+    publish_run(None)
     (run,) = read_wandb(tmp_path)
     assert run.exit_code == 1 and list(run.points) == [2, 4]
     assert run.points[2]["own"] == 7.0 and run.points[2]["grad-norm"] == STEP.grad_norm

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing import save_items
 from megatron.training.checkpointing.folder import (
     check_save_folder,
     clean_save_folder,
@@ -21,7 +21,7 @@ from megatron.training.checkpointing.run_values import load_args_from_checkpoint
 
 def make(folder, *iterations):
     for iteration in iterations:
-        save([], iteration_folder(folder, iteration), common={"iteration": iteration})
+        save_items([], iteration_folder(folder, iteration), common={"iteration": iteration})
 
 
 def found_iteration(folder, **step):
@@ -46,7 +46,7 @@ def test_without_tracker_the_newest_complete_one_is_taken_and_named(tmp_path):
 
 
 def test_release_is_iteration_zero(tmp_path):
-    save([], tmp_path / "release", common={})
+    save_items([], tmp_path / "release", common={})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     found = find_checkpoint(str(tmp_path))
     assert found is not None and found.is_release and found.iteration == 0
@@ -167,8 +167,16 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     stored = {"num_layers": 3, "hidden_size": 96, "moe_layer_freq": [0, 1, 1], "micro_batch_size": 64, "lr": 1.0}
     contents = {"optimizer": False, "rng": False}
     run = {"iteration": 5, "args": stored, "train_state": {}, "contents": contents, "frozen": []}
-    save([], iteration_folder(tmp_path, 5), common=run)
-    args = Args(load=str(tmp_path), ckpt_step=None, num_layers=None, hidden_size=8, micro_batch_size=2, lr=0.1)
+    save_items([], iteration_folder(tmp_path, 5), common=run)
+    args = Args(
+        load=str(tmp_path),
+        pretrained_checkpoint=None,
+        ckpt_step=None,
+        num_layers=None,
+        hidden_size=8,
+        micro_batch_size=2,
+        lr=0.1,
+    )
     load_args_from_checkpoint(args)
     assert (args.num_layers, args.hidden_size, args.moe_layer_freq) == (3, 96, [0, 1, 1])
     assert (args.micro_batch_size, args.lr) == (2, 0.1)
@@ -177,7 +185,7 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     assert [model_arguments(plain, here=here) for here in ({}, sinkhorn)] == [{}, plain]
     assert [model_arguments(sinkhorn, here=here) for here in (plain, sinkhorn)] == [sinkhorn, {}]
     with pytest.raises(ValueError, match="--use-checkpoint-args: there is no checkpoint in --load"):
-        load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), ckpt_step=None))
+        load_args_from_checkpoint(Args(load=str(tmp_path / "empty"), pretrained_checkpoint=None, ckpt_step=None))
 
 
 def test_adapters_that_a_run_begins_stay_beside_the_arguments_of_a_checkpoint_without_any() -> None:
