@@ -294,7 +294,9 @@ def test_methods_of_a_router_do_their_parts_of_the_routing() -> None:
         assert router.apply_z_loss(logits) is logits
     before = router.weight.detach().clone()
     router.reset_parameters()
-    assert not torch.equal(before, router.weight) and router.weight.detach().std().item() == pytest.approx(before.std().item(), rel=0.5)
+    assert not torch.equal(before, router.weight) and router.weight.detach().std().item() == pytest.approx(
+        before.std().item(), rel=0.5
+    )
 
 
 def test_the_counts_of_the_global_loss_can_be_reset() -> None:
