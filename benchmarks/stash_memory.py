@@ -53,10 +53,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT  # noqa: E402
 from megatron.core.transformer.moe.permutation import Routing  # noqa: E402
-from megatron.training.initialize import initialize_megatron  # noqa: E402
+from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
-from megatron.training.training import train_step  # noqa: E402
+from megatron.training.training import run_step  # noqa: E402
 
 RANKS, EXPERTS, TOPK, SEQUENCE = 8, 16, 2, 128
 PREFETCH = 1
@@ -207,7 +207,7 @@ class RankFigures:
 
 def train(case: Case) -> RankFigures:
     """Some steps of training, the last of which is measured, as a rank of torchrun."""
-    args = initialize_megatron(argv=case.argv)
+    args = start_processes(argv=case.argv)
     run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
     layers = [part for chunk in run.model for part in chunk.modules() if isinstance(part, MoELayer)]
@@ -215,9 +215,9 @@ def train(case: Case) -> RankFigures:
         force_routing(layer.router, SKEWS[case.skew])
     before = peak_memory_bytes(run.device)
     for _ in range(WARM_STEPS):
-        train_step(run)
+        run_step(run)
     with ExpertBytes(layers) as counted:
-        train_step(run)
+        run_step(run)
     return figures_of(run, counted.peaks, rss=peak_memory_bytes(run.device) - before)
 
 

@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.transformer.moe import dispatch_static, experts, grouped_gemm
-from megatron.training.training import train_step
+from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.distributed.walks import ROOT
 from tests.harness import run_on_ranks
@@ -263,9 +263,9 @@ def _count(argv: list[str]) -> Counter[Launched]:
     # First the paths, since dispatchers choose theirs when they are built.
     with gpu_paths(), started_run(argv) as run:
         for _ in range(WARM_UP_STEPS):
-            train_step(run)
+            run_step(run)
         with recorded_launches() as found:
-            train_step(run)
+            run_step(run)
     return Counter(found)
 
 

@@ -82,12 +82,12 @@ def _overflow_on_one_rank() -> None:
     for step in range(4):
         # One rank's inputs are beyond fp16, first of all: state is saved and loaded that never saw a step.
         factor = 1e5 if step in (0, 2) and dist.get_rank() == 1 else 1.0
-        before = runs[2].optimizer.state_dict()
+        before = runs[2].optimizer.common_state()
         runs[2].model.disable_forward_pre_hook()
         reports = [run.step(step, factor)[1:] for run in runs]
         assert repr(reports) == repr([reports[0]] * len(runs))
         assert reports[0][0] == (step not in (0, 2))
-        assert runs[2].optimizer.state_dict()["step"] == before["step"] + reports[0][0]
+        assert runs[2].optimizer.common_state()["step"] == before["step"] + reports[0][0]
         # Raises where a step, skipped or not, has brought them back.
         runs[2].model.enable_forward_pre_hook()
     weights = [run.weights() for run in runs]
@@ -113,7 +113,7 @@ def _compare_with_steps_on_device() -> None:
             reports = [run.step(step, factor) for run in (host, device)]
             assert repr(reports[0]) == repr(reports[1]), (dtype, overlap, step)
             assert reports[0][1] == (step not in (1, 3))
-        assert host.optimizer.state_dict() == device.optimizer.state_dict()
+        assert host.optimizer.common_state() == device.optimizer.common_state()
         # Before they are gathered by hand: the step has left that to others, or not.
         due = [[group.param_state.name for group in run.model.launch_order.gather_order] for run in (host, device)]
         assert due[0] == due[1], (overlap, due)
@@ -277,7 +277,7 @@ def _save(folder: Path, dtype: torch.dtype, settings: dict) -> None:
     total = torch.tensor(held)
     dist.all_reduce(total)
     assert total == states * numel
-    dist_checkpointing.save(run.tensors(), folder, common={"optimizer": run.optimizer.state_dict()})
+    dist_checkpointing.save_items(run.tensors(), folder, common={"optimizer": run.optimizer.common_state()})
 
 
 class PeakOfAll(LiveBytes):
@@ -304,9 +304,9 @@ def _measure_copies(folder: Path) -> None:
     full = 3 * 4 * sum(param.numel() for param in wide.parameters())
     tracemalloc.start()
     with PeakOfAll() as saving:
-        dist_checkpointing.save(run.optimizer.sharded_state(pieces), folder, common={})
+        dist_checkpointing.save_items(run.optimizer.sharded_state(pieces), folder, common={})
     with PeakOfAll() as loading, run.optimizer.loading(pieces) as state:
-        dist_checkpointing.load(state, folder)
+        dist_checkpointing.load_items(state, folder)
     assert all(full / 4 <= peak <= full / 2 for peak in (saving.peak, loading.peak))
     # Python holds bytes of files besides, of which torch knows nothing.
     assert tracemalloc.get_traced_memory()[1] <= full / 2
@@ -317,16 +317,16 @@ def _load_all(folder: Path, dtype: torch.dtype, settings: dict) -> None:
     for path in sorted(folder.glob("from?")):
         run = Run(tiny_model(dtype, seed=7), zero1=dist.get_world_size() != 2, overlap="none", **settings)
         with run.optimizer.loading(model_logical_pieces(run.model)) as state:
-            common = dist_checkpointing.load([*model_sharded_tensors(run.model), *state], path)
+            common = dist_checkpointing.load_items([*model_sharded_tensors(run.model), *state], path)
         run.optimizer.load_state_dict(common["optimizer"])
-        assert run.optimizer.state_dict() == common["optimizer"]
+        assert run.optimizer.common_state() == common["optimizer"]
         boxes = run.tensors()
         fresh = [torch.full_like(box.data, torch.nan) for box in boxes]
         stored = [
-            dist_checkpointing.ShardedTensor(box.key, data, box.global_shape, box.global_offset)
+            dist_checkpointing.ShardedTensor.at(box.key, data, box.global_shape, box.global_offset)
             for box, data in zip(boxes, fresh)
         ]
-        dist_checkpointing.load(stored, path)
+        dist_checkpointing.load_items(stored, path)
         for box, data in zip(boxes, fresh):
             assert torch.equal(box.data, data), (path, box.key)
         # Replicas are one, and go on together.

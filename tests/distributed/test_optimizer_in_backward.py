@@ -179,7 +179,7 @@ def _overflow() -> None:
             reports = [run.step(step, count=2, factor=factor) for run in runs]
             assert repr(reports[0]) == repr(reports[1]), (mode, step)
             assert reports[1][1] == (step not in (0, 2))
-        assert runs[0].optimizer.state_dict() == runs[1].optimizer.state_dict()
+        assert runs[0].optimizer.common_state() == runs[1].optimizer.common_state()
         assert_same(*runs, mode)
 
 
@@ -318,7 +318,7 @@ def _restore(run: Run, saved: dict[str, torch.Tensor]) -> None:
     with run.optimizer.loading(model_logical_pieces(run.model)) as boxes:
         for box in boxes:
             box.data.copy_(saved[f"{box.key} {box.global_offset}"])
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    run.optimizer.load_state_dict(run.optimizer.common_state())
 
 
 @pytest.mark.parametrize("mode", PLAIN)
@@ -424,7 +424,7 @@ def _exchange(settings: dict[str, Any]) -> None:
                 keys = {box.key for box in run.optimizer.sharded_state(model_logical_pieces(run.model))}
                 assert keys == {box.key for box in saved}
                 _restore(run, before.tensors())
-                run.optimizer.load_state_dict(before.optimizer.state_dict())
+                run.optimizer.load_state_dict(before.optimizer.common_state())
             assert run.step(step) == reports[step]
             before = run
         assert_same(before, expected, mode)
@@ -457,7 +457,7 @@ def _continue_with_norm() -> None:
         first.step(0)
         second = Run(mode, **settings)
         _restore(second, first.tensors())
-        second.optimizer.load_state_dict(first.optimizer.state_dict())
+        second.optimizer.load_state_dict(first.optimizer.common_state())
         for step in range(1, 3):
             assert first.step(step) == second.step(step)
         assert_same(first, second, mode)

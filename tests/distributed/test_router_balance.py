@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
-from megatron.training.training import evaluate_validation, train_step
+from megatron.training.training import evaluate_validation, run_step
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
@@ -63,7 +63,7 @@ def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
         biases = []
         for _ in range(3):
             steps.append([[], []])
-            train_step(run)
+            run_step(run)
             evaluate_validation(run)
             biases.append([router.expert_bias.clone() for router in routers])
     return steps, biases

@@ -391,7 +391,7 @@ def _exchange(settings: dict[str, Any]) -> None:
             with run.optimizer.loading(model_logical_pieces(run.model)) as boxes:
                 for box in boxes:
                     box.data.copy_(saved[f"{box.key} {box.global_offset}"])
-            run.optimizer.load_state_dict(before.optimizer.state_dict())
+            run.optimizer.load_state_dict(before.optimizer.common_state())
             run.generator.set_state(before.generator.get_state())
             run.num_steps = before.num_steps
         assert [run.step() for _ in range(2)] == reports[2 * number : 2 * number + 2]

@@ -16,16 +16,20 @@ from megatron.core.device.current import (
 )
 from megatron.core.device.graphs import CudaGraphs, is_capturing
 from megatron.core.device.memory import (
+    OffloadedMemory,
     cuda_memory_snapshot,
     host_bytes,
     memory_bytes,
     peak_memory_bytes,
+    release_cached_memory,
     start_cuda_memory_history,
     start_cuda_profiler,
     stop_cuda_profiler,
     total_memory_bytes,
 )
 from megatron.core.device.rng import (
+    DATA_PARALLEL_RNG,
+    EXPERT_PARALLEL_RNG,
     MODEL_PARALLEL_RNG,
     CudaRNGStatesTracker,
     RandomStream,
@@ -54,7 +58,10 @@ __all__ = [
     "CopyStream",
     "CudaGraphs",
     "CudaRNGStatesTracker",
+    "DATA_PARALLEL_RNG",
+    "EXPERT_PARALLEL_RNG",
     "MODEL_PARALLEL_RNG",
+    "OffloadedMemory",
     "RandomStream",
     "RngStates",
     "RowChunks",
@@ -74,6 +81,7 @@ __all__ = [
     "memory_bytes",
     "peak_memory_bytes",
     "prepare_device",
+    "release_cached_memory",
     "rng_state_bytes",
     "rng_tracker",
     "seconds_between",

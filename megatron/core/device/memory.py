@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,6 +60,49 @@ def host_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return pinned_bytes(num_bytes, device)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device if device.type == "meta" else None)
+
+
+class OffloadedMemory:
+    """Memory of tensors that was copied to the host and freed on its device, until `restore`.
+
+    tensors: any shapes and dtypes, on one device; all views of their storages lose their memory and get it back. Work
+    that the current stream has launched before is completed first.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        # An empty storage has address 0, and nothing to free.
+        self._held = [(one, _host_copy(one)) for one in storages.values() if one.nbytes()]
+        for storage, copy in self._held:
+            if copy.device != storage.device and storage.device.type == "cuda":
+                torch.cuda.current_stream(storage.device).synchronize()
+            storage.resize_(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were freed on the device."""
+        return sum(copy.nbytes for _, copy in self._held)
+
+    def restore(self) -> None:
+        """Allocates the memory again, elsewhere perhaps, and copies its contents back."""
+        for storage, copy in self._held:
+            storage.resize_(copy.nbytes)
+            _bytes_in(storage).copy_(copy)
+        self._held.clear()
+
+
+def _host_copy(storage: torch.UntypedStorage) -> torch.Tensor:
+    return host_bytes(storage.nbytes(), storage.device).copy_(_bytes_in(storage), non_blocking=True)
+
+
+def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Returns memory that torch's allocator caches to a GPU; does nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def start_cuda_profiler() -> None:

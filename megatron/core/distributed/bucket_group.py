@@ -7,7 +7,7 @@ ddp_debug.py checks accesses.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from megatron.core.device import Arrival
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_storage import GradState, _ParamAndGradBucket
 from megatron.core.distributed.collectives import Handle
+from megatron.core.distributed.consistency import GradChecks, raise_non_finite
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
@@ -52,20 +54,36 @@ class Traffic(Enum):
     AGREE = "agree"
 
 
+_MarkGradReady = Callable[["_ParamAndGradBucketGroup", nn.Parameter], None]
+_OnGroups = Callable[[Sequence["_ParamAndGradBucketGroup"]], None]
+
+
 class _ParamAndGradBucketGroup:
     """Buckets that are reduced and gathered together, when a scheduler calls the group.
 
-    name: for messages, the same on all ranks. is_last_microbatch: whether gradients that become ready now are counted.
-    is_last_backward: whether gradients counted now belong to the iteration's last backward pass. number: the group's
-    index among all groups, set by `attach`.
+    A group that a script builds without DistributedDataParallel launches for itself: gradients that were written to
+    main_grad are scaled and reduced by start_grad_sync, or by the last register_grad_ready with overlap_grad_reduce.
+
+    ddp_config: None for no overlap of a group by itself. collective_group, collective_group_size: those of the buckets,
+    or None; ValueError for others. name: for messages, the same on all ranks. is_last_microbatch: whether gradients
+    that become ready now are counted. is_last_backward: whether gradients counted now belong to the iteration's last
+    backward pass. number: the group's index among all groups, set by `attach`.
     """
 
     number: int
 
-    def __init__(self, buckets: Sequence[_ParamAndGradBucket], *, name: str) -> None:
-        self.buckets, self.name = list(buckets), name
-        for bucket in self.buckets:
-            bucket.name = name
+    def __init__(
+        self,
+        buckets: Sequence[_ParamAndGradBucket],
+        ddp_config: DistributedDataParallelConfig | None = None,
+        collective_group: dist.ProcessGroup | None = None,
+        collective_group_size: int | None = None,
+        *,
+        name: str = "bucket group",
+    ) -> None:
+        self.buckets, self.ddp_config = list(buckets), ddp_config
+        self._check_group(collective_group, collective_group_size)
+        self.rename(name)
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.is_last_microbatch = self.is_last_backward = True
         self.param_state = ParamState.CURRENT
@@ -74,6 +92,16 @@ class _ParamAndGradBucketGroup:
         self._index_of = {slot.param: index for index, slot in enumerate(self.slots)}
         self._grads_of = {slot.param: bucket.grads for bucket in self.buckets for slot in bucket.slots}
         self._gathers: list[Handle] = []
+        # Attributes that Megatron's users read.
+        self.params = {slot.param for slot in self.slots}
+        self.param_to_bucket = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
+        self._checks: dict[tuple[bool, bool], GradChecks] = {}
+        # Until a scheduler attaches the group.
+        self._mark_grad_ready: _MarkGradReady = self._mark_ready_alone
+        self._start_grad_sync: _OnGroups = self._reduce_alone
+        self._finish_grad_sync: Callable[[], None] = self._finish_alone
+        self._start_param_sync: _OnGroups = self._gather_alone
+        self._need: Callable[..., None] = self._wait_alone
         # Called when the parameters are gathered; set by their owner on this rank.
         self.on_arrival: Callable[[], None] | None = None
 
@@ -82,9 +110,10 @@ class _ParamAndGradBucketGroup:
         number: int,
         *,
         trace: CollectiveTrace | None,
-        mark_grad_ready: Callable[["_ParamAndGradBucketGroup", nn.Parameter], None],
-        start_grad_sync: Callable[[Sequence["_ParamAndGradBucketGroup"]], None],
-        start_param_sync: Callable[[Sequence["_ParamAndGradBucketGroup"]], None],
+        mark_grad_ready: _MarkGradReady,
+        start_grad_sync: _OnGroups,
+        finish_grad_sync: Callable[[], None],
+        start_param_sync: _OnGroups,
         need: Callable[..., None],
     ) -> None:
         """Sets the group's number, and the methods of a scheduler that launch its collectives in order.
@@ -95,12 +124,15 @@ class _ParamAndGradBucketGroup:
         for bucket in self.buckets:
             bucket.trace = trace
         self._mark_grad_ready, self._start_grad_sync = mark_grad_ready, start_grad_sync
+        self._finish_grad_sync = finish_grad_sync
         self._start_param_sync, self._need = start_param_sync, need
 
     # For users: the scheduler launches the collectives of all groups in a fixed order.
 
-    def register_grad_ready(self, param: nn.Parameter, *unused: Any) -> None:
+    def register_grad_ready(self, param: nn.Parameter, force_all_reduce: bool = False) -> None:
         """Records that the caller has added a parameter's gradient, any shape and dtype, to `param.main_grad`.
+
+        force_all_reduce: see start_grad_sync.
 
         Raises RuntimeError while the gradient is being reduced, if gradients are freed after their reduction, and if
         autograd also produced a gradient of the parameter in this iteration and gradients are scaled. Raises ValueError
@@ -112,12 +144,44 @@ class _ParamAndGradBucketGroup:
                 f"register_grad_ready was given a parameter of shape {tuple(param.shape)} that is not in bucket group "
                 f"{self.name}: must be one of {names}"
             )
+        self._check_all_reduce(force_all_reduce, "register_grad_ready")
         self.mark_added(param)
         self._mark_grad_ready(self, param)
 
-    def start_grad_sync(self, *unused: Any) -> None:
-        """Starts to reduce the gradients of this group and of all groups before it. Collective."""
+    def start_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Starts to reduce the gradients of this group and of all groups before it. Collective.
+
+        force_all_reduce: allowed if buckets are not sharded, so that every rank receives all sums; else ValueError.
+        """
+        self._check_all_reduce(force_all_reduce, "start_grad_sync")
         self._start_grad_sync([self])
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Reduces what is left and waits for all reductions, of all groups that share a scheduler. Collective.
+
+        The first of these groups waits; others return at once. force_all_reduce: see start_grad_sync.
+        """
+        self._check_all_reduce(force_all_reduce, "finish_grad_sync")
+        self._finish_grad_sync()
+
+    def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
+        """Examines the gradients in main_grad; not collective.
+
+        Raises NonFiniteGradientError if check_for_nan_or_inf and one is not finite. check_for_large: warns of norms ten
+        times the largest of earlier calls.
+        """
+        checks = self._checks.setdefault(
+            (check_for_nan_or_inf, check_for_large), GradChecks(nan=check_for_nan_or_inf, large=check_for_large)
+        )
+        checks.measure([(slot.name, slot.main_grad) for slot in self.slots])
+        names = checks.non_finite_sync()
+        if names:
+            raise_non_finite(names, [])
+
+    def free_overlap_buffers(self) -> None:
+        """Frees memory that is kept between iterations for messages in flight; later ones allocate it again."""
+        for bucket in self.buckets:
+            bucket.grads.free_spare()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Starts to gather the parameters of this group and of all groups before it. Collective.
@@ -131,6 +195,12 @@ class _ParamAndGradBucketGroup:
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Waits for the parameters, and prefetches the next group's unless told to skip. Collective."""
         self._need(self, prefetch=not skip_next_bucket_dispatch)
+
+    def rename(self, name: str) -> None:
+        """Sets the name in messages, the same on all ranks; before the group is attached."""
+        self.name = name
+        for bucket in self.buckets:
+            bucket.name = name
 
     # Gradients, in the order of an iteration.
 
@@ -303,6 +373,51 @@ class _ParamAndGradBucketGroup:
         self.param_state = ParamState.ARRIVED
         if self.on_arrival is not None:
             self.on_arrival()
+
+    # Without a scheduler.
+
+    def _mark_ready_alone(self, _: "_ParamAndGradBucketGroup", param: nn.Parameter) -> None:
+        overlaps = self.ddp_config is not None and self.ddp_config.reduces_in_backward
+        if self.is_last_microbatch and self.count_gradient(param) and overlaps:
+            self._reduce_alone([self])
+
+    def _reduce_alone(self, _: Sequence["_ParamAndGradBucketGroup"]) -> None:
+        if self.grad_state is not GradState.COLLECTING:
+            return
+        # A script may have written gradients without a call, and they are scaled as all others.
+        missing = set(self.missing())
+        for slot in self.slots:
+            if slot.name in missing:
+                self.mark_added(slot.param)
+        self.launch_reductions()
+
+    def _finish_alone(self) -> None:
+        self._reduce_alone([self])
+        self.advance()
+        self.complete_reductions()
+
+    def _gather_alone(self, _: Sequence["_ParamAndGradBucketGroup"]) -> None:
+        if self.is_sharded and self.param_state is not ParamState.IN_FLIGHT:
+            self.launch_gathers()
+
+    def _wait_alone(self, _: "_ParamAndGradBucketGroup", *, prefetch: bool) -> None:
+        if self.param_state is ParamState.IN_FLIGHT:
+            self.complete_gathers()
+
+    def _check_all_reduce(self, force_all_reduce: bool, call: str) -> None:
+        if force_all_reduce and self.is_sharded:
+            raise ValueError(
+                f"{call}: force_all_reduce is set with use_distributed_optimizer, where each rank receives only the "
+                "sums of its shards: leave one of them out"
+            )
+
+    def _check_group(self, group: dist.ProcessGroup | None, size: int | None) -> None:
+        if group is not None and group is not self.collective_group:
+            raise ValueError(f"collective_group is {group}: must be that of the buckets, {self.collective_group}")
+        if size not in (None, self.collective_group_size):
+            raise ValueError(
+                f"collective_group_size is {size}: must be that of the buckets, {self.collective_group_size}"
+            )
 
     @property
     def device(self) -> torch.device:

@@ -247,6 +247,9 @@ class GradStorage(ABC):
         """Works of the second round."""
         return self.works()
 
+    def free_spare(self) -> None:  # noqa: B027
+        """Frees memory that is kept for reuse between iterations, if any."""
+
     # Between iterations.
 
     @abstractmethod
@@ -668,6 +671,9 @@ class BucketLifetimeGrads(GradStorage):
     def resume_accumulation(self) -> None:
         self.state = GradState.COLLECTING
 
+    def free_spare(self) -> None:
+        self._memory.free_spare()
+
     def works(self) -> list[dist.Work]:
         return [work for one in self._in_flight for work in one.handle.works()]
 
@@ -768,6 +774,10 @@ class MessagePool:
     def reset(self) -> None:
         """Does nothing: a bucket closes its messages."""
 
+    def free_spare(self) -> None:
+        """Frees closed messages."""
+        self._spare.clear()
+
 
 class KernelMemory:
     """The one, persistent message of a bucket, to which kernels add gradients without the gradient scale.
@@ -796,6 +806,9 @@ class KernelMemory:
         """Zeroes the message, [numel], the gradients' dtype, after its reduction."""
         self._is_open = False
         message.zero_()
+
+    def free_spare(self) -> None:
+        """Does nothing: the message is persistent."""
 
     def reset(self) -> None:
         """Zeroes gradients that kernels may have added."""

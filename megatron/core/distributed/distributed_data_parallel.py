@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.device import SideStream, default_device
+from megatron.core.device import SideStream, default_device, release_cached_memory
+from megatron.core.device import synchronize as wait_for_device
 from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import (
     BucketLifetimeGrads,
@@ -50,13 +51,14 @@ from megatron.core.distributed.forward_waits import ForwardWaits, forward_hook
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
 from megatron.core.distributed.launch_sequence import ReduceScope
-from megatron.core.distributed.layout import resolve_bucket_size
+from megatron.core.distributed.layout import BufferLayout, resolve_bucket_size
 from megatron.core.distributed.param_and_grad_buffer import (
     BufferKind,
     BufferType,
     _ParamAndGradBuffer,
     buffer_kind,
     partition_buckets,
+    require_same_layout,
 )
 from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
@@ -98,8 +100,10 @@ class DistributedDataParallel(_BaseDataParallel):
 
     config: only calculate_per_token_loss, deterministic_mode and gradient_accumulation_fusion are used.
     disable_bucketing: one bucket per buffer. pg_collection: None means parallel_state's groups or, without them, one
-    group of all ranks. launch_order: the scheduler of this pipeline stage's other chunks. Wrapping a chunk with a tied
-    weight waits for the other stage (consistency.py), so build all chunks before wrapping the first.
+    group of all ranks. full_param_layout: None, or the layouts that the buffers have, which
+    DistributedOptimizer.compute_full_param_layout returns; ValueError for others. launch_order: the scheduler of this
+    pipeline stage's other chunks. Wrapping a chunk with a tied weight waits for the other stage (consistency.py), so
+    build all chunks before wrapping the first.
 
     The constructor is collective over the stage. It raises the same ValueError on all ranks if parameters or settings
     differ. If a single rank cannot wrap, it raises ValueError there and RemoteRankError on the others. TypeError: an
@@ -114,8 +118,9 @@ class DistributedDataParallel(_BaseDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,
-        *,
         pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: Mapping[BufferKind, BufferLayout] | None = None,
+        *,
         launch_order: CollectiveScheduler | None = None,
     ) -> None:
         check_wrapper_types(
@@ -152,6 +157,7 @@ class DistributedDataParallel(_BaseDataParallel):
             single_bucket=disable_bucketing
             or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.has_bucket_lifetime_grads),
         )
+        require_same_layout("full_param_layout", full_param_layout, {buffer.kind: buffer.layout for buffer in built})
         _warn_of_settings(ddp_config, built, order=self.launch_order)
         # Megatron's public name hides nn.Module.buffers; named_buffers still lists the module's own buffers.
         dense = [buffer for buffer in built if not buffer.is_expert]
@@ -189,7 +195,15 @@ class DistributedDataParallel(_BaseDataParallel):
         return self._every_buffer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the wrapped module's forward."""
+        """Calls the wrapped module's forward.
+
+        Raises RuntimeError while parameters or gradients are on the host.
+        """
+        if any(buffer.is_offloaded for buffer in self._every_buffer):
+            raise RuntimeError(
+                "forward of a DistributedDataParallel whose parameters or gradients are on the host: call "
+                "restore_grad_buffers, or reload_from_cpu of its buffers, first"
+            )
         outputs = super().forward(*inputs, **kwargs)
         if isinstance(self._intake, _StreamingIntake):
             self._intake.watch_backward_of(outputs)
@@ -286,14 +300,35 @@ class DistributedDataParallel(_BaseDataParallel):
 
         Raises RuntimeError while gradients are under reduction, and with release_gradients.
         """
-        moving = next((group for group in self._groups if group.is_moving), None)
-        if moving is not None:
-            raise RuntimeError(
-                f"scale_gradients while gradients of {moving.slots[0].name} are being reduced: call it before the "
-                "last microbatch or after finish_grad_sync"
-            )
+        self._check_at_rest("scale_gradients")
         for buffer in self.all_buffers:
             buffer.scale_gradients(scaling_factor)
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Copies gradients to the host and frees their memory, for work between two steps that needs it.
+
+        synchronize: waits until the device has completed all launched work. empty_cache: returns the memory that
+        torch's allocator caches to the device. Raises RuntimeError while gradients are under reduction.
+        """
+        self._check_at_rest("offload_grad_buffers")
+        for buffer in self.all_buffers:
+            buffer.offload_to_cpu(move_params=False)
+        if synchronize:
+            wait_for_device(self.device)
+        if empty_cache:
+            release_cached_memory(self.device)
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Brings gradients back to the device after offload_grad_buffers; synchronize: waits for the copies."""
+        for buffer in self.all_buffers:
+            buffer.reload_from_cpu(move_params=False)
+        if synchronize:
+            wait_for_device(self.device)
+
+    def free_overlap_buffers(self) -> None:
+        """Frees memory that is kept between iterations for messages in flight; later ones allocate it again."""
+        for group in self._groups:
+            group.free_overlap_buffers()
 
     def reset_iteration(self) -> None:
         """Discards the iteration, so that the next one is unaffected by its error; for all chunks of the scheduler.
@@ -352,6 +387,13 @@ class DistributedDataParallel(_BaseDataParallel):
         self.launch_order.finish_param_sync(self._groups)
         if not skip_next_bucket_dispatch:
             self.launch_order.prefetch()
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        """Makes a gather due again, so that forward or start_param_sync gathers parameters that were gathered before.
+
+        Waits for gathers in flight. Called on all ranks.
+        """
+        self.mark_params_stale()
 
     def start_stale_param_sync(self, *unused: Any) -> None:
         """Starts gathers that are due, without waiting; for a schedule's param_sync_func. Collective."""
@@ -449,6 +491,14 @@ class DistributedDataParallel(_BaseDataParallel):
     def _lifetime_setting(self) -> str:
         """The name of the setting with which gradients have no persistent memory."""
         return "shard_gradients" if self.ddp_config.shard_gradients else "release_gradients"
+
+    def _check_at_rest(self, call: str) -> None:
+        moving = next((group for group in self._groups if group.is_moving), None)
+        if moving is not None:
+            raise RuntimeError(
+                f"{call} while gradients of {moving.slots[0].name} are being reduced: call it before the "
+                "last microbatch or after finish_grad_sync"
+            )
 
     def _build_intake(self) -> "_GradIntake | _StreamingIntake":
         group_of, order = self.param_to_bucket_group, self.launch_order
@@ -823,7 +873,9 @@ def _new_buffer(
 ) -> _ParamAndGradBuffer:
     if not ddp_config.has_bucket_lifetime_grads:
         persistent = partial(PersistentGrads, checks=checks)
-        return _ParamAndGradBuffer(kind, named_params, settings=settings, storage=persistent)
+        return _ParamAndGradBuffer.of_kind(
+            kind, named_params, settings=settings, storage=persistent, ddp_config=ddp_config
+        )
     is_released = ddp_config.release_gradients and not kind.completed_later
     # A released sum may be part of a message, which is then never closed.
     pool = MessagePool(kind.grad_dtype, named_params[0][1].device, is_kept=not is_released)
@@ -832,15 +884,19 @@ def _new_buffer(
         total = ReleasedSum(bucket) if is_released else ShardSum(bucket)
         return BucketLifetimeGrads(bucket, memory=pool, total=total, checks=checks)
 
-    return _ParamAndGradBuffer(kind, named_params, settings=settings, storage=storage, flats={BufferType.PARAM})
+    return _ParamAndGradBuffer.of_kind(
+        kind, named_params, settings=settings, storage=storage, flats={BufferType.PARAM}, ddp_config=ddp_config
+    )
 
 
 def _build_groups(
     buffers: Sequence[_ParamAndGradBuffer], *, name: str, force_single: bool
 ) -> list[_ParamAndGradBucketGroup]:
     """Builds the bucket groups of buffers; name: prefix of their names. force_single: one group of all buckets."""
-    partition = partition_buckets(buffers, force_single_bucket_group=force_single)
-    return [_ParamAndGradBucketGroup(buckets, name=f"{name} {index}") for index, buckets in enumerate(partition)]
+    groups = partition_buckets(buffers, force_single_bucket_group=force_single)
+    for index, group in enumerate(groups):
+        group.rename(f"{name} {index}")
+    return groups
 
 
 def _warn_of_settings(

@@ -37,13 +37,15 @@ def finalize_model_grads(
     model: list[nn.Module],
     num_tokens: torch.Tensor | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
 ) -> None:
     """Reduces the gradients of all chunks over their data-parallel groups and ends the models' step. Collective.
 
     num_tokens: None for the mean over ranks. With calculate_per_token_loss, the number of tokens in the losses that
     this rank summed: [], integer or floating point. Gradients, summed over ranks, are then divided by the tokens of all
     ranks (at least 1). Stages before the last, which compute no losses, may pass None.
-    pg_collection: this rank's groups; None means those that the chunks were wrapped with.
+    pg_collection: this rank's groups; None means those that the chunks were wrapped with. force_all_reduce: see
+    finish_grad_sync.
     Raises the errors of finish_grad_sync, and ValueError for a chunk that is not wrapped, or if num_tokens is given
     without calculate_per_token_loss or missing with it.
     """
@@ -52,7 +54,7 @@ def finalize_model_grads(
     for chunk in chunks:
         _check_num_tokens(chunk, num_tokens, pp_group=groups.pp)
     for chunk in chunks:
-        chunk.finish_grad_sync()
+        chunk.finish_grad_sync(force_all_reduce=force_all_reduce)
     complete_model_grads(chunks, num_tokens, groups=groups)
     end_model_step(chunks, groups)
 

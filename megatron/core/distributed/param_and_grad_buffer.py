@@ -4,7 +4,7 @@ layout.py places the parameters, and bucket_storage.py holds a bucket's gradient
 bucket groups from here.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatch
@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.config_field import require_defaults
 from megatron.core.dense_memory import shaped_view
+from megatron.core.device import OffloadedMemory
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import (
     BufferSettings,
@@ -21,9 +23,11 @@ from megatron.core.distributed.bucket_storage import (
     PersistentGrads,
     _ParamAndGradBucket,
 )
-from megatron.core.distributed.layout import ParamSlot, Span, lay_out, locate
+from megatron.core.distributed.collectives import ReductionPolicy
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.layout import BufferLayout, ParamSlot, Span, lay_out, locate
 from megatron.core.logical_tensors import canonical_name
-from megatron.core.process_groups_config import group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 
 __all__ = [
@@ -45,6 +49,9 @@ class BufferType(Enum):
     GRAD = 2
 
 
+BOTH = frozenset(BufferType)
+
+
 @dataclass(frozen=True)
 class BufferKind:
     """Properties that all parameters of a buffer share. is_expert: reduced over the experts' own ranks.
@@ -62,32 +69,94 @@ class BufferKind:
 class _ParamAndGradBuffer:
     """Parameters of one kind and their gradients, each in one flat tensor; see FlatBuffer.
 
+    The constructor is for scripts; DistributedDataParallel calls of_kind, which chooses the storage of gradients too.
+
+    ddp_config: decides sharding, reduction and padding. params_with_names: (parameter, name) in the model's order.
+    data_parallel_group: the ranks over which gradients are summed, and shards distributed. bucket_size: None for one
+    bucket. param_to_name: the names in messages and patterns; the same as in params_with_names. param_indices: not
+    used, as parameters are found by name. nccl_ub: False. pg_collection: its inter_dist_opt is needed with several
+    optimizer instances. param_layout: None, or this buffer's layout, as compute_full_param_layout returns it.
+
     param_data: [numel], the parameters' dtype. grad_data: [numel], the gradients' dtype. Padding is zero in both and
     has no effect on updates and norms. slots: in the order of named_params. storage: builds each bucket's gradient
     memory. flats: the tensors that have memory; others are on the meta device and only hold a size and a dtype.
     Without PARAM, parameters keep their own memory until `move_in`; without GRAD, storages allocate their own memory.
     """
 
+    ddp_config: DistributedDataParallelConfig | None
+
     def __init__(
         self,
+        ddp_config: DistributedDataParallelConfig,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        params_with_names: Sequence[tuple[nn.Parameter, str]],
+        data_parallel_group: ProcessGroup | None,
+        bucket_size: int | None,
+        param_to_name: Mapping[nn.Parameter, str],
+        gradient_scaling_factor: float,
+        param_indices: Sequence[int],
+        nccl_ub: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        param_layout: BufferLayout | None = None,
+    ) -> None:
+        why = "NCCL registers no buffers here"
+        require_defaults("_ParamAndGradBuffer", why, nccl_ub=(nccl_ub, False))
+        if not params_with_names:
+            raise ValueError("params_with_names is empty: must have a parameter")
+        several = ddp_config.num_distributed_optimizer_instances > 1
+        if several and (pg_collection is None or pg_collection.inter_dist_opt is None):
+            raise ValueError(
+                f"DistributedDataParallelConfig.num_distributed_optimizer_instances is "
+                f"{ddp_config.num_distributed_optimizer_instances}: pg_collection.inter_dist_opt must be their group"
+            )
+        settings = BufferSettings(
+            group=data_parallel_group,
+            bucket_size=bucket_size,
+            is_sharded=ddp_config.use_distributed_optimizer,
+            scale=gradient_scaling_factor,
+            policy=ReductionPolicy(
+                average=ddp_config.average_in_collective,
+                fp32_accumulation=ddp_config.reduce_scatter_with_fp32_accumulation,
+                instances_group=pg_collection.inter_dist_opt if several and pg_collection is not None else None,
+            ),
+            high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+            fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
+        )
+        is_expert = param_facts(params_with_names[0][0]).is_expert
+        named = [(param_to_name.get(param, name), param) for param, name in params_with_names]
+        self._build(BufferKind(param_dtype, grad_dtype, is_expert), named, settings, PersistentGrads, BOTH)
+        self.ddp_config = ddp_config
+        require_same_layout("param_layout", param_layout, self.layout)
+
+    @classmethod
+    def of_kind(
+        cls,
         kind: BufferKind,
         named_params: Sequence[tuple[str, nn.Parameter]],
         *,
         settings: BufferSettings,
         storage: Callable[[_ParamAndGradBucket], GradStorage] = PersistentGrads,
-        flats: Collection[BufferType] = frozenset(BufferType),
+        flats: Collection[BufferType] = BOTH,
+        ddp_config: DistributedDataParallelConfig | None = None,
+    ) -> "_ParamAndGradBuffer":
+        """Builds a buffer with given settings and storage of gradients; ddp_config: for scripts that read it."""
+        buffer = cls.__new__(cls)
+        buffer._build(kind, named_params, settings, storage, flats)
+        buffer.ddp_config = ddp_config
+        return buffer
+
+    def _build(
+        self,
+        kind: BufferKind,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        settings: BufferSettings,
+        storage: Callable[[_ParamAndGradBucket], GradStorage],
+        flats: Collection[BufferType],
     ) -> None:
         self.kind, self.settings = kind, settings
-        self.layout = lay_out(
-            [param.numel() for _, param in named_params],
-            num_shards=group_size(settings.group),
-            bucket_size=settings.bucket_size,
-            num_buckets=settings.num_buckets,
-            # The first and last stage both hold this weight; alone in its bucket it has the same shards on both.
-            own_bucket={i for i, (_, param) in enumerate(named_params) if param_facts(param).shared_embedding},
-            high_busbw=settings.high_busbw,
-            split=settings.split,
-        )
+        self.layout = lay_out_params([param for _, param in named_params], settings, group_size(settings.group))
+        self._offloaded: dict[BufferType, OffloadedMemory] = {}
         meta, device = torch.device("meta"), named_params[0][1].device
         self.param_data = torch.zeros(self.numel, dtype=kind.param_dtype, device=meta)
         self.grad_data = torch.zeros(
@@ -115,6 +184,8 @@ class _ParamAndGradBuffer:
             kind.grad_dtype,
             settings.scale,
         )
+        self.data_parallel_world_size = group_size(settings.group)
+        self.numel_unpadded = sum(bucket.numel_unpadded for bucket in self.buckets)
         self._is_moved_in = False
         if BufferType.PARAM in flats:
             self.move_in()
@@ -135,6 +206,28 @@ class _ParamAndGradBuffer:
         for bucket in self.buckets:
             bucket.move_in(self.param_data[bucket.layout.span.start : bucket.layout.span.end])
         self._is_moved_in = True
+
+    def offload_to_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Copies the parameters, their gradients, or both, to the host and frees their memory, between two steps.
+
+        Neither may be used until reload_from_cpu.
+        """
+        grads = [*self.persistent_grads, *(slot.main_grad for slot in self.slots if not slot.main_grad.is_meta)]
+        wanted = {BufferType.PARAM: (move_params, self.persistent_params), BufferType.GRAD: (move_grads, grads)}
+        for content, (is_wanted, tensors) in wanted.items():
+            if is_wanted and content not in self._offloaded:
+                self._offloaded[content] = OffloadedMemory(tensors)
+
+    def reload_from_cpu(self, move_params: bool = True, move_grads: bool = True) -> None:
+        """Brings parameters, gradients, or both, back to the device after offload_to_cpu, with the same bits."""
+        for content, is_wanted in ((BufferType.PARAM, move_params), (BufferType.GRAD, move_grads)):
+            if is_wanted and content in self._offloaded:
+                self._offloaded.pop(content).restore()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether parameters or gradients are on the host after offload_to_cpu."""
+        return bool(self._offloaded)
 
     @property
     def numel(self) -> int:
@@ -238,13 +331,74 @@ def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[to
 
 
 def partition_buckets(
-    buffers: Sequence[_ParamAndGradBuffer], force_single_bucket_group: bool = False
-) -> list[list[_ParamAndGradBucket]]:
-    """Returns the buckets of each bucket group: one bucket per group, or all in one group.
+    buffers: Sequence[_ParamAndGradBuffer],
+    force_single_bucket_group: bool = False,
+    reduce_scatter_with_fp32_accumulation: bool = False,
+) -> list[_ParamAndGradBucketGroup]:
+    """Returns bucket groups of the buffers' buckets: one bucket per group, or all in one group.
 
-    DistributedDataParallel builds the groups, which need its scheduler.
+    reduce_scatter_with_fp32_accumulation: True only if the buffers have that setting, which is theirs; else ValueError.
+    A group reduces its buckets one by one, so it changes no group.
     """
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    if reduce_scatter_with_fp32_accumulation and not all(one.settings.policy.fp32_accumulation for one in buckets):
+        raise ValueError(
+            "partition_buckets: reduce_scatter_with_fp32_accumulation is True and not set in the "
+            "DistributedDataParallelConfig of all buffers: must be the same"
+        )
+    parts = [[bucket] for bucket in buckets]
     if force_single_bucket_group:
-        return [buckets] if buckets else []
-    return [[bucket] for bucket in buckets]
+        parts = [buckets] if buckets else []
+    config = buffers[0].ddp_config if buffers else None
+    return [_ParamAndGradBucketGroup(part, config, name=f"group {index}") for index, part in enumerate(parts)]
+
+
+def lay_out_params(params: Sequence[nn.Parameter], settings: BufferSettings, num_shards: int) -> BufferLayout:
+    """Returns the layout of a buffer of parameters, any shapes, one dtype, for a number of ranks."""
+    return lay_out(
+        [param.numel() for param in params],
+        num_shards=num_shards,
+        bucket_size=settings.bucket_size,
+        num_buckets=settings.num_buckets,
+        # The first and last stage both hold this weight; alone in its bucket it has the same shards on both.
+        own_bucket={index for index, param in enumerate(params) if param_facts(param).shared_embedding},
+        high_busbw=settings.high_busbw,
+        split=settings.split,
+    )
+
+
+def full_param_layout(
+    params: Sequence[nn.Parameter],
+    bucket_size: int | None,
+    data_parallel_world_size: int,
+    ddp_config: DistributedDataParallelConfig,
+    expert_data_parallel_world_size: int | None = None,
+) -> dict[BufferKind, BufferLayout]:
+    """Returns the layout of each buffer of a DistributedDataParallel over parameters, in the model's order.
+
+    params: any shapes and dtypes; frozen ones have no place. bucket_size: in elements; None for one bucket.
+    expert_data_parallel_world_size: of experts that are reduced over other ranks; None if they are not.
+    """
+    apart = expert_data_parallel_world_size is not None
+    by_kind: dict[BufferKind, list[nn.Parameter]] = {}
+    for param in params:
+        if param.requires_grad:
+            kind = buffer_kind(param, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32, experts_apart=apart)
+            by_kind.setdefault(kind, []).append(param)
+    settings = BufferSettings(
+        group=None,
+        bucket_size=bucket_size,
+        num_buckets=ddp_config.num_buckets if ddp_config.cuts_buckets else None,
+        high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+    )
+    ranks = {False: data_parallel_world_size, True: expert_data_parallel_world_size or data_parallel_world_size}
+    return {kind: lay_out_params(some, settings, ranks[kind.is_expert]) for kind, some in by_kind.items()}
+
+
+def require_same_layout(name: str, given: object, own: object) -> None:
+    """Raises ValueError if a layout was given, as argument `name`, that is not the one that was built."""
+    if given is not None and given != own:
+        raise ValueError(
+            f"{name} is {given}: must be None, or what compute_full_param_layout returns for the same parameters, "
+            f"ranks and bucket size, which is {own}"
+        )

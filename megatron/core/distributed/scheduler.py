@@ -150,6 +150,7 @@ class CollectiveScheduler:
                 trace=self.trace if is_everywhere else None,
                 mark_grad_ready=self.mark_grad_ready,
                 start_grad_sync=self.start_grad_sync,
+                finish_grad_sync=self.finish,
                 start_param_sync=self.start_param_sync,
                 need=self.need,
             )

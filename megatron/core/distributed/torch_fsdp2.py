@@ -100,10 +100,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     config: only calculate_per_token_loss and deterministic_mode are used. sub_modules_to_wrap: classes of the modules
     that are units, or the modules themselves; None means the members of the outermost ModuleLists. disable_bucketing:
-    makes the whole module one unit. pg_collection: None means parallel_state's groups, or all ranks if there are none.
-    param_init_fn: called with each module that has parameters or buffers of its own on the meta device, and sets them;
-    without it, a GPTModel sets its initial values and other modules need reset_parameters(). Collective. Raises
-    ValueError if a module cannot be wrapped.
+    makes the whole module one unit. process_group: the ranks over which everything is sharded, or all of this rank's
+    groups; for scripts of Megatron, which give it in place of pg_collection. pg_collection: None means the groups of
+    parallel_state, or all ranks if there are none. param_init_fn: called with each module that has parameters or
+    buffers of its own on the meta device, and sets them; without it, a GPTModel sets its initial values and other
+    modules need reset_parameters(). Collective. Raises ValueError if a module cannot be wrapped.
     """
 
     ddp_config: TorchFullyShardedDataParallelConfig
@@ -115,6 +116,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         module: nn.Module,
         sub_modules_to_wrap: Iterable[type[nn.Module] | nn.Module] | None = None,
         disable_bucketing: bool = False,
+        process_group: dist.ProcessGroup | ProcessGroupCollection | None = None,
         *,
         pg_collection: ProcessGroupCollection | None = None,
         param_init_fn: InitFn | None = None,
@@ -127,7 +129,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
-        self.pg_collection = pg_collection or groups_or_existing(None)
+        self.pg_collection = pg_collection or _groups_of(process_group) or groups_or_existing(None)
+        if process_group is not None and pg_collection is not None:
+            raise ValueError("process_group and pg_collection are both given: give one of them")
         deferred = DeferredValues(module, param_init_fn)
         check_wraps_agree(
             module,
@@ -460,6 +464,13 @@ def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str,
             name = names.setdefault(param, canonical_name(f"{module_name}.{local_name}" if module_name else local_name))
             owners[module, local_name] = (name, vars(param).copy(), param._post_accumulate_grad_hooks)
     return owners
+
+
+def _groups_of(given: dist.ProcessGroup | ProcessGroupCollection | None) -> ProcessGroupCollection | None:
+    """Returns the groups for the argument process_group; one group alone is that of dense and expert parameters."""
+    if given is None or isinstance(given, ProcessGroupCollection):
+        return given
+    return ProcessGroupCollection(dp=given, dp_cp=given, expt_dp=given)
 
 
 def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:

@@ -3,15 +3,17 @@
 from megatron.core.optimizer.builder import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.distributed_fused_adam import DistributedFusedAdam
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     MegatronOptimizer,
+    MixedPrecisionOptimizer,
+    ProxyDict,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey
+from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey, get_standard_config_overrides
 
 __all__ = [
     "ChainedOptimizer",
@@ -21,9 +23,13 @@ __all__ = [
     "DynamicGradScaler",
     "FP32Optimizer",
     "Float16OptimizerWithFloat16Params",
+    "MegatronGradScaler",
     "MegatronOptimizer",
+    "MixedPrecisionOptimizer",
     "OptimizerConfig",
     "ParamGroupOverride",
     "ParamKey",
+    "ProxyDict",
     "get_megatron_optimizer",
+    "get_standard_config_overrides",
 ]

@@ -552,6 +552,10 @@ class FusedRule:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
             self._states = _AdamStates(config, self.runs)
+        # For scripts that look moments up in torch's optimizer; the kernels do not.
+        for one in self.runs:
+            moments = self._states.moments(one).items()
+            self.optimizer.state[one.stepped] = {name: kept.tensor for name, kept in moments if isinstance(kept, Plain)}
         self._rates = [_rates_of(members) for members in self._members]
         self.refresh_rates()
         on_host = [param_range for param_range in self.runs if _place(param_range).type == "cpu"]

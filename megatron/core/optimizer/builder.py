@@ -3,14 +3,18 @@
 param_groups.py assigns each parameter a group on one rank; here ranks agree on the groups before anything is built.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.data_parallel_base import require_wrapped
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
 from megatron.core.group_collectives import all_ranks_agree, gather_objects, is_fake, union_over_model
 from megatron.core.logical_tensors import LogicalPiece, canonical_name, model_logical_pieces
@@ -21,8 +25,8 @@ from megatron.core.optimizer.distrib_optimizer import (
     check_same_sharding,
     check_sharded_gradients,
 )
-from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges, name_masters
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from megatron.core.optimizer.muon import MuonRule
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -32,6 +36,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
+from megatron.core.optimizer.optimizer_parts import OptimizerParts
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
 from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
 from megatron.core.parallel_state import existing_process_groups
@@ -46,19 +51,25 @@ def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
     config_overrides: ConfigOverrides | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: str | None = None,
     *,
     no_weight_decay_cond: None = None,
     scale_lr_cond: None = None,
     lr_mult: float = 1.0,
-    pg_collection: ProcessGroupCollection | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of chunks that are on their device, in their dtype and wrapped for data parallelism.
 
     Returns a DistributedOptimizer if the chunks shard optimizer state. config_overrides: other learning rates and
-    weight decays for some parameters, the same on all ranks; if several match a parameter, the last one wins.
-    pg_collection: groups over which norm and overflow are reduced; None means those of parallel_state, if there are
-    any. Collective over them. no_weight_decay_cond, scale_lr_cond, lr_mult: arguments of older scripts. Raises
-    ValueError for other values of these, and for settings that do not fit the chunks.
+    weight decays for some parameters, the same on all ranks; if several match a parameter, the last one wins. None
+    means get_standard_config_overrides, which a script extends; with {} every parameter decays.
+    use_gloo_process_groups: whether save_parameter_state of a DistributedOptimizer gathers through the host, if there
+    is a group for it. pg_collection: groups over which norm and overflow are reduced; None means those of
+    parallel_state, if there are any. Collective over them. dump_param_to_param_group_map: a JSON file that rank 0
+    writes, with the group's values of each parameter of the model by name. no_weight_decay_cond, scale_lr_cond,
+    lr_mult: arguments of older scripts. Raises ValueError for other values of these, and for settings that do not fit
+    the chunks.
     """
     _check_older_arguments(no_weight_decay_cond, scale_lr_cond, lr_mult)
     if not model_chunks:
@@ -73,6 +84,8 @@ def get_megatron_optimizer(
     grouping = ParamGrouping(config, config_overrides)
     slots = [slot for buffer in buffers for slot in buffer.slots]
     keys = _agree_on_groups(slots, grouping, groups=groups)
+    if dump_param_to_param_group_map is not None:
+        _write_groups(dump_param_to_param_group_map, config, {slot.name: keys[slot.param] for slot in slots}, groups)
     patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
     _check_patterns_match(patterns, [slot.name for slot in slots], groups=groups)
     # Released gradients by buffer; None if gradients are persistent in their buffers.
@@ -94,15 +107,9 @@ def get_megatron_optimizer(
     if handed is not None:
         in_backward = UpdatesInBackward(config, groups, handed, runs=ranges, logical_pieces=pieces, device=device)
     stats = in_backward or GradStats(config, groups, buffers, runs=ranges, logical_pieces=pieces, device=device)
-    optimizer = _optimizer_class(config, is_sharded=is_sharded)(
-        rules,
-        config,
-        runs=ranges,
-        model_chunks=chunks,
-        grad_stats=stats,
-        grad_scaler=_grad_scaler(config),
-        device=device,
-    )
+    parts = OptimizerParts(rules, ranges, chunks, stats, device, pieces)
+    gloo = groups.tp_dp_cp_host if use_gloo_process_groups and group_size(groups.tp) == 1 else None
+    optimizer = _optimizer_of(parts, config, chunks=chunks if is_sharded else None, gloo=gloo)
     if in_backward is not None:
         in_backward.attach(optimizer, chunks)
     return optimizer
@@ -150,13 +157,37 @@ def _fused_rule(config: OptimizerConfig, ranges: Sequence[FlatParamRange], *, ke
     return FusedRule(config, [one for one in ranges if not one.group.is_matrix], groups=groups)
 
 
-def _optimizer_class(config: OptimizerConfig, *, is_sharded: bool) -> type[MegatronOptimizer]:
-    if is_sharded:
-        return DistributedOptimizer
-    if config.optimizer == "muon":
-        return ChainedOptimizer
+def _optimizer_of(
+    parts: OptimizerParts,
+    config: OptimizerConfig,
+    *,
+    chunks: Sequence[_BaseDataParallel] | None,
+    gloo: dist.ProcessGroup | None,
+) -> MegatronOptimizer:
+    """Builds the optimizer of the parts; chunks: the model's, if they shard state, else None.
+
+    gloo: the ranks of dense shards, with a CPU backend.
+    """
+    first, scaler = parts.rules[0].optimizer, _grad_scaler(config)
+    if chunks is not None:
+        buffers = {index: chunk.all_buffers for index, chunk in enumerate(chunks)}
+        group = next((buffer.data_parallel_group for of_chunk in buffers.values() for buffer in of_chunk), None)
+        return DistributedOptimizer(first, config, scaler, None, chunks, buffers, group, gloo, parts=parts)
     # Decided by settings, not by parameters' dtypes, as a bf16 model may have an fp32 router.
-    return Float16OptimizerWithFloat16Params if config.fp16 or config.bf16 else FP32Optimizer
+    has_masters = config.fp16 or config.bf16
+    name_masters([buffer for chunk in parts.model_chunks for buffer in chunk.all_buffers], parts.runs, is_sharded=False)
+
+    def one_of(some: OptimizerParts) -> MegatronOptimizer:
+        torch_optimizer = some.rules[0].optimizer
+        if has_masters:
+            return Float16OptimizerWithFloat16Params(torch_optimizer, config, scaler, None, parts=some)
+        return FP32Optimizer(torch_optimizer, config, None, parts=some)
+
+    if len(parts.rules) == 1:
+        return one_of(parts)
+    # The chain itself steps, with one norm of all ranges in the order of the buffers.
+    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs) for rule in parts.rules]
+    return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
 
 def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
@@ -180,7 +211,7 @@ def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> d
     return found
 
 
-def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
+def _grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     if not config.fp16:
         return None
     # Only fp16 has too small an exponent range for gradients; that of bf16 is fp32's.
@@ -196,6 +227,18 @@ def _grad_scaler(config: OptimizerConfig) -> GradScaler | None:
         growth_interval=int(config.loss_scale_window),
         hysteresis=config.hysteresis,
     )
+
+
+def _write_groups(
+    path: str, config: OptimizerConfig, keys: Mapping[str, GroupKey], groups: ProcessGroupCollection
+) -> None:
+    """Writes the values of each parameter's group, of all parts of the model. Collective."""
+    found = {name: key.values(config) for name, key in keys.items()}
+    for group in (groups.mp, groups.tp_ep_pp):
+        found = {name: values for part in gather_objects(found, group) for name, values in part.items()}
+    with all_ranks_agree():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            Path(path).write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
 
 
 # Agreement between the ranks that hold parts of one model.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.distributed.layout import FlatBuffer, ParamRange
 from megatron.core.logical_tensors import LogicalPiece, range_views
@@ -29,6 +30,7 @@ _CLIP_EPS = 1e-6
 # numbers is 8e-4 in one sum and 2e-7 in pieces, for 1.5 times the time. A GPU's kernel splits sums itself; there, one
 # tensor per piece would cost more than the sum.
 _PIECE = 1 << 16
+_NO_DECOUPLED_GRAD = "parameters have one gradient, main_grad or grad, in the dtype in which it is reduced"
 
 
 # For scripts.
@@ -52,15 +54,20 @@ def get_grad_norm_fp32(
 
 
 def clip_grad_by_total_norm_fp32(
-    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    total_norm: float,
+    use_decoupled_grad: bool = False,
 ) -> None:
     """Scales gradients in place by max_norm / total_norm if that is below 1.
 
     parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
     one, else its `.grad`. Raises ValueError for parameters of wrappers that free gradients during backward.
+    use_decoupled_grad: False; no parameter has another gradient here.
     """
+    require_defaults("clip_grad_by_total_norm_fp32", _NO_DECOUPLED_GRAD, use_decoupled_grad=(use_decoupled_grad, False))
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = [grad for tensor in tensors if (grad := _gradient_of(tensor)) is not None]
+    grads = [grad for tensor in tensors if (grad := persistent_gradient(tensor)) is not None]
     coefficient = clip_coefficient(max_norm, total_norm)
     # Skips a pass over all gradients with a factor of 1.
     if grads and coefficient < 1.0:
@@ -70,22 +77,31 @@ def clip_grad_by_total_norm_fp32(
 def count_zeros_fp32(
     parameters: Iterable[torch.Tensor] | torch.Tensor,
     grad_stats_parallel_group: dist.ProcessGroup | None = None,
-    *,
+    use_decoupled_grad: bool = False,
     tp_group: dist.ProcessGroup | None = None,
+    expert_tp_group: dist.ProcessGroup | None = None,
 ) -> float:
     """Returns the number of exact zeros in gradients over the group's ranks.
 
     parameters: any shapes, floating point. A parameter's gradient is its `main_grad` if a data-parallel wrapper stores
     one, else its `.grad`, if it has any. tp_group: unsplit parameters, of which all its ranks hold a copy, count on its
-    first rank only; a tied weight counts on its owner. Raises ValueError for parameters of wrappers that free gradients
-    during backward.
+    first rank only; a tied weight counts on its owner. expert_tp_group: the same for parameters of experts; None means
+    tp_group. Raises ValueError for parameters of wrappers that free gradients during backward. use_decoupled_grad:
+    False; no parameter has another gradient here.
     """
+    require_defaults("count_zeros_fp32", _NO_DECOUPLED_GRAD, use_decoupled_grad=(use_decoupled_grad, False))
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = (_gradient_of(tensor) for tensor in tensors if _owns_elements(tensor, tp_group))
+    experts = tp_group if expert_tp_group is None else expert_tp_group
+    counted = (one for one in tensors if _owns_elements(one, experts if param_facts(one).is_expert else tp_group))
+    grads = (persistent_gradient(tensor) for tensor in counted)
     return read_count_sync(_total_zeros((grad for grad in grads if grad is not None), [grad_stats_parallel_group]))
 
 
-def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
+def persistent_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns a parameter's main_grad, or else grad, any shape and dtype; None without either.
+
+    Raises ValueError for a parameter of a wrapper that frees gradients during backward.
+    """
     grad = gradient_of(param)
     if grad is None and gradients_pass(param):
         # Without an error its gradient would silently be ignored.
@@ -194,6 +210,38 @@ class GradStats:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores earlier norms from the state_dict of any kind of optimizer."""
+
+    def counted_grads(self, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """Returns the reduced gradients that this rank counts, views: [n] each, the dtype of their buffer.
+
+        group: only those whose statistics are summed over it; None for all.
+        """
+        return [
+            one.grad[part.start : part.end]
+            for one in self._runs
+            for part in self._parts[one]
+            if group is None or group in (self._expert_groups if part.with_experts else self._dense_groups)
+        ]
+
+    def sums_over(self, group: dist.ProcessGroup) -> bool:
+        """Returns whether the statistics of any gradients are summed over a group, perhaps among others."""
+        return group in self._dense_groups or (group in self._expert_groups and not self._is_one_group)
+
+    @property
+    def whole_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold different elements of dense parameters; None means this rank alone.
+
+        Raises ValueError if pg_collection has no such group.
+        """
+        several = [group for group in self._dense_groups if group is not None and group_size(group) > 1]
+        if len(several) < 2:
+            return several[0] if several else None
+        if self._groups.intra_dist_opt is None:
+            raise ValueError(
+                "pg_collection.intra_dist_opt is None: must be the group of all ranks that hold shards and layers of a "
+                "model"
+            )
+        return self._groups.intra_dist_opt
 
     # In parts, for gradients that are freed as soon as they are counted.
 

@@ -3,25 +3,41 @@
 megatron.core.distributed cuts buckets and launches collectives; optimizer.py implements the step.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.config_field import require_defaults
+from megatron.core.dist_checkpointing.mapping import ShardedState
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.distributed.layout import FlatBuffer
-from megatron.core.logical_tensors import LogicalPiece
-from megatron.core.optimizer.adam import GradScale, UpdateRule
-from megatron.core.optimizer.clip_grads import GradStats
-from megatron.core.optimizer.flat_params import FlatParamRange
-from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.layout import BufferLayout, FlatBuffer
+from megatron.core.distributed.param_and_grad_buffer import BufferKind, full_param_layout
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
+from megatron.core.optimizer.adam import GradScale
+from megatron.core.optimizer.flat_params import FlatParamRange, name_masters
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.optimizer.optimizer import FULLY_RESHARDABLE, FlatState, MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts, parts_over_shards
+from megatron.core.optimizer.state_dict import MASTERS
+from megatron.core.process_groups_config import group_rank, group_size
+
+# A state of parameters, as save_parameter_state writes it: for each chunk, by parameter and kind of state, flat tensors
+# [N], fp32 or fp64, in the parameter's memory order.
+ParameterState = list[dict[str, dict[str, Tensor]]]
 
 
-class DistributedOptimizer(MegatronOptimizer):
+_NO_ITEMS: ShardedState = MappingProxyType({})
+
+
+class DistributedOptimizer(MixedPrecisionOptimizer):
     """ZeRO-1: masters and moments of this rank's shards only. ZeRO-2 if the chunks shard gradients too.
 
     Steps like MegatronOptimizer, but an update consists of:
@@ -33,49 +49,234 @@ class DistributedOptimizer(MegatronOptimizer):
 
     A rank may own padding only, or nothing of a parameter group. The norm counts each element once, so that all ranks
     skip a step together. Checkpoints hold boxes of whole tensors and load on any number of ranks.
+
+    optimizer: torch's, over the parameters of model_chunks, whose settings shard state; its groups get this rank's
+    shards instead, so it must compute each element by itself. per_model_buffers: the chunks' buffers by their index.
+    data_parallel_group: the ranks over which these are sharded. data_parallel_group_gloo: the same ranks, for
+    get_parameter_state_dp_zero through the host. data_parallel_group_idx, distributed_optimizer_instance_id: kept as
+    attributes; the groups say it all. Raises ValueError for buffers or a group that are not those of the chunks.
     """
 
     def __init__(
         self,
-        rules: Sequence[UpdateRule],
+        optimizer: torch.optim.Optimizer,
         config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
+        init_state_fn: InitStateFn | None,
+        model_chunks: Sequence[_BaseDataParallel],
+        per_model_buffers: Mapping[int, Sequence[FlatBuffer]],
+        data_parallel_group: dist.ProcessGroup | None,
+        data_parallel_group_gloo: dist.ProcessGroup | None = None,
+        data_parallel_group_idx: int = 0,
+        distributed_optimizer_instance_id: int = 0,
         *,
-        runs: Sequence[FlatParamRange],
-        model_chunks: Sequence[DistributedDataParallel],
-        grad_stats: GradStats,
-        grad_scaler: GradScaler | None = None,
-        device: torch.device | None = None,
+        parts: OptimizerParts | None = None,
     ) -> None:
-        super().__init__(
-            rules,
-            config,
-            runs=runs,
-            model_chunks=model_chunks,
-            grad_stats=grad_stats,
-            grad_scaler=grad_scaler,
-            device=device,
-        )
-        self._sharded_chunks = list(model_chunks)
+        sharded = [chunk for chunk in model_chunks if isinstance(chunk, DistributedDataParallel)]
+        if len(sharded) < len(model_chunks) or not check_same_sharding(list(model_chunks), wanted=None):
+            raise ValueError(
+                "model_chunks are not all sharded: must be DistributedDataParallel with use_distributed_optimizer"
+            )
+        _check_buffers(model_chunks, per_model_buffers, group=data_parallel_group)
+        parts = parts or parts_over_shards(optimizer, config, init_state_fn, model_chunks=model_chunks)
+        super().__init__(optimizer, config, grad_scaler, init_state_fn, parts=parts)
+        self._sharded_chunks = sharded
+        name_masters([buffer for chunk in model_chunks for buffer in chunk.all_buffers], self._runs, is_sharded=True)
+        self.data_parallel_group, self.data_parallel_group_gloo = data_parallel_group, data_parallel_group_gloo
+        self.data_parallel_group_idx = data_parallel_group_idx
+        self.distributed_optimizer_instance_id = distributed_optimizer_instance_id
         # Chunks of a stage share a scheduler, which orders their gathers.
-        self._gather_schedulers = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
-        overlap = model_chunks[0].ddp_config
+        self._gather_schedulers = list(dict.fromkeys(chunk.launch_order for chunk in sharded))
+        overlap = sharded[0].ddp_config
         self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
         self._gathers_after_step = not overlap.overlap_param_gather
         self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
-        for param_range in runs:
+        for param_range in self._runs:
             self._ranges_in.setdefault((param_range.buffer, param_range.bucket), []).append(param_range)
 
-    @contextmanager
-    def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
-        """Yields the boxes of sharded_state to load in place. Collective if masters are stored as remainders."""
-        with super().loading(model_pieces) as tensors:
-            yield tensors
+    @staticmethod
+    def compute_full_param_layout(
+        params: Sequence[nn.Parameter],
+        bucket_size: int | None,
+        data_parallel_world_size: int,
+        ddp_config: DistributedDataParallelConfig,
+        expert_data_parallel_world_size: int | None = None,
+    ) -> dict[BufferKind, BufferLayout]:
+        """Returns the layout of each buffer of a wrapped model, without groups; see full_param_layout."""
+        return full_param_layout(
+            params, bucket_size, data_parallel_world_size, ddp_config, expert_data_parallel_world_size
+        )
+
+    @property
+    def optimizer_state_keys(self) -> list[str]:
+        """Kinds of state that this rank's shards have, such as exp_avg, in sorted order."""
+        return sorted({state.kind for state in self._flat_states()} - {MASTERS})
+
+    def start_param_sync_for_bucket_group_subset(self) -> None:
+        """Starts to gather the parameters of the chunks, without waiting. Collective."""
+        self._start_gathers()
+
+    # State, apart from the step.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns step count and loss scale, the same on all ranks, as JSON values.
+
+        Moments and masters are in sharded_state_dict, for any layout, and in the file of save_parameter_state.
+        """
+        return self.common_state()
+
+    def sharded_state_dict(  # type: ignore[override]  # Megatron's order of arguments
+        self,
+        model_sharded_state_dict: ShardedState = _NO_ITEMS,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns sharded_state_dict of MegatronOptimizer.
+
+        sharding_type: None or fully_reshardable, the one format that there is.
+        """
+        if sharding_type not in (None, FULLY_RESHARDABLE):
+            raise ValueError(f"sharding_type is {sharding_type!r}: must be None or {FULLY_RESHARDABLE!r}")
+        return super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
+
+    def sharded_param_state_fully_reshardable(
+        self,
+        model_sharded_state_dict: ShardedState,
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns sharded_state_dict, whose boxes are of whole tensors."""
+        return self.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata)
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict: Mapping[str, Any]) -> None:
+        """Ends a load that sharded_param_state_fully_reshardable has begun, like load_state_dict."""
+        self.load_state_dict(state_dict)
+
+    def get_parameter_state_dp_zero(
+        self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> ParameterState | None:
+        """Returns moments and masters of whole parameters on the first rank of each buffer's group, on the CPU.
+
+        Other ranks get None, unless return_on_all_ranks. use_gloo_comm: gathers through data_parallel_group_gloo, if
+        that is given. empty_data: tensors have a shape alone (meta device). Collective over data-parallel ranks.
+        """
+        is_reader = return_on_all_ranks or all(
+            group_rank(buffer.data_parallel_group) == 0 for buffer in self._sharded_buffers()
+        )
+        found: ParameterState = []
+        for chunk in self._sharded_chunks:
+            of_chunk: dict[str, dict[str, Tensor]] = {}
+            for buffer in chunk.all_buffers:
+                group = self._group_for(buffer, use_gloo=use_gloo_comm)
+                for kind in self._kinds(buffer):
+                    shards = [self._read_shard(buffer, index, kind) for index in range(len(buffer.owned_spans()))]
+                    whole = torch.zeros(buffer.layout.numel, dtype=shards[0].dtype, device="meta")
+                    if not empty_data:
+                        whole = _gather_sync(shards, buffer, group, to_all=return_on_all_ranks)
+                    for slot in buffer.slots:
+                        flat = whole[slot.span.start : slot.span.end]
+                        of_chunk.setdefault(slot.name, {})[kind] = flat if empty_data else flat.clone()
+            found.append(of_chunk)
+        return found if is_reader else None
+
+    def load_parameter_state_from_dp_zero(
+        self, state_dict: ParameterState | None, *, update_legacy_format: bool = False
+    ) -> None:
+        """Sets moments and masters from get_parameter_state_dp_zero, then gathers the parameters. Collective.
+
+        state_dict: read on the first rank of each buffer's group; of any number of data-parallel ranks. Raises
+        ValueError on all ranks if a parameter or a kind of state is missing or has another size.
+        """
+        why = "files of save_parameter_state have one format"
+        require_defaults("load_parameter_state", why, update_legacy_format=(update_legacy_format, False))
+        for index, chunk in enumerate(self._sharded_chunks):
+            for buffer in chunk.all_buffers:
+                kinds = self._kinds(buffer)
+                is_first = group_rank(buffer.data_parallel_group) == 0
+                with all_ranks_agree(buffer.data_parallel_group):
+                    of_chunk = _checked(state_dict, index, buffer, kinds) if is_first else {}
+                for kind in kinds:
+                    self._write_shards(buffer, kind, of_chunk)
+        for one in self._runs:
+            one.write_model()
+        self._make_whole()
+        for chunk in self._sharded_chunks:
+            chunk.start_param_sync(force_sync=True, force_dispatch=True)
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Writes get_parameter_state_dp_zero with torch.save, on the first data-parallel rank. Collective.
+
+        Each tensor-, expert- and pipeline-parallel rank needs a file of its own.
+        """
+        state = self.get_parameter_state_dp_zero()
+        with all_ranks_agree(self.data_parallel_group):
+            if state is not None:
+                torch.save(state, filename)
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Reads a file of save_parameter_state; see load_parameter_state_from_dp_zero. Collective."""
+        state = None
+        with all_ranks_agree(self.data_parallel_group):
+            if group_rank(self.data_parallel_group) == 0:
+                state = torch.load(Path(filename), map_location="cpu", weights_only=True)
+        self.load_parameter_state_from_dp_zero(state, update_legacy_format=update_legacy_format)
+
+    def _sharded_buffers(self) -> list[FlatBuffer]:
+        return [buffer for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
+
+    def _kinds(self, buffer: FlatBuffer) -> list[str]:
+        """Returns the kinds of state that any rank has of a buffer. Collective."""
+        own = {state.kind for state in self._flat_states() if state.param_range.buffer is buffer}
+        return sorted(set().union(*gather_objects(own, buffer.data_parallel_group)))
+
+    def _read_shard(self, buffer: FlatBuffer, bucket: int, kind: str) -> Tensor:
+        """Returns one kind of state of this rank's shard of a bucket: [shard], fp32 or fp64; 0 where there is none."""
+        owned = buffer.owned_spans()[bucket]
+        dtype = torch.float64 if buffer.param_data.dtype == torch.float64 else torch.float32
+        shard = torch.zeros(owned.numel, dtype=dtype, device=buffer.param_data.device)
+        for state in self._states_in(buffer, bucket, kind):
+            start = state.param_range.span.start - owned.start
+            shard[start : start + state.stored.numel].copy_(state.read())
+        return shard
+
+    def _write_shards(self, buffer: FlatBuffer, kind: str, of_chunk: Mapping[str, Mapping[str, Tensor]]) -> None:
+        group = buffer.data_parallel_group
+        whole = None
+        if group_rank(group) == 0:
+            whole = torch.zeros(buffer.layout.numel, dtype=self._read_shard(buffer, 0, kind).dtype)
+            for slot in buffer.slots:
+                whole[slot.span.start : slot.span.end].copy_(of_chunk[slot.name][kind])
+        for bucket, owned in enumerate(buffer.owned_spans()):
+            shard = _scattered(whole, buffer, bucket, like=self._read_shard(buffer, bucket, kind))
+            for state in self._states_in(buffer, bucket, kind):
+                start = state.param_range.span.start - owned.start
+                values = state.read().copy_(shard[start : start + state.stored.numel])
+                state.stored.write(0, values)
+
+    def _states_in(self, buffer: FlatBuffer, bucket: int, kind: str) -> list[FlatState]:
+        return [
+            state
+            for state in self._flat_states()
+            if state.param_range.buffer is buffer and state.param_range.bucket == bucket and state.kind == kind
+        ]
+
+    def _group_for(self, buffer: FlatBuffer, *, use_gloo: bool) -> dist.ProcessGroup | None:
+        gloo, group = self.data_parallel_group_gloo, buffer.data_parallel_group
+        if not use_gloo or gloo is None or group is None:
+            return group
+        is_same = dist.get_process_group_ranks(gloo) == dist.get_process_group_ranks(group)
+        return gloo if is_same else group
+
+    def _after_load(self) -> None:
         # Decided by the chunks' dtypes, not by this rank's ranges, of which there may be none.
         dtypes = [buffer.param_data.dtype for chunk in self._sharded_chunks for buffer in chunk.all_buffers]
         if self.config.keeps_remainders and torch.bfloat16 in dtypes:
             # Loading remainders has changed this rank's shard of the parameters, so the others gather it.
             for chunk in self._sharded_chunks:
                 chunk.start_param_sync(force_sync=True, force_dispatch=True)
+
+    # Inside a step.
 
     def _update(self, scale: GradScale) -> None:
         # First of all, because a gather in flight would overwrite updated parameters.
@@ -114,6 +315,84 @@ class DistributedOptimizer(MegatronOptimizer):
                 ranges = [one for place in places for one in self._ranges_in.get(place, [])]
                 self._step_ranges(scale, ranges, rules=rest)
                 scheduler.start_param_sync([group])
+
+
+def _gather_sync(
+    shards: Sequence[Tensor], buffer: FlatBuffer, group: dist.ProcessGroup | None, *, to_all: bool
+) -> Tensor:
+    """Returns a buffer's numbers on the CPU from all ranks' shards of its buckets: [N]; zeros on other ranks.
+
+    NOTE: waits for the device.
+    """
+    whole = torch.zeros(buffer.layout.numel, dtype=shards[0].dtype)
+    for bucket, shard in zip(buffer.layout.buckets, shards, strict=True):
+        span = slice(bucket.span.start, bucket.span.end)
+        if group_size(group) == 1:
+            whole[span].copy_(shard)
+            continue
+        assert group is not None
+        sent = shard.cpu() if dist.get_backend(group) == "gloo" else shard
+        is_reader = to_all or group_rank(group) == 0
+        parts = [torch.empty_like(sent) for _ in range(group_size(group))] if is_reader else None
+        if to_all:
+            dist.all_gather(parts, sent, group=group)
+        else:
+            dist.gather(sent, parts, group=group, group_dst=0)
+        if parts is not None:
+            whole[span].copy_(torch.cat(parts))
+    return whole
+
+
+def _scattered(whole: Tensor | None, buffer: FlatBuffer, bucket: int, *, like: Tensor) -> Tensor:
+    """Returns this rank's shard of a bucket from the first rank's numbers of the buffer; like: such a shard."""
+    group = buffer.data_parallel_group
+    spans = [buffer.layout.shard(bucket, rank) for rank in range(group_size(group))]
+    parts = None if whole is None else [whole[one.start : one.end].to(like) for one in spans]
+    if parts is not None and group_size(group) == 1:
+        return parts[0]
+    dist.scatter(like, parts, group=group, group_src=0)
+    return like
+
+
+def _checked(
+    state: ParameterState | None, chunk: int, buffer: FlatBuffer, kinds: Sequence[str]
+) -> Mapping[str, Mapping[str, Tensor]]:
+    """Returns a chunk's state; raises ValueError if something of the buffer is missing or has another size."""
+    of_chunk = state[chunk] if state is not None and chunk < len(state) else {}
+    for slot in buffer.slots:
+        for kind in kinds:
+            found = of_chunk.get(slot.name, {}).get(kind)
+            if found is None or found.numel() != slot.span.numel:
+                size = "missing" if found is None else f"of {found.numel()} elements"
+                raise ValueError(
+                    f"parameter state {kind} of {slot.name} is {size}: must have {slot.span.numel} elements, on the "
+                    "first data-parallel rank"
+                )
+    return of_chunk
+
+
+def _check_buffers(
+    chunks: Sequence[_BaseDataParallel],
+    per_model_buffers: Mapping[int, Sequence[FlatBuffer]],
+    *,
+    group: dist.ProcessGroup | None,
+) -> None:
+    known = {index: list(chunk.all_buffers) for index, chunk in enumerate(chunks)}
+    given = {index: list(buffers) for index, buffers in per_model_buffers.items()}
+    # One optimizer may not step a part of a chunk, because its update makes all other shards stale.
+    if given != known:
+        sizes = {index: len(buffers) for index, buffers in known.items()}
+        raise ValueError(
+            f"per_model_buffers has { ({index: len(buffers) for index, buffers in given.items()}) } buffers: must have "
+            f"all buffers of each of model_chunks, {sizes}; one DistributedOptimizer steps dense and expert parameters"
+        )
+    groups = [buffer.data_parallel_group for buffers in known.values() for buffer in buffers]
+    num_ranks = [group_size(one) for one in groups]
+    if groups and group_size(group) not in num_ranks:
+        raise ValueError(
+            f"data_parallel_group has {group_size(group)} ranks: must be the group over which buffers are sharded, of "
+            f"{num_ranks[0]} ranks"
+        )
 
 
 def check_same_sharding(chunks: list[_BaseDataParallel], *, wanted: bool | None) -> bool:

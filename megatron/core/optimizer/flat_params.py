@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
+from megatron.core.dense_memory import shaped_view
 from megatron.core.distributed.layout import ALIGNMENT, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
@@ -23,6 +24,7 @@ from megatron.core.optimizer.stored_floats import (
     piece_elements,
     pieces,
 )
+from megatron.core.tensor_parallel.param_attributes import set_main_param
 
 # The key that parameters must share to be stepped together.
 _Key = TypeVar("_Key", bound=Hashable)
@@ -128,6 +130,27 @@ def build_ranges(
                 FlatParamRange(found.members, found.key, model, kept(model), buffer, place, bucket, grad_of, on_host)
             )
     return ranges
+
+
+def name_masters(buffers: Sequence[FlatBuffer], ranges: Sequence[FlatParamRange], *, is_sharded: bool) -> None:
+    """Sets `main_param` of the buffers' 16-bit parameters: a view of their masters.
+
+    It is None if this rank has no masters of the parameter, or has them in parts, rounded or as remainders. is_sharded:
+    the views are flat and cover this rank's part of a parameter.
+    """
+    views: dict[nn.Parameter, list[torch.Tensor | None]] = {}
+    for one in ranges:
+        for member in one.params:
+            flat = member.view_of(one.main.tensor) if isinstance(one.main, Plain) else None
+            views.setdefault(member.param, []).append(flat)
+    for slot in (slot for buffer in buffers for slot in buffer.slots):
+        if slot.param.dtype.itemsize >= 4:
+            continue
+        found = views.get(slot.param, [])
+        main = found[0] if len(found) == 1 else None
+        if main is not None and not is_sharded:
+            main = shaped_view(main, slot.param)
+        set_main_param(slot.param, main, is_sharded=is_sharded)
 
 
 @dataclass(frozen=True, eq=False)

@@ -520,7 +520,7 @@ def _buffer(
     # Without parameters: the buffer is built after the first backward, when memory holds whole gradients. The second
     # copy of all parameters that move_in needs is allocated after gradients are reduced and freed.
     flats = {BufferType.GRAD} if memory.contiguous_grad_buffer else ()
-    return _ParamAndGradBuffer(kind, members, settings=settings, storage=storage, flats=flats)
+    return _ParamAndGradBuffer.of_kind(kind, members, settings=settings, storage=storage, flats=flats)
 
 
 def _fused_ranges(

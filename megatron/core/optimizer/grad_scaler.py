@@ -4,34 +4,57 @@ They hold numbers only; optimizer.py multiplies losses and divides gradients by 
 """
 
 import math
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
 
 
-class GradScaler(Protocol):
-    """Interface of loss scales for the optimizer."""
+class MegatronGradScaler(ABC):
+    """Base class of loss scales: the factor of the loss in the next step, and its reaction to overflow.
 
-    @property
-    def scale(self) -> float: ...
-    def update(self, found_inf: bool) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    A subclass changes `_scale`, a number.
+    """
 
-
-class ConstantGradScaler:
-    """A loss scale that overflow does not change."""
-
-    def __init__(self, initial_scale: float):
+    def __init__(self, initial_scale: float) -> None:
         if not isinstance(initial_scale, int | float) or not 0 < initial_scale < math.inf:
             raise ValueError(f"initial_scale is {initial_scale!r}: must be a finite number above 0")
         self._scale = float(initial_scale)
 
     @property
-    def scale(self) -> float:
-        """Factor of the loss."""
-        return self._scale
+    def value(self) -> float:
+        """Factor of the loss of the next step."""
+        return float(self._scale)
 
-    def update(self, found_inf: bool) -> None:
-        """Does nothing: the user chose the scale."""
+    @property
+    def scale(self) -> torch.Tensor:
+        """Factor of the loss of the next step: [], fp32, on the CPU."""
+        # A tensor, because scripts written for Megatron call .item() on it.
+        return torch.tensor(self.value, dtype=torch.float32)
+
+    @property
+    def inv_scale(self) -> torch.Tensor:
+        """Factor of the gradients, 1 / scale: [], fp32, on the CPU."""
+        return torch.tensor(1.0 / self.value, dtype=torch.float32)
+
+    @abstractmethod
+    def update(self, found_inf: bool | torch.Tensor) -> None:
+        """Records one step; found_inf: whether its gradients overflowed on any rank, a bool or [1], any dtype."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint stores, as JSON values."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from `state_dict`."""
+
+
+class ConstantGradScaler(MegatronGradScaler):
+    """A loss scale that overflow does not change."""
+
+    def update(self, found_inf: bool | torch.Tensor) -> None:
+        """Does nothing with found_inf, a bool or [1], any dtype: the user chose the scale."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns an empty dict: the configuration sets the scale."""
@@ -41,7 +64,7 @@ class ConstantGradScaler:
         """Does nothing: the configuration sets the scale."""
 
 
-class DynamicGradScaler:
+class DynamicGradScaler(MegatronGradScaler):
     """A loss scale that grows after `growth_interval` steps without overflow and shrinks after `hysteresis` overflows.
 
     The count of overflows is reset only when the scale grows, as in Megatron. Dynamic loss scaling is from Micikevicius
@@ -73,7 +96,7 @@ class DynamicGradScaler:
         _check(0 < backoff_factor < 1, "backoff_factor", value=backoff_factor, wanted="between 0 and 1")
         _check(growth_interval > 0, "growth_interval", value=growth_interval, wanted="more than 0")
         _check(hysteresis > 0, "hysteresis", value=hysteresis, wanted="more than 0")
-        self._scale = float(initial_scale)
+        super().__init__(initial_scale)
         self._min_scale = float(min_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -83,13 +106,8 @@ class DynamicGradScaler:
         self._clean_steps = 0
         self._overflows_left = hysteresis
 
-    @property
-    def scale(self) -> float:
-        """Factor of the loss of the next step."""
-        return self._scale
-
-    def update(self, found_inf: bool) -> None:
-        """Records one step; found_inf: whether its gradients overflowed on any rank."""
+    def update(self, found_inf: bool | torch.Tensor) -> None:
+        """Records one step; found_inf: whether its gradients overflowed on any rank, a bool or [1], any dtype."""
         if found_inf:
             # Only consecutive steps without overflow count.
             self._clean_steps = 0

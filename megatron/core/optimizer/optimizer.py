@@ -10,18 +10,19 @@ and states are of two steps. Whole: they are of one step.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatron.core.device import default_device
+from megatron.core.config_field import require_defaults
+from megatron.core.device import OffloadedMemory
 from megatron.core.device.trace_ranges import trace_range
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, range_tensors
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, flatten, range_tensors
 from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.logical_tensors import LogicalPiece
@@ -34,11 +35,15 @@ from megatron.core.optimizer.clip_grads import (
     read_norm_sync,
 )
 from megatron.core.optimizer.flat_params import FlatParamRange
-from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts, parts_over_params
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
+from megatron.core.tensor_parallel.param_attributes import copy_marks
 
+# Megatron's name of the one format of optimizer state in checkpoints: boxes of whole tensors.
+FULLY_RESHARDABLE = "fully_reshardable"
 _BROKEN_UPDATE = (
     "an error interrupted the update of an earlier step, so parameters and optimizer states are no longer of one step: "
     "load a checkpoint"
@@ -53,6 +58,14 @@ class _StepOutcome:
     found_inf: bool
     grad_norm: float
     num_zeros: float
+
+
+@dataclass(frozen=True)
+class _PreparedStep:
+    """Gradients that are reduced and finite, before their update. loss_scale: their factor. grad_norm: unscaled."""
+
+    loss_scale: float
+    grad_norm: float
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ class DeviceStep:
 
 
 @dataclass(frozen=True)
-class _FlatState:
+class FlatState:
     """One kind of state of a flat range."""
 
     kind: str
@@ -79,9 +92,11 @@ class _FlatState:
     param_range: FlatParamRange
 
     def read(self) -> torch.Tensor:
+        """Returns all numbers: [N], fp32 or fp64; a view of such storage, else a copy."""
         return self.stored.read(0, self.stored.numel)
 
     def tensors(self, flat: torch.Tensor, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
+        """Returns the boxes of `flat`, [N], fp32 or fp64, the values of `read`; views."""
         # By parameter, because flat ranges depend on the layout and must not affect checkpoints.
         return [
             tensor
@@ -92,8 +107,16 @@ class _FlatState:
         ]
 
 
+def copy_optimizer_param_metadata(destination: nn.Parameter, source: nn.Parameter) -> None:
+    """Copies the attributes of layers and users, which choose groups and ranks, to a parameter of any shape and dtype.
+
+    For a copy of a parameter that is optimized in its place.
+    """
+    copy_marks(destination, source)
+
+
 class MegatronOptimizer:
-    """Common base of FP32Optimizer and Float16OptimizerWithFloat16Params. In a step:
+    """Common base of all optimizers. In a step:
 
     1. the norm of all gradients is computed, which also shows whether any of them overflowed;
     2. if it is not finite: the loss scale backs off, and neither parameters, moments nor step count change;
@@ -107,43 +130,53 @@ class MegatronOptimizer:
     An error inside an update leaves it half done. Every later step and save is then refused until a checkpoint is
     loaded. See [Note: outcomes of a step].
 
-    grad_stats: computes the norm of the gradients of `runs`, the flat ranges. device: the model's; None means
-    default_device(). State exists from the start, so that training can be saved and resumed even if every step so far
-    was skipped.
+    optimizer: a torch optimizer, whose groups list the parameters to step; init_state_fn: allocates its state, for a
+    save or load before the first step. A subclass of this package may be given `parts` instead, which have rules of
+    their own, of which `optimizer` is the first. State exists from the start then, so that training can be saved and
+    resumed even if every step so far was skipped. grad_scaler: the loss scale; None for 1.
     """
+
+    # Whether 16-bit parameters of a torch optimizer are replaced by fp32 copies.
+    _makes_masters = False
 
     def __init__(
         self,
-        rules: Sequence[UpdateRule],
+        optimizer: torch.optim.Optimizer,
         config: OptimizerConfig,
+        init_state_fn: InitStateFn | None = lambda x: None,
         *,
-        runs: Sequence[FlatParamRange],
-        model_chunks: Sequence[_BaseDataParallel],
-        grad_stats: GradStats,
-        grad_scaler: GradScaler | None = None,
-        device: torch.device | None = None,
+        grad_scaler: MegatronGradScaler | None = None,
+        parts: OptimizerParts | None = None,
     ):
+        parts = parts or parts_over_params(optimizer, config, init_state_fn, masters=self._makes_masters)
         self.config = config
         self.grad_scaler = grad_scaler
         # Copies, so that later changes of the caller's lists have no effect.
-        self._rules = list(rules)
-        self._runs = list(runs)
-        self._model_chunks = list(model_chunks)
+        self._rules = list(parts.rules)
+        self._runs = list(parts.runs)
+        self._model_chunks = list(parts.model_chunks)
+        self._pieces = parts.pieces
         # Chunks of a stage share a scheduler.
-        self._schedulers = list(dict.fromkeys(chunk.launch_order for chunk in model_chunks))
+        self._schedulers = list(dict.fromkeys(chunk.launch_order for chunk in self._model_chunks))
         for scheduler in self._schedulers:
             scheduler.iteration.has_optimizer = True
-        self._grad_stats = grad_stats
+        self._grad_stats = parts.grad_stats
+        # Between prepare_grads and step_with_ready_grads.
+        self._prepared: _PreparedStep | None = None
+        self._last_norm = 0.0
+        # A load that sharded_state_dict has begun and load_state_dict ends.
+        self._load_in_progress: AbstractContextManager[list[ShardedTensor]] | None = None
+        self._offloaded: OffloadedMemory | None = None
         # The error to raise while an update is half done: during it, and after an error in it.
         self._half_done: str | None = None
         # Wrappers refer to it weakly, so it lives as long as this optimizer.
         self._run_states = _RunStates(self._rules)
-        for chunk in model_chunks:
+        for chunk in self._model_chunks:
             chunk.set_state_provider(self._run_states.states)
         # Not read from torch's state, because a rank without trained parameters counts steps too.
         self._num_steps = 0
         # Persistent, so that graphs multiply losses and divide gradients by the scale of their replay.
-        self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=device or default_device())
+        self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=parts.device)
         # Weight decays that a graph has captured as plain numbers; None before the first step on the device.
         self._decays_on_device: list[float] | None = None
 
@@ -158,15 +191,39 @@ class MegatronOptimizer:
         return [group for rule in self._rules for group in rule.optimizer.param_groups]
 
     @property
+    def state(self) -> Any:
+        """The torch optimizer's state by the parameters in its groups.
+
+        get_megatron_optimizer puts flat ranges into the groups, with their moments wherever these are stored unrounded.
+        """
+        return self.optimizer.state
+
+    @property
     def decoupled_learning_rate(self) -> float | None:
         """Current learning rate of parameters with --decoupled-lr; None without that flag."""
         return next((group["lr"] for group in self.param_groups if group.get("is_decoupled_lr")), None)
 
-    def zero_grad(self) -> None:
-        """Drops all gradients; call before the first microbatch."""
+    def get_parameters(self) -> list[Tensor]:
+        """Returns the tensors that are stepped, any shape and float dtype: masters in place of 16-bit parameters."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients; call before the first microbatch.
+
+        set_to_none: whether `param.grad` becomes None or zeros; gradients in a wrapper's buffers become zeros.
+        """
         for chunk in self._model_chunks:
             # Not `param.grad = None`, because gradients are in flat buffers, whose memory is persistent.
             chunk.zero_grad_buffer(caller=self)
+        if not self._model_chunks:
+            for member in (member for one in self._runs for member in one.params):
+                if set_to_none:
+                    member.param.grad = None
+                elif member.param.grad is not None:
+                    member.param.grad = torch.zeros_like(member.param.grad)
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Prepares parameters for start_param_sync of their wrapper; nothing is due, as they are ready after a step."""
 
     def get_loss_scale(self) -> torch.Tensor:
         """Returns the factor of the loss: [], fp32, on the CPU."""
@@ -190,6 +247,24 @@ class MegatronOptimizer:
         An error before the update changes nothing. Raises RuntimeError without finish_grad_sync, and after an error
         inside an update, until a checkpoint is loaded; RemoteRankError if another rank has called reset_iteration.
         """
+        found_inf = self.prepare_grads()
+        if found_inf:
+            return False, self._last_norm, None
+        # Before the update, which may overwrite gradients with unscaled ones.
+        with self.config.timers("optimizer-count-zeros", log_level=1):
+            num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        self._step_prepared(clip_grad=self.config.clip_grad)
+        return True, self._last_norm, num_zeros
+
+    # The parts of `step`, for scripts that do something between them.
+
+    def prepare_grads(self) -> bool:
+        """Begins a step: computes the norm of the reduced gradients and returns whether one of them is not finite.
+
+        If so, the loss scale backs off and the step is over; else step_with_ready_grads must follow. Collective. Raises
+        the errors of `step`.
+        """
+        self._prepared = None
         self._prepare_step()
         # Before any change on this rank, because others may have caught an error after the reduction of gradients.
         for scheduler in self._schedulers:
@@ -200,21 +275,83 @@ class MegatronOptimizer:
             scaled_norm = read_norm_sync(self._grad_stats.norm())
         # Also lowers the loss scale, so another reason to skip, such as a limit of the norm, needs a flag of its own.
         found_inf = not math.isfinite(scaled_norm)
-        grad_norm = scaled_norm / self._loss_scale
-        divisor = self._loss_scale / self._clip_coefficient(grad_norm)
-        # After the divisor: these gradients carry the old scale.
+        loss_scale = self._loss_scale
+        self._last_norm = scaled_norm / loss_scale
+        # After the scale that these gradients carry was read.
         self._update_scale(found_inf)
         if found_inf:
-            self._grad_stats.skip_step(grad_norm)
-            return False, grad_norm, None
-        # Before the update, which may overwrite gradients with unscaled ones.
-        with self.config.timers("optimizer-count-zeros", log_level=1):
-            num_zeros = read_count_sync(self._grad_stats.count_zeros()) if self.config.log_num_zeros_in_grad else None
+            self._grad_stats.skip_step(self._last_norm)
+        else:
+            self._prepared = _PreparedStep(loss_scale, self._last_norm)
+        return found_inf
+
+    def step_with_ready_grads(self) -> bool:
+        """Updates the parameters after prepare_grads, without clipping; returns whether it did, which is True.
+
+        Raises RuntimeError without prepare_grads, or if that has found a gradient that is not finite.
+        """
+        self._step_prepared(clip_grad=0.0)
+        return True
+
+    def get_grad_norm(self) -> float:
+        """Returns the 2-norm of all reduced gradients, unscaled. Collective, like `step`."""
+        return read_norm_sync(self._grad_stats.norm()) / self._grads_scale
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Multiplies the reduced gradients in place, so that their norm is at most clip_grad; returns the norm before.
+
+        For scripts that call prepare_grads and step_with_ready_grads; `step` clips by OptimizerConfig.clip_grad itself.
+        Collective, like `step`.
+        """
+        grad_norm = self.get_grad_norm()
+        coefficient = clip_coefficient(clip_grad, grad_norm) if clip_grad > 0 and math.isfinite(grad_norm) else 1.0
+        if coefficient < 1.0:
+            for one in self._runs:
+                one.grad.mul_(coefficient)
+        return grad_norm
+
+    def count_zeros(self) -> float:
+        """Returns the number of exact zeros in all reduced gradients. Collective, like `step`."""
+        return read_count_sync(self._grad_stats.count_zeros())
+
+    def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """Returns the reduced gradients, still scaled, that this rank counts in norms: views, [n] each, their dtype.
+
+        Of replicated and tied parameters only one rank counts the gradient. grad_norm_group: only gradients whose norm
+        is summed over this group; None for all.
+        """
+        return self._grad_stats.counted_grads(grad_norm_group)
+
+    def has_grad_norm_group(self, grad_norm_group: dist.ProcessGroup) -> bool:
+        """Returns whether the norm of any gradients is summed over a group."""
+        return self._grad_stats.sums_over(grad_norm_group)
+
+    def get_grad_stats_parallel_group(self) -> dist.ProcessGroup | None:
+        """Returns the ranks over which statistics of dense gradients are summed; None means this rank alone.
+
+        Raises ValueError if there is no single group of these ranks.
+        """
+        return self._grad_stats.whole_group
+
+    def _step_prepared(self, *, clip_grad: float) -> None:
+        if self._prepared is None:
+            raise RuntimeError(
+                "step_with_ready_grads was called without prepare_grads, or after it has found a gradient that is not "
+                "finite: call prepare_grads, and update only if it returns False"
+            )
+        prepared, self._prepared = self._prepared, None
+        coefficient = 1.0 if clip_grad == 0 else clip_coefficient(clip_grad, prepared.grad_norm)
         with self.config.timers("optimizer-inner-step", log_level=1):
             self._num_steps += 1
-            self._update(GradScale(divisor))
-        self._grad_stats.end_step(grad_norm)
-        return True, grad_norm, num_zeros
+            self._update(GradScale(prepared.loss_scale / coefficient))
+        self._grad_stats.end_step(prepared.grad_norm)
+
+    @property
+    def _grads_scale(self) -> float:
+        """The loss scale of the gradients, which prepare_grads may have changed for the next step."""
+        return self._loss_scale if self._prepared is None else self._prepared.loss_scale
+
+    # A step that the device decides.
 
     def prepare_device_step(self) -> None:
         """Prepares an update on the device; call before step_on_device and before each replay of it.
@@ -307,8 +444,13 @@ class MegatronOptimizer:
         """Returns the 2-norm of unstepped parameters, any shapes and dtypes, in fp64. Collective, like `step`."""
         return self._grad_stats.norm_of(params)
 
-    def reload_model_params(self) -> None:
-        """Sets the fp32 masters to the model's parameters, after a load of weights alone."""
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Sets the fp32 masters to the model's parameters, after a load of weights alone.
+
+        state_dict: None; a state of the model from which masters would take more digits than the model has.
+        """
+        why = "masters are set to the parameters' values; convert the checkpoint, or load it with its optimizer state"
+        require_defaults("reload_model_params", why, state_dict=(state_dict, None))
         for param_range in self._runs:
             param_range.take_model()
 
@@ -323,6 +465,8 @@ class MegatronOptimizer:
     @contextmanager
     def loading(self, model_pieces: dict[str, list[LogicalPiece]]) -> Iterator[list[ShardedTensor]]:
         """Yields the boxes of sharded_state to load in place; other forms than fp32 are written when the block ends."""
+        if self._offloaded is not None:
+            self._check_whole()
         states = self._flat_states()
         values = [state.read() for state in states]
         yield [tensor for state, flat in zip(states, values) for tensor in state.tensors(flat, model_pieces)]
@@ -333,6 +477,7 @@ class MegatronOptimizer:
             if param_range.is_copy and not param_range.has_master:
                 param_range.take_model()
         self._make_whole()
+        self._after_load()
 
     @property
     def state_bytes(self) -> dict[str, int]:
@@ -345,18 +490,18 @@ class MegatronOptimizer:
             found[moments] += sum(stored.num_bytes for stored in by_range[param_range])
         return found
 
-    def _flat_states(self) -> list[_FlatState]:
+    def _flat_states(self) -> list[FlatState]:
         states = []
         by_range = {one: rule.flat_state(one) for rule in self._rules for one in rule.runs}
         for param_range in self._runs:
             # Without masters, the model's weights are stepped, which the checkpoint has already.
             masters = {MASTERS: param_range.main} if param_range.has_master else {}
             states += [
-                _FlatState(kind, stored, param_range) for kind, stored in {**by_range[param_range], **masters}.items()
+                FlatState(kind, stored, param_range) for kind, stored in {**by_range[param_range], **masters}.items()
             ]
         return states
 
-    def state_dict(self) -> dict[str, Any]:
+    def common_state(self) -> dict[str, Any]:
         """Returns step count and loss scale, the same on all ranks, as JSON values; tensors are in sharded_state."""
         return {
             "step": self._num_steps,
@@ -364,8 +509,30 @@ class MegatronOptimizer:
             **self._grad_stats.state_dict(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from `state_dict`; the tensors of sharded_state are loaded separately."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns common_state and, unless shards are stepped, this rank's moments and masters for torch.save.
+
+        `state` has one dictionary of copies, [n] each, for each flat range, so it loads into the same layout alone; a
+        checkpoint for any layout is made of sharded_state_dict. DistributedOptimizer leaves `state` out.
+        """
+        self._check_whole()
+        by_range: dict[FlatParamRange, dict[str, Tensor]] = {one: {} for one in self._runs}
+        for state in self._flat_states():
+            by_range[state.param_range][state.kind] = state.read().clone()
+        return {**self.common_state(), "state": list(by_range.values())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from the state_dict, common_state or loaded sharded_state_dict of such an optimizer.
+
+        Raises ValueError if `state` has other ranges, numbers or kinds of state than this optimizer.
+        """
+        if self._load_in_progress is not None:
+            loading, self._load_in_progress = self._load_in_progress, None
+            loading.__exit__(None, None, None)
+            common = state_dict["common"]
+            state_dict = common.data if isinstance(common, ShardedObject) else common
+        if "state" in state_dict:
+            self._load_ranges(state_dict["state"])
         self._num_steps = state_dict["step"]
         for count in self._step_counts():
             count.fill_(self._num_steps)
@@ -373,11 +540,91 @@ class MegatronOptimizer:
         if self.grad_scaler is not None and state_dict["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
             self._device_scale.fill_(self._loss_scale)
-        self._grad_stats.load_state_dict(state_dict)
+        self._grad_stats.load_state_dict(dict(state_dict))
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: ShardedState,
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Returns what dist_checkpointing saves, or loads in place: boxes of moments and masters, and common_state.
+
+        model_sharded_state_dict: the items of the model in the same checkpoint, which must include those of the
+        parameters that are stepped, or be empty. is_loading: load_state_dict must be called after the load. metadata:
+        its distrib_optim_sharding_type must be fully_reshardable, the one format here; other entries choose among
+        formats of Megatron and are ignored. Raises ValueError for another format, and for a parameter that is not among
+        the items.
+        """
+        kind = (metadata or {}).get("distrib_optim_sharding_type", FULLY_RESHARDABLE)
+        if kind != FULLY_RESHARDABLE:
+            raise ValueError(f"metadata['distrib_optim_sharding_type'] is {kind!r}: must be {FULLY_RESHARDABLE!r}")
+        pieces = self._pieces_of(model_sharded_state_dict)
+        common = ShardedObject("optimizer.common_state", self.common_state())
+        if not is_loading:
+            return {"common": common, "tensors": self.sharded_state(pieces)}
+        self._load_in_progress = self.loading(pieces)
+        return {"common": common, "tensors": self._load_in_progress.__enter__()}
+
+    def offload_to_cpu(self) -> None:
+        """Copies moments and masters to the host and frees their memory on the device, between two steps.
+
+        Steps, saves and loads raise RuntimeError until restore_from_cpu. Does nothing if they are on the host already.
+        """
+        self._check_whole()
+        of_rules = [stored for rule in self._rules for one in rule.runs for stored in rule.flat_state(one).values()]
+        masters = [one.main for one in self._runs if one.is_copy]
+        held = [tensor for stored in [*of_rules, *masters] for tensor in stored.memory]
+        # On a GPU's host are those of OptimizerConfig.optimizer_cpu_offload.
+        self._offloaded = OffloadedMemory(one for one in held if one.device == self._device_scale.device)
+
+    def restore_from_cpu(self) -> None:
+        """Brings moments and masters back to the device after offload_to_cpu, with the same bits."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+
+    def _pieces_of(self, model_state: ShardedState) -> dict[str, list[LogicalPiece]]:
+        items = [item for item in flatten(model_state) if isinstance(item, ShardedTensor)]
+        known = {item.key for item in items}
+        found = {}
+        for member in (member for one in self._runs for member in one.params):
+            held = self._pieces.get(member.name) or _pieces_in(items, member.param)
+            missing = {piece.key for piece in held} - known if items else set()
+            if missing or not held:
+                raise ValueError(
+                    f"model_sharded_state_dict has no item for {member.name}: must have all parameters that are stepped"
+                )
+            found[member.name] = held
+        return found
+
+    def _load_ranges(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        states = self._flat_states()
+        by_range: dict[FlatParamRange, list[FlatState]] = {one: [] for one in self._runs}
+        for state in states:
+            by_range[state.param_range].append(state)
+        sizes = [{state.kind: (state.stored.numel,) for state in held} for held in by_range.values()]
+        given = [{kind: tuple(tensor.shape) for kind, tensor in held.items()} for held in saved]
+        if sizes != given:
+            raise ValueError(
+                f"state_dict['state'] has shapes {given}: must be {sizes}, those of this optimizer; load state of "
+                "another layout by sharded_state_dict"
+            )
+        for held, tensors in zip(by_range.values(), saved):
+            for state in held:
+                like = state.read()
+                state.stored.write(0, tensors[state.kind].to(like))
+        for one in self._runs:
+            one.write_model()
+        self._make_whole()
+        self._after_load()
+
+    def _after_load(self) -> None:
+        """Does what follows a load of state; DistributedOptimizer gathers parameters."""
 
     @property
     def _loss_scale(self) -> float:
-        return 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.value
 
     def _update_scale(self, found_inf: bool) -> None:
         if self.grad_scaler is not None:
@@ -386,12 +633,6 @@ class MegatronOptimizer:
 
     def _weight_decays(self) -> list[float]:
         return [group["weight_decay"] for group in self.param_groups]
-
-    def _clip_coefficient(self, grad_norm: float) -> float:
-        # A non-finite gradient cannot be clipped, and its step is skipped.
-        if self.config.clip_grad == 0 or not math.isfinite(grad_norm):
-            return 1.0
-        return clip_coefficient(self.config.clip_grad, grad_norm)
 
     def _update(self, scale: GradScale) -> None:
         with self._whole_update():
@@ -424,7 +665,9 @@ class MegatronOptimizer:
         self._grad_stats.forget()
 
     def _check_whole(self) -> None:
-        """Raises RuntimeError if an update is half done."""
+        """Raises RuntimeError if an update is half done, or state is offloaded."""
+        if self._offloaded is not None:
+            raise RuntimeError("the optimizer's state is on the host after offload_to_cpu: call restore_from_cpu first")
         if self._half_done is not None:
             raise RuntimeError(self._half_done)
 
@@ -440,18 +683,269 @@ class MegatronOptimizer:
 class FP32Optimizer(MegatronOptimizer):
     """Steps the model's own fp32 (or fp64) parameters."""
 
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        init_state_fn: InitStateFn | None = None,
+        *,
+        parts: OptimizerParts | None = None,
+    ) -> None:
+        super().__init__(optimizer, config, init_state_fn, parts=parts)
 
-class Float16OptimizerWithFloat16Params(MegatronOptimizer):
+
+class MixedPrecisionOptimizer(MegatronOptimizer):
+    """Base of the optimizers of 16-bit parameters, with masters and perhaps a loss scale."""
+
+    _makes_masters = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
+        init_state_fn: InitStateFn | None = None,
+        *,
+        parts: OptimizerParts | None = None,
+    ) -> None:
+        super().__init__(optimizer, config, init_state_fn, grad_scaler=grad_scaler, parts=parts)
+
+
+class Float16OptimizerWithFloat16Params(MixedPrecisionOptimizer):
     """Steps fp32 masters of 16-bit parameters; fp32 parameters among them are stepped themselves."""
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Returns the state_dict of MegatronOptimizer; is_loading: no matter, as state exists from the start."""
+        return super().state_dict()
+
+
+class ProxyDict(MutableMapping[Any, Any]):
+    """Several dictionaries as one, whose keys are (index of the dictionary, key in it).
+
+    An item is also found, replaced and deleted by its key alone, in the first dictionary that has it.
+    """
+
+    def __init__(self, inner_dicts: Sequence[MutableMapping[Any, Any]]) -> None:
+        self._inner_dicts = list(inner_dicts)
+
+    def __getitem__(self, key: Any) -> Any:
+        index, inner = self._place(key)
+        return self._inner_dicts[index][inner]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        index, inner = self._place(key)
+        self._inner_dicts[index][inner] = value
+
+    def __delitem__(self, key: Any) -> None:
+        index, inner = self._place(key)
+        del self._inner_dicts[index][inner]
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return ((index, key) for index, inner in enumerate(self._inner_dicts) for key in inner)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._inner_dicts))
+
+    def _place(self, key: Hashable) -> tuple[int, Any]:
+        if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
+            if 0 <= key[0] < len(self._inner_dicts):
+                return key
+        found = next((index for index, inner in enumerate(self._inner_dicts) if key in inner), None)
+        if found is None:
+            raise KeyError(key)
+        return found, key
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Steps parameters by several torch optimizers with a common norm and loss scale."""
+    """Steps parameters by several optimizers with a common norm, decision and loss scale.
+
+    chained_optimizers: at least one; a torch optimizer is wrapped in an FP32Optimizer without clipping. Their settings
+    of clipping and zero counts, and their loss scales, must be the same, or ValueError is raised. parts: of all of
+    them, if this optimizer updates their parameters itself.
+    """
+
+    def __init__(
+        self,
+        chained_optimizers: Sequence[MegatronOptimizer | torch.optim.Optimizer],
+        *,
+        parts: OptimizerParts | None = None,
+    ) -> None:
+        chained = [_as_ours(one) for one in chained_optimizers]
+        _check_chain(chained)
+        self.chained_optimizers = chained
+        self._updates_itself = parts is not None
+        super().__init__(
+            chained[0].optimizer, chained[0].config, grad_scaler=chained[0].grad_scaler, parts=parts or _joined(chained)
+        )
 
     @property
-    def chained_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers, in the order of their parameter groups."""
-        return [rule.optimizer for rule in self._rules]
+    def state(self) -> ProxyDict:
+        """The state of all torch optimizers; its keys are (index of the optimizer, parameter)."""
+        return ProxyDict([rule.optimizer.state for rule in self._rules])
+
+    def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """Returns the reduced gradients that this rank counts, of all optimizers: views, [n] each, their dtype."""
+        return [grad for one in self.chained_optimizers for grad in one.get_grads_for_grad_norm(grad_norm_group)]
+
+    def has_grad_norm_group(self, grad_norm_group: dist.ProcessGroup) -> bool:
+        """Returns whether the norm of any optimizer's gradients is summed over a group."""
+        return any(one.has_grad_norm_group(grad_norm_group) for one in self.chained_optimizers)
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        """Returns whether all optimizers sum statistics of dense gradients over the same ranks."""
+        first, *others = (one.get_grad_stats_parallel_group() for one in self.chained_optimizers)
+        return all(other is first for other in others)
+
+    def sharded_state_dict(  # type: ignore[override]  # Megatron's arguments
+        self, model_sharded_state_dict: ShardedState, is_loading: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Returns sharded_state_dict of all optimizers in one; kwargs: metadata, None or empty."""
+        return super().sharded_state_dict(model_sharded_state_dict, is_loading, **kwargs)
+
+    def save_parameter_state(self, filename: str) -> None:
+        """Calls save_parameter_state of each optimizer that steps shards; see DistributedOptimizer.
+
+        The files of a chain of several are `filename`, `filename.1` and so on.
+        """
+        for index, one in self._with_shards():
+            one.save_parameter_state(_numbered(filename, index))
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        """Loads the files of save_parameter_state; see DistributedOptimizer."""
+        for index, one in self._with_shards():
+            one.load_parameter_state(_numbered(filename, index), update_legacy_format=update_legacy_format)
+
+    def _with_shards(self) -> "list[tuple[int, HasParameterState]]":
+        found = [one for one in self.chained_optimizers if isinstance(one, HasParameterState)]
+        if not found:
+            raise ValueError("no optimizer of the chain steps shards: their state_dict has all of the state")
+        return list(enumerate(found))
+
+    def _update(self, scale: GradScale) -> None:
+        if self._updates_itself:
+            super()._update(scale)
+            return
+        with self._whole_update():
+            for one in self.chained_optimizers:
+                one._update(scale)
+
+    def _after_device_update(self) -> None:
+        if self._updates_itself:
+            super()._after_device_update()
+            return
+        for one in self.chained_optimizers:
+            one._after_device_update()
+
+    def _update_scale(self, found_inf: bool) -> None:
+        # Optimizers that were built apart have scales of their own, with the same numbers.
+        scalers = (one.grad_scaler for one in self.chained_optimizers[1:] if one.grad_scaler is not self.grad_scaler)
+        for scaler in dict.fromkeys(scaler for scaler in scalers if scaler is not None):
+            scaler.update(found_inf)
+        super()._update_scale(found_inf)
+
+    def _after_load(self) -> None:
+        for one in self.chained_optimizers:
+            one._after_load()
+
+
+@runtime_checkable
+class HasParameterState(Protocol):
+    """An optimizer of shards, whose state is saved in files apart from its state_dict."""
+
+    def save_parameter_state(self, filename: str) -> None: ...
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None: ...
+
+
+class _JoinedStats(GradStats):
+    """Statistics of the gradients of several optimizers together, each over its own ranks."""
+
+    def __init__(self, every: Sequence[GradStats]) -> None:
+        self._every = list(every)
+
+    @property
+    def is_updated(self) -> bool:
+        return False
+
+    def norm(self) -> Tensor:
+        return _root_of_squares([one.norm() for one in self._every])
+
+    def count_zeros(self) -> Tensor:
+        return torch.stack([one.count_zeros() for one in self._every]).sum()
+
+    def counted_grads(self, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        return [grad for one in self._every for grad in one.counted_grads(group)]
+
+    def sums_over(self, group: dist.ProcessGroup) -> bool:
+        return any(one.sums_over(group) for one in self._every)
+
+    @property
+    def whole_group(self) -> dist.ProcessGroup | None:
+        return self._every[0].whole_group
+
+    def params_norm(self) -> float:
+        return math.hypot(*(one.params_norm() for one in self._every))
+
+    def norm_of(self, params: Iterable[nn.Parameter]) -> float:
+        return self._every[0].norm_of(params)
+
+
+def _root_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    # The norm of one norm may round.
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(list(norms)), 2)
+
+
+def _as_ours(one: MegatronOptimizer | torch.optim.Optimizer) -> MegatronOptimizer:
+    if isinstance(one, MegatronOptimizer):
+        return one
+    if isinstance(one, torch.optim.Optimizer):
+        return FP32Optimizer(one, OptimizerConfig(lr=one.defaults.get("lr", 0.0), clip_grad=0.0))
+    raise TypeError(f"chained_optimizers has a {type(one).__name__}: must be a MegatronOptimizer or a torch optimizer")
+
+
+def _check_chain(chained: Sequence[MegatronOptimizer]) -> None:
+    if not chained:
+        raise ValueError("chained_optimizers is empty: must have at least one optimizer")
+    settings: dict[str, list[float | bool]] = {
+        "OptimizerConfig.clip_grad": [one.config.clip_grad for one in chained],
+        "OptimizerConfig.log_num_zeros_in_grad": [one.config.log_num_zeros_in_grad for one in chained],
+        "the loss scale": [float(one.get_loss_scale()) for one in chained],
+    }
+    for name, values in settings.items():
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} of chained_optimizers is {values}: must be the same")
+    if any(one.config.optimizer_in_backward for one in chained):
+        raise ValueError(
+            "OptimizerConfig.optimizer_in_backward is set in chained_optimizers: an optimizer in backward must be the "
+            "only one, as it updates before the norm of the others is known"
+        )
+
+
+def _joined(chained: Sequence[MegatronOptimizer]) -> OptimizerParts:
+    chunks = list(dict.fromkeys(chunk for one in chained for chunk in one._model_chunks))
+    return OptimizerParts(
+        [rule for one in chained for rule in one._rules],
+        [run for one in chained for run in one._runs],
+        chunks,
+        chained[0]._grad_stats if len(chained) == 1 else _JoinedStats([one._grad_stats for one in chained]),
+        chained[0]._device_scale.device,
+        {name: pieces for one in chained for name, pieces in one._pieces.items()},
+    )
+
+
+def _numbered(filename: str, index: int) -> str:
+    return f"{filename}.{index}" if index else filename
+
+
+def _pieces_in(items: Iterable[ShardedTensor], param: nn.Parameter) -> list[LogicalPiece]:
+    """Returns the pieces of a dense parameter, any shape and dtype, that items of a model are views of."""
+    first, size = param.data_ptr(), param.element_size()
+    found = []
+    for item in items:
+        offset, rest = divmod(item.data.data_ptr() - first, size)
+        if item.data.dtype == param.dtype and item.data.numel() and not rest and 0 <= offset < param.numel():
+            shape, stride = tuple(item.data.shape), tuple(item.data.stride())
+            found.append(LogicalPiece(item.key, shape, stride, offset, item.global_shape, item.global_offset))
+    return found
 
 
 # The device's decision whether a step updates; MegatronOptimizer.step decides on the host, with the same bits.

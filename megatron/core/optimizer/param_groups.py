@@ -32,12 +32,12 @@ class ParamKey:
     attr: str | tuple[str, ...] = ()
     predicate: Callable[[str, nn.Parameter], bool] | None = None
 
-    def matches(self, name: str, param: nn.Parameter) -> bool:
+    def matches(self, param: nn.Parameter, param_name: str) -> bool:
         """Returns whether the override applies to this parameter; param: any shape and dtype."""
         return (
-            any(fnmatchcase(name, pattern) for pattern in _words(self.name))
+            any(fnmatchcase(param_name, pattern) for pattern in _words(self.name))
             or any(vars(param).get(attribute) for attribute in _words(self.attr))
-            or (self.predicate is not None and self.predicate(name, param))
+            or (self.predicate is not None and self.predicate(param_name, param))
         )
 
 
@@ -67,7 +67,44 @@ class ParamGroupOverride:
             )
 
 
-ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
+ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | Mapping[str, float | None]]
+_VOCABULARY_KEY = ParamKey(name=_VOCABULARY)
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride | Mapping[str, Any]]:
+    """Returns the overrides that hold without any given: biases and 1-D parameters do not decay, and --decoupled-lr.
+
+    A script adds its own to them; later ones win. Without decay are all but norms of queries and keys with
+    apply_wd_to_qk_layernorm.
+    """
+    exempt = _is_exempt_but_head_norms if config.apply_wd_to_qk_layernorm else _is_exempt
+    standard: dict[ParamKey, ParamGroupOverride | Mapping[str, Any]] = {
+        ParamKey(predicate=exempt): ParamGroupOverride(wd_mult=0.0)
+    }
+    if config.decoupled_lr is not None:
+        # decoupled_min_lr None means the common minimum, as in Megatron.
+        rates = ParamGroupOverride(max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr)
+        standard[_VOCABULARY_KEY] = rates
+    return standard
+
+
+def _is_exempt(name: str, param: torch.Tensor) -> bool:
+    return not weight_decays(name, param)
+
+
+def _is_exempt_but_head_norms(name: str, param: torch.Tensor) -> bool:
+    return _is_exempt(name, param) and not _fits(name, _HEAD_NORMS)
+
+
+def as_override(value: ParamGroupOverride | Mapping[str, Any]) -> ParamGroupOverride:
+    """Returns an override given as a dictionary of its fields, or itself; raises ValueError for another key."""
+    if isinstance(value, ParamGroupOverride):
+        return value
+    names = [field.name for field in dataclasses.fields(ParamGroupOverride)]
+    unknown = next((name for name in value if name not in names), None)
+    if unknown is not None:
+        raise ValueError(f"config_overrides has the key {unknown!r}: must be one of {', '.join(names)}")
+    return ParamGroupOverride(**value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +138,16 @@ class GroupKey:
 
 
 class ParamGrouping:
-    """Assigns each parameter a group, from the settings and a script's overrides; later overrides win."""
+    """Assigns each parameter a group, from the settings and a script's overrides; later overrides win.
+
+    overrides: all of them; None means get_standard_config_overrides, and {} that every parameter decays.
+    """
 
     def __init__(self, config: OptimizerConfig, overrides: ConfigOverrides | None = None) -> None:
         self._config = config
-        self._overrides = dict(overrides or {})
+        self._standard = get_standard_config_overrides(config)
+        given = self._standard if overrides is None else overrides
+        self._overrides = {key: as_override(value) for key, value in given.items()}
         # Indices of overrides that apply to a parameter; ranks exchange them.
         self.used: set[int] = set()
 
@@ -114,14 +156,11 @@ class ParamGrouping:
 
         Raises ValueError if its learning rates contradict each other.
         """
-        decays = weight_decays(name, param) or (self._config.apply_wd_to_qk_layernorm and _fits(name, _HEAD_NORMS))
-        merged = ParamGroupOverride(wd_mult=1.0 if decays else 0.0)
-        decoupled = self._config.decoupled_lr is not None and _fits(name, _VOCABULARY)
-        if decoupled:
-            merged = self._with_decoupled_rates(merged)
+        merged, decoupled = ParamGroupOverride(wd_mult=1.0), False
         for place, (key, override) in enumerate(self._overrides.items()):
-            if key.matches(name, param):
+            if key.matches(param, name):
                 self.used.add(place)
+                decoupled = decoupled or key == _VOCABULARY_KEY
                 given = {field: value for field, value in vars(override).items() if value is not None}
                 merged = dataclasses.replace(merged, **given)
         is_matrix = self._config.optimizer == "muon" and param.dim() == 2 and not _is_embedding_or_bias(name)
@@ -131,25 +170,24 @@ class ParamGrouping:
 
     def plain_keys(self) -> list[GroupKey]:
         """Returns the groups that always exist, even if empty, so that schedules and log lines find them."""
-        plain = [ParamGroupOverride(wd_mult=wd_mult) for wd_mult in (1.0, 0.0)]
-        keys = [GroupKey(override=override) for override in plain]
-        if self._config.decoupled_lr is not None:
-            keys.append(GroupKey(override=self._with_decoupled_rates(plain[0]), is_decoupled_lr=True))
+        decayed = ParamGroupOverride(wd_mult=1.0)
+        standard = {key: as_override(value) for key, value in self._standard.items() if key in self._overrides}
+        keys = [GroupKey(override=decayed)]
+        for key, override in standard.items():
+            values = {name: value for name, value in vars(override).items() if value is not None}
+            merged = dataclasses.replace(decayed, **values)
+            keys.append(GroupKey(override=merged, is_decoupled_lr=key == _VOCABULARY_KEY))
         return keys
 
     def check_all_used(self, used: Collection[int]) -> None:
         """Raises ValueError for an override that applies to no parameter; used: indices of those that do."""
         # A misspelt name would silently have no effect.
         for place, key in enumerate(self._overrides):
-            if place not in used:
+            # A model may well have no bias.
+            if place not in used and key not in self._standard:
                 raise ValueError(
                     f"config_overrides has {key}, which matches no parameter that requires grad: must match one"
                 )
-
-    def _with_decoupled_rates(self, override: ParamGroupOverride) -> ParamGroupOverride:
-        # decoupled_min_lr None means the common minimum, as in Megatron.
-        rates = {"max_lr": self._config.decoupled_lr, "min_lr": self._config.decoupled_min_lr}
-        return dataclasses.replace(override, **rates)
 
 
 def weight_decays(name: str, param: torch.Tensor) -> bool:

@@ -32,6 +32,11 @@ class StoredFloats(Protocol):
     def num_bytes(self) -> int: ...
     @property
     def numel(self) -> int: ...
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that hold the numbers, without the parameters: any shape and dtype."""
+        ...
+
     def read(self, start: int, end: int) -> torch.Tensor:
         """Returns the numbers from start to end: [end - start], fp32 or fp64; a view of such storage, else a copy."""
         ...
@@ -51,6 +56,11 @@ class _OneTensor:
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
         return self.tensor.nbytes
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensor: [N], any float dtype."""
+        return [self.tensor]
 
     @property
     def numel(self) -> int:
@@ -109,6 +119,11 @@ class ScaledHalf(_OneTensor):
         """Bytes of the tensor and the scales."""
         return super().num_bytes + self.exponents.nbytes
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensor and the scales: [N], fp16, and [N / 64], int8."""
+        return [self.tensor, self.exponents]
+
     def read(self, start: int, end: int) -> torch.Tensor:
         """Returns the numbers from start to end: [end - start], fp32, a copy."""
         factors = _power_of_two(-self.exponents[start // BLOCK : end // BLOCK].int())
@@ -140,6 +155,11 @@ class WithRemainder:
     def num_bytes(self) -> int:
         """Bytes in addition to the parameters."""
         return self.lower.nbytes
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The lower halves: [N], int16."""
+        return [self.lower]
 
     @property
     def numel(self) -> int:

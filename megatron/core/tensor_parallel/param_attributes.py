@@ -10,8 +10,14 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-# Attributes that a wrapper sets. They are neither stored nor copied with a parameter, since the copy is not wrapped.
+from megatron.core.parallel_state import group_or_existing
+from megatron.core.process_groups_config import group_rank
+
+# Attributes that an optimizer or a wrapper sets. They are neither stored nor copied with a parameter, since the copy is
+# not wrapped.
+_OF_OPTIMIZERS = frozenset({"main_param", "main_param_sharded"})
 _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
 
 
@@ -62,6 +68,29 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
     )
 
 
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Marks a tensor, any shape and dtype, as not split, unless it is marked as split or not."""
+    facts = param_facts(tensor)
+    set_tensor_model_parallel_attributes(
+        tensor, facts.tensor_model_parallel, facts.partition_dim, facts.partition_stride
+    )
+
+
+def param_is_not_tensor_parallel_duplicate(
+    param: Tensor, tp_group: ProcessGroup | None = None, expert_tp_group: ProcessGroup | None = None
+) -> bool:
+    """Whether this rank counts a parameter, any shape and dtype, where each element must be counted once.
+
+    Ranks count their parts of split parameters, and the first rank counts those that all hold. tp_group,
+    expert_tp_group: the ranks of dense and of expert layers; None: parallel_state's.
+    """
+    facts = param_facts(param)
+    if facts.tensor_model_parallel:
+        return True
+    group = group_or_existing(expert_tp_group, "expt_tp") if facts.is_expert else group_or_existing(tp_group)
+    return group_rank(group) == 0
+
+
 def copy_marks(destination: nn.Parameter, source: nn.Parameter) -> None:
     """Copies the attributes of layers and users to another parameter; both: any shape and dtype."""
     vars(destination).update(_marks_in(vars(source)))
@@ -83,6 +112,16 @@ def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
     vars(param).update(shared=is_copy, shared_embedding=True)
 
 
+def mark_kept_in_fp32(tensor: Tensor) -> None:
+    """Marks a parameter or buffer, any shape and dtype, that keeps its dtype in a model of half precision."""
+    vars(tensor).update(keep_in_fp32=True)
+
+
+def is_kept_in_fp32(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer, any shape and dtype, is marked by mark_kept_in_fp32."""
+    return bool(vars(tensor).get("keep_in_fp32", False))
+
+
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Sets the tensor that accumulates a parameter's gradients; grad: [*parameter shape], floating point."""
     vars(param).update(main_grad=grad)
@@ -92,8 +131,17 @@ def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
 def clear_main_grad(param: nn.Parameter) -> None:
     """Removes main_grad of a parameter, any shape and dtype, with the attributes that kernels set."""
     # set_grad_owner removes grad_owner.
-    for name in _OF_WRAPPERS - {"grad_owner"}:
+    for name in (_OF_WRAPPERS | _OF_OPTIMIZERS) - {"grad_owner"}:
         vars(param).pop(name, None)
+
+
+def set_main_param(param: nn.Parameter, main: Tensor | None, *, is_sharded: bool) -> None:
+    """Sets the fp32 numbers that an optimizer steps for a 16-bit parameter, any shape; None if this rank has none.
+
+    main: [*parameter shape]; if is_sharded [n], the part that this rank owns.
+    """
+    vars(param).update(main_param=main, main_param_sharded=is_sharded)
+    _store_marks_alone(param)
 
 
 def has_main_grad(param: nn.Parameter) -> bool:
@@ -146,7 +194,7 @@ def _store_marks_alone(param: nn.Parameter) -> None:
 
 
 def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS}
+    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS | _OF_OPTIMIZERS}
 
 
 @dataclass(frozen=True)

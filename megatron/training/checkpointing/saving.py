@@ -48,7 +48,7 @@ from megatron.training.config import CheckpointConfig
 _ABANDON_SECONDS = 30.0
 
 
-def save_checkpoint(
+def save_run(
     iteration: int,
     model: Sequence[torch.nn.Module],
     optimizer: CheckpointedOptimizer | None,
@@ -90,7 +90,7 @@ def begin_save_checkpoint(
     pg_collection: ProcessGroupCollection | None = None,
     staging: StagingMemory | None = None,
 ) -> PendingSave:
-    """Starts a save like save_checkpoint's, and returns while it is still pending. Collective over all ranks.
+    """Starts a save like save_run's, and returns while it is still pending. Collective over all ranks.
 
     With `staging`, the state may change on return. Without it nothing is written before PendingSave.finish, until which
     the state must not change. The tracker is written, and older checkpoints are deleted, once this one is complete.
@@ -134,7 +134,7 @@ def _content(run: RunState, config: CheckpointConfig) -> tuple[list[ShardedTenso
         stepped, with_state = _optimizer_tensors(run, run.optimizer, has_frozen=bool(frozen))
         tensors += stepped
         frozen -= with_state
-        values["optimizer"] = run.optimizer.state_dict()
+        values["optimizer"] = run.optimizer.common_state()
         values["scheduler"] = None if run.scheduler is None else run.scheduler.state_dict()
     if not config.no_save_rng:
         tensors += rng_sharded_state(run.groups)

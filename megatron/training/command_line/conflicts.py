@@ -339,6 +339,8 @@ def check_faults(args: argparse.Namespace) -> Iterator[str]:
             yield f"{words}: needs whole checkpoints, leave out --no-save-optim and --no-save-rng"
         if args.cuda_graph_impl != "none":
             yield f"{words} and --cuda-graph-impl is given: loading a checkpoint invalidates graphs, leave one out"
+        if args.dataloader_type == "external":
+            yield f"{words} and --dataloader-type is external: a script's iterators cannot go back, leave one out"
 
 
 def _check_policy(args: argparse.Namespace, words: str) -> Iterator[str]:

@@ -98,7 +98,7 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
         return super().__new__(cls)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """See MoETokenDispatcher; hidden_states: [*, H], any float dtype."""
+        """Step of MoETokenDispatcher; hidden_states: [*, H], any float dtype."""
         return super().dispatch_preprocess(hidden_states, routing_map, probs)
 
     @abstractmethod

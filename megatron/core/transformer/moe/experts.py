@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.config_field import require_defaults
 from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
-from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
@@ -142,7 +142,12 @@ class GroupedMLP(MegatronModule):
     def init_methods(self) -> dict[str, InitMethod]:
         """Returns the init methods of this module's own parameters, by name."""
         assert self.config.init_method is not None and self.config.output_layer_init_method is not None
-        methods = {"weight1": self.config.init_method, "weight2": self.config.output_layer_init_method}
+        # The matrices of one expert, of all the ranks that share it.
+        parts, hidden = self.shard.num_parts, self.config.hidden_size
+        methods = {
+            "weight1": init_of_matrix(self.config.init_method, parts * self.fc1_width, hidden),
+            "weight2": init_of_matrix(self.config.output_layer_init_method, hidden, parts * self.ffn_hidden_size),
+        }
         return methods | ({} if self.bias1 is None else dict.fromkeys(("bias1", "bias2"), ConstantInit(0)))
 
     def forward(

@@ -5,6 +5,8 @@ the dispatcher calls the shared expert while rows are sent, on the main stream. 
 dispatch_alltoall.py.
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -63,15 +65,17 @@ class SharedExpertMLP(MLP):
         assert self.config.init_method is not None
         return {} if self.gate_weight is None else {"gate_weight": self.config.init_method}
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [*, H], parameter dtype; per_token_scale: [*] or None, multiplied with the gate.
 
         Returns [*, H], same dtype, and the bias that is still to be added: [H], with a gate [*, H], or None.
         """
         gate = self._gate_of(hidden_states)
         if gate is None:
-            return super().forward(hidden_states, per_token_scale)
-        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale)
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        return super().forward(hidden_states, gate if per_token_scale is None else gate * per_token_scale, **kwargs)
 
     def _gate_of(self, hidden_states: Tensor) -> Tensor | None:
         if self.gate_weight is None:

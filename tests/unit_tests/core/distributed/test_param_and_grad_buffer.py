@@ -24,7 +24,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 def buffer_of(model, grad_dtype=torch.float32, **settings):
     named = list(model.named_parameters())
     kind = BufferKind(named[0][1].dtype, grad_dtype, is_expert=False)
-    buffer = _ParamAndGradBuffer(
+    buffer = _ParamAndGradBuffer.of_kind(
         kind, named, settings=BufferSettings(**{"group": None, "bucket_size": None, **settings})
     )
     for bucket in buffer.buckets:
@@ -42,8 +42,10 @@ def test_parameters_and_gradients_are_views_of_flat_tensors():
     values = [param.detach().clone() for param in model.parameters()]
     model[1].weight.shared_embedding = True
     buffer = buffer_of(model, bucket_size=1)
-    assert [len(bucket.slots) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0]] == [1] * 4
-    last = _ParamAndGradBucketGroup(partition_buckets([buffer])[-1], name="last")
+    assert [len(bucket.slots) for bucket in partition_buckets([buffer], force_single_bucket_group=True)[0].buckets] == [
+        1
+    ] * 4
+    last = partition_buckets([buffer])[-1]
     assert [slot.name for slot in last.slots] == ["0.weight"]
     for (name, param), value, slot in zip(model.named_parameters(), values, buffer.slots):
         assert slot.name == name and torch.equal(param, value)

@@ -5,7 +5,7 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 ALIGNMENT = 64
@@ -33,11 +33,15 @@ def wrap(model, group=None, *, overlap=None, pg_collection=None, **settings):
 
 
 def wrap_and_build(model, group=None, config_overrides=None, **settings):
-    """The wrapped model and its optimizer; settings are OptimizerConfig's, lr 0.01 by default."""
+    """The wrapped model and its optimizer; settings are OptimizerConfig's, lr 0.01 by default.
+
+    config_overrides: in addition to the standard ones.
+    """
     wrapped = wrap(model, group, deterministic_mode=settings.get("deterministic_mode", False))
-    return wrapped, get_megatron_optimizer(
-        OptimizerConfig(**{"lr": 0.01, **settings}), [wrapped], config_overrides=config_overrides
-    )
+    config = OptimizerConfig(**{"lr": 0.01, **settings})
+    if config_overrides is not None:
+        config_overrides = {**get_standard_config_overrides(config), **config_overrides}
+    return wrapped, get_megatron_optimizer(config, [wrapped], config_overrides=config_overrides)
 
 
 def our_step(wrapped, optimizer, inputs):

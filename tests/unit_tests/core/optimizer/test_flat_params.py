@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.distributed.bucket_storage import BufferSettings
+from megatron.core.distributed.bucket_storage import BufferSettings, PersistentGrads
 from megatron.core.distributed.layout import Span
-from megatron.core.distributed.param_and_grad_buffer import BufferKind, _ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import BOTH, BufferKind, _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig, adam, flat_params
 from megatron.core.optimizer.adam import FusedRule, GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
@@ -27,7 +27,7 @@ class Shard(_ParamAndGradBuffer):
     def __init__(self, model: nn.Module, owned: list[Span] | None = None):
         named = list(model.named_parameters())
         kind = BufferKind(named[0][1].dtype, torch.float32, is_expert=False)
-        super().__init__(kind, named, settings=BufferSettings(group=None, bucket_size=None))
+        self._build(kind, named, BufferSettings(group=None, bucket_size=None), PersistentGrads, BOTH)
         self.owned = owned or super().owned_spans()
         generator = torch.Generator().manual_seed(5)
         for slot in self.slots:

@@ -145,14 +145,14 @@ def test_resume_from_a_checkpoint_continues_bit_for_bit(tmp_path, name, settings
         our_step(*straight, microbatches(step, dtype=dtype))
     for step in range(stop):
         our_step(*stopped, microbatches(step, dtype=dtype))
-    dist_checkpointing.save(state_of(*stopped), tmp_path / "c", common={"optimizer": stopped[1].state_dict()})
+    dist_checkpointing.save_items(state_of(*stopped), tmp_path / "c", common={"optimizer": stopped[1].common_state()})
     with resumed[1].loading(model_logical_pieces(resumed[0])) as state:
         weights = dist_checkpointing.model_sharded_tensors(resumed[0])
-        common = dist_checkpointing.load([*weights, *state], tmp_path / "c")
+        common = dist_checkpointing.load_items([*weights, *state], tmp_path / "c")
     resumed[1].load_state_dict(common["optimizer"])
     for step in range(stop, 14):
         our_step(*resumed, microbatches(step, dtype=dtype))
-    assert resumed[1].state_dict() == straight[1].state_dict()
+    assert resumed[1].common_state() == straight[1].common_state()
     for a, b in zip(state_of(*resumed), state_of(*straight), strict=True):
         assert a.key == b.key and torch.equal(a.data, b.data), a.key
 

@@ -1,13 +1,21 @@
 """Parameter groups: decoupled rates and a script's overrides, and what they do to a step."""
 
+import json
+
 import pytest
 import torch
 
-from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.param_groups import ParamGrouping
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from tests.unit_tests.core.models.small_models import small_config, small_model
-from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap_and_build
+from tests.unit_tests.core.optimizer.reference import microbatches, our_step, tiny_model, wrap, wrap_and_build
 
 
 def rates_by_name(wrapped, optimizer):
@@ -106,3 +114,34 @@ def test_overrides_that_cannot_be_honoured_are_refused():
         ParamGroupOverride(end_wd=0.1)
     with pytest.raises(ValueError, match="decoupled_min_lr is 0.1: needs"):
         OptimizerConfig(decoupled_min_lr=0.1)
+
+
+def decays_of(overrides, **settings):
+    config = OptimizerConfig(lr=0.1, weight_decay=0.01, **settings)
+    wrapped = wrap(tiny_model())
+    optimizer = get_megatron_optimizer(config, [wrapped], overrides)
+    return {name: decay for name, (_, decay) in rates_by_name(wrapped, optimizer).items()}
+
+
+def test_no_overrides_exempt_biases_and_norms_and_empty_ones_exempt_nothing():
+    standard = decays_of(None)
+    assert {name for name, decay in standard.items() if decay} == {"0.weight", "2.weight", "4.weight"}
+    assert set(decays_of({}).values()) == {0.01}
+    config = OptimizerConfig(lr=0.1)
+    assert decays_of(get_standard_config_overrides(config)) == standard
+
+
+def test_a_mapping_replaces_the_standard_overrides_and_may_hold_dictionaries():
+    found = decays_of({ParamKey(name="0.*"): {"wd_mult": 0.0}, ParamKey(name="*.bias"): {"wd_mult": 2.0}})
+    assert found["0.weight"] == 0.0 and found["0.bias"] == 0.02 and found["1.weight"] == 0.01
+    with pytest.raises(ValueError, match="config_overrides has the key 'wd': must be one of max_lr, min_lr"):
+        decays_of({ParamKey(name="0.*"): {"wd": 0.0}})
+
+
+def test_the_map_of_groups_is_written_as_json(tmp_path):
+    wrapped = wrap(tiny_model())
+    config = OptimizerConfig(lr=0.1, weight_decay=0.01)
+    get_megatron_optimizer(config, [wrapped], None, True, None, str(tmp_path / "groups.json"))
+    found = json.loads((tmp_path / "groups.json").read_text())
+    assert set(found) == {name for name, _ in wrapped.module.named_parameters()}
+    assert found["0.bias"]["weight_decay"] == 0.0 and found["0.weight"]["weight_decay"] == 0.01
